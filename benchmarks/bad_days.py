@@ -16,8 +16,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clock_shim import ShiftedClock
+from benchmarks.hostile.disks import small_disk
 from benchmarks.running_stack import RunningStack
-from benchmarks.steady_load import Load, ask
 
 WITHIN = 30.0
 """Seconds in which a stack has to be whole again."""
@@ -42,6 +42,61 @@ STEADY = 1.5
 
 EVERYBODY = {"supervisor", "coordinator", "engine 0", "engine 1", "api 0", "api 1"}
 FLAGS = ("--executor", "simulated", "--simulated-step-us", "10000", "--data-parallel-size", "2")
+
+
+MODEL = "swell-shakespeare"
+PATIENCE = 60.0
+"""Seconds after which a client gives up."""
+
+
+class Load:
+    """Clients that send requests one after the other, each on a connection of its own."""
+
+    def __init__(self, url: str, clients: int) -> None:
+        self.answered = 0
+        self.failures: list[str] = []
+        self._url = url
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(clients)]
+
+    def _run(self, seed: int) -> None:
+        while not self._over.is_set():
+            try:
+                ask(self._url, 60, seed)
+            except (OSError, ValueError) as error:
+                self.failures.append(repr(error))
+                self._over.wait(0.1)
+            else:
+                self.answered += 1
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+def ask(url: str, tokens: int, seed: int, rank: int | None = None) -> None:
+    """Send one request, for any engine or that of a rank, and wait for its answer.
+
+    Raises:
+        OSError: it was not answered.
+        ValueError: it was answered wrongly.
+    """
+    body = {"model": MODEL, "prompt": f"Act {seed}", "max_tokens": tokens, "seed": seed}
+    data = json.dumps({**body, "ignore_eos": True}).encode()
+    headers = {"Content-Type": "application/json"}
+    if rank is not None:
+        headers["X-data-parallel-rank"] = str(rank)
+    request = urllib.request.Request(f"{url}/v1/completions", data, headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        told = json.loads(answer.read())["usage"]["completion_tokens"]
+    if told != tokens:
+        raise ValueError(f"{told} of {tokens} tokens")
 
 
 class Unusable(Exception):
@@ -163,17 +218,15 @@ def logging_to_a_full_disk(directory: Path) -> Iterator[Scene]:
 @contextmanager
 def logging_to_a_small_disk(directory: Path) -> Iterator[Scene]:
     """A stack whose log lies on a file system of 1 MB."""
-    disk = directory / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "swell-log", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        raise Unusable("needs leave to mount a small file system")
-    try:
-        with (disk / "log").open("ab") as log, _logging_to(directory, log.fileno()) as scene:
-            scene.log_disk = disk
-            yield scene
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    with contextlib.ExitStack() as opened:
+        try:
+            disk = opened.enter_context(small_disk(directory / "disk", 1))
+        except OSError as error:
+            raise Unusable(str(error)) from error
+        log = opened.enter_context((disk / "log").open("ab"))
+        scene = opened.enter_context(_logging_to(directory, log.fileno()))
+        scene.log_disk = disk
+        yield scene
 
 
 @contextmanager

@@ -246,7 +246,11 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         scheduler=SchedulerConfig(
             max_num_seqs=max([1, *options.rows]), max_num_batched_tokens=budget
         ),
-        executor=ExecutorConfig(threads=options.threads, batch_invariant=options.batch_invariant),
+        executor=ExecutorConfig(
+            threads=options.threads,
+            batch_invariant=options.batch_invariant,
+            enforce_eager=options.enforce_eager,
+        ),
     )
 
 
@@ -264,8 +268,8 @@ def table(results: dict[str, dict[str, dict[str, float]]], which: str) -> Table:
     return result
 
 
-def main() -> None:
-    """Measure and print."""
+def command_line() -> argparse.ArgumentParser:
+    """Return what reads the options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -281,7 +285,14 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--enforce-eager", action="store_true", help="torch's operators alone")
     parser.add_argument("--json", type=Path, help="write the numbers, in seconds, to this file")
+    return parser
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = command_line()
     options = parser.parse_args()
     if options.steps <= _WARM_UP_STEPS or options.prefills < 1:
         parser.error(f"--steps has to be more than {_WARM_UP_STEPS}, --prefills at least 1")

@@ -7,17 +7,27 @@ as without all that. That takes batch-invariant engines, which they are by defau
 little (docs/engine.md): elsewhere a batch of another size may round to another token without the
 flag.
 
+With --minutes, random processes, front ends too, are killed or stopped for as long, while --clients
+clients send the same requests in any order. One that was on a connection of a killed front end may
+fail. Afterwards no process may be missing and no gauge may count a request.
+
     python -m benchmarks.failover
     python -m benchmarks.failover --streams 8 --tokens 60 --stop-seconds 8
+    python -m benchmarks.failover --minutes 5 --streams 8 --tokens 60 --stop-seconds 8
     python -m benchmarks.failover -- --dtype bfloat16 --batch-invariant
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import random
+import re
 import signal
 import sys
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,9 +36,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.running_stack import RunningStack
-from benchmarks.streamed import streamed_choices, text_of
 
 MODEL = "swell-shakespeare"
+NUM_ENGINES = 3
+NUM_PROCESSES = NUM_ENGINES + 4
+"""With two API servers, the coordinator and the supervisor."""
 SPEAKERS = ["ROMEO", "JULIET", "KING HENRY", "First Citizen", "GLOUCESTER", "LADY ANNE", "WARWICK"]
 SCHEMA = {
     "type": "object",
@@ -93,6 +105,38 @@ def asks(streams: int, tokens: int) -> list[Ask]:
                 {**chat, "max_tokens": tokens, "response_format": schema})
         )  # fmt: skip
     return made
+
+
+async def streamed_choices(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> AsyncIterator[list[dict[str, Any]]]:
+    """Send a request that streams and yield the choices of every event, which may be none.
+
+    Raises:
+        httpx.HTTPError: the connection failed, or the answer is not a stream.
+        ValueError: an event says that the request failed.
+        ConnectionError: the stream ended too soon.
+    """
+    async with client.stream("POST", path, json={**body, "stream": True}) as response:
+        if response.is_error:
+            await response.aread()
+            response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return
+            if not line.startswith("data: "):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ValueError(event["error"]["message"])
+            yield event["choices"]
+    raise ConnectionError("the stream ended without [DONE]")
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """Return what a choice of a streamed completion or chat adds."""
+    text: str | None = choice["text"] if "text" in choice else choice["delta"].get("content")
+    return text or ""
 
 
 async def answer(client: httpx.AsyncClient, ask: Ask, progress: Progress) -> Answer:
@@ -228,6 +272,111 @@ def report(
     return everything
 
 
+# -- minutes of random disturbances ----------------------------------------------------------------
+
+KINDS = ("engine", "stop", "coordinator", "api")
+INTERVAL = 8.0
+"""Seconds between two disturbances, on average."""
+
+
+@dataclass
+class Tally:
+    """What happened in these minutes."""
+
+    strikes: Counter[str] = field(default_factory=Counter)
+    front_end_deaths: list[float] = field(default_factory=list)
+    right: int = 0
+    excused: int = 0
+    """Failed while a front end was killed."""
+    wrong: list[str] = field(default_factory=list)
+    longest_pause: float = 0.0
+
+
+async def strike(stack: RunningStack, tally: Tally, until: float, stop_seconds: float) -> None:
+    """Kill or stop a random process now and then."""
+    while time.monotonic() < until - INTERVAL:
+        await asyncio.sleep(INTERVAL * random.uniform(0.5, 1.5))
+        kind = random.choice(KINDS)
+        name = "engine" if kind == "stop" else kind
+        victims = [each for title, each in stack.processes().items() if title.split()[0] == name]
+        if len(victims) < (1 if name == "coordinator" else 2):
+            continue  # the last of its kind is still starting: nobody could take over
+        tally.strikes[kind] += 1
+        if kind == "api":
+            tally.front_end_deaths.append(time.monotonic())
+        victim = random.choice(victims)
+        victim.send_signal(signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+        if kind == "stop":
+            await asyncio.sleep(stop_seconds)
+            if victim.is_running():
+                victim.send_signal(signal.SIGCONT)
+
+
+async def client(url: str, todo: list[Ask], calm: list[Answer], tally: Tally, until: float) -> None:
+    """Send requests one after the other, each on a connection of its own."""
+    while time.monotonic() < until:
+        which, began = random.randrange(len(todo)), time.monotonic()
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            found = await answer(http, todo[which], Progress())
+        tally.longest_pause = max(tally.longest_pause, found.longest_pause)
+        if found.error is None and found.told == calm[which].told:
+            tally.right += 1
+        elif found.error and any(death > began - 0.5 for death in tally.front_end_deaths):
+            tally.excused += 1
+        else:
+            tally.wrong.append(f"{todo[which].kind}: {found.error or found.told[:200]}")
+
+
+def is_at_rest(stack: RunningStack) -> bool:
+    """Return whether all processes are there and no gauge counts a request."""
+    if len(stack.processes()) != NUM_PROCESSES:
+        return False
+    with contextlib.suppress(httpx.HTTPError):
+        text = httpx.get(f"{stack.url}/metrics", timeout=10).text
+        busy = re.findall(r"^swell_(?:num_requests_\w+|kv_cache_usage_perc)\{.* (\S+)$", text, re.M)
+        up = re.findall(r"^swell_engine_up\{.* 1\.0$", text, re.M)
+        return len(up) == NUM_ENGINES and not any(map(float, busy))
+    return False
+
+
+def resources(stack: RunningStack) -> dict[str, list[int]]:
+    """Return resident MB, open files and threads of each process."""
+    return {
+        name: [process.memory_info().rss // 10**6, process.num_fds(), process.num_threads()]
+        for name, process in sorted(stack.processes().items())
+    }
+
+
+def endure(
+    stack: RunningStack, todo: list[Ask], calm: list[Answer], options: argparse.Namespace
+) -> bool:
+    """Disturb a stack for minutes; print the tally, and return whether nothing was wrong."""
+    console, tally, before = Console(), Tally(), resources(stack)
+    until = time.monotonic() + 60 * options.minutes
+
+    async def everything() -> None:
+        clients = [client(stack.url, todo, calm, tally, until) for _ in range(options.clients)]
+        await asyncio.gather(strike(stack, tally, until, options.stop_seconds), *clients)
+
+    asyncio.run(everything())
+    deadline = time.monotonic() + 45
+    while not (rests := is_at_rest(stack)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    console.print(f"disturbances: {dict(tally.strikes)}")
+    console.print(
+        f"requests: {tally.right} right, {len(tally.wrong)} wrong or failed, {tally.excused} lost "
+        f"with a killed front end; longest pause within a stream: {tally.longest_pause:.2f} s"
+    )
+    for example, count in Counter(tally.wrong).most_common(5):
+        console.print(f"[red]wrong x{count}[/] {example}", soft_wrap=True)
+    table = Table("process", "resident MB, open files, threads before", "after")
+    for name, after in resources(stack).items():
+        table.add_row(name, str(before.get(name, "")), str(after))
+    console.print(table)
+    console.print("at rest" if rests else "[red]not at rest[/]")
+    return rests and not tally.wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -235,16 +384,20 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64, help="greedy and seeded streams each")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per choice")
     parser.add_argument("--stop-seconds", type=float, default=20.0, help="how long one is stopped")
+    parser.add_argument("--minutes", type=float, default=0.0, help="of random disturbances")
+    parser.add_argument("--clients", type=int, default=24, help="of --minutes")
     parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
     options = parser.parse_args()
     console = Console()
     todo = asks(options.streams, options.tokens)
-    flags = ["--data-parallel-size", "3", "--api-server-count", "2"]
+    flags = ["--data-parallel-size", str(NUM_ENGINES), "--api-server-count", "2"]
     with RunningStack(*flags, "--log-level", "error", *options.serve, timeout=300) as stack:
         counted = Progress()
         began = time.monotonic()
         calm = asyncio.run(run(stack.url, todo, None, counted))
         console.print(f"calm: {len(todo)} requests in {time.monotonic() - began:.1f} s")
+        if options.minutes:
+            return 0 if endure(stack, todo, calm, options) else 1
         disturber = Disturber(stack, options.stop_seconds, counted.pieces)
         progress = Progress()
         began = time.monotonic()

@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import platform
+import random
 import shutil
 import subprocess
 import sys
@@ -26,15 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu_decode_bench import (
-    LLAMA_8B,
-    bytes_per_step,
-    copy_bandwidth,
-    decode_seconds,
-    synchronize,
-)
-from benchmarks.gpu_report import page
-from benchmarks.running_stack import RunningStack
+from benchmarks.running_stack import RunningStack, swell_bench
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
 from engine.models.hf_config import read_spec
@@ -49,6 +42,20 @@ from engine.shared.config import (
 )
 from engine.shared.messages import AddRequest, SamplingParams
 
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
 SMALL = {
     **LLAMA_8B,
     "hidden_size": 128,
@@ -61,8 +68,17 @@ SMALL = {
 _ROOT = Path(__file__).parents[1]
 _SERVED_SECONDS = 140.0
 """For the start of the stack, and again for its load."""
+COPIES = 20
+"""Of memory, to measure its bandwidth."""
 TOTAL_SECONDS = 470.0
 """All parts together: eight minutes, less the writing of results."""
+PAGE_HEAD = """# GPU check
+
+`python -m benchmarks.gpu_check` runs what needs a GPU in one command of less than eight minutes:
+the CUDA tests, comparisons of tokens, decode steps against the bandwidth of a copy, prefills
+against the rate of a matrix product, the start of a stack, a served load, and vLLM's own figures
+where it is installed. `--device cpu --small` runs all parts in miniature.
+"""
 SERVED_FIGURES = (
     "completed", "failed", "output_throughput",
     "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms",
@@ -201,8 +217,60 @@ def parity(setup: Setup) -> dict[str, Any]:
     return {**shares, "graphs against eager, bfloat16": agreement(recorded, eager)}
 
 
+def bytes_per_step(spec: ModelSpec, batch: int, context: int) -> int:
+    """Return the bytes that a decode step of a dense model in 16 bits has to read."""
+    heads = spec.query_size * 2 + spec.kv_size * 2
+    layer = spec.hidden_size * (heads + 3 * spec.intermediate_size)
+    weights = spec.num_layers * layer + spec.vocab_size * spec.hidden_size
+    keys_values = spec.num_layers * 2 * spec.kv_size * context
+    return 2 * (weights + batch * keys_values)
+
+
+def copy_bandwidth(device: str, num_bytes: int) -> float:
+    """Return the bytes per second that the device reads and writes while it copies its memory."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(COPIES):
+        target.copy_(source)
+    synchronize(device)
+    return 2 * num_bytes * COPIES / (time.perf_counter() - began)
+
+
+def synchronize(device: str) -> None:
+    """Wait for all that the device was given to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def decode_seconds(core: EngineCore, batch: int, prompt: int, tokens: int) -> float:
+    """Return the mean time of the steps in which the whole batch decodes."""
+    source = random.Random(batch)
+    for number in range(batch):
+        ids = [source.randrange(core.operations.vocab_size) for _ in range(prompt)]
+        sampling = SamplingParams(max_tokens=tokens, seed=number, temperature=0.0, ignore_eos=True)
+        core.handle(AddRequest(number, str(number), 0, 0, ids, sampling))
+    while core.stats().queued_prefill_tokens or core.stats().waiting:
+        core.step()
+    for _ in range(5):  # the first ones record
+        core.step()
+    steps, began = 0, time.perf_counter()
+    while core.stats().running == batch:
+        core.step()
+        steps += 1
+    seconds = time.perf_counter() - began
+    while core.has_work:
+        core.step()
+    return seconds / steps
+
+
 def decode(setup: Setup) -> dict[str, Any]:
-    """Measure decode steps against the time that reading weights, keys and values takes."""
+    """Measure decode steps against the time that reading weights, keys and values takes.
+
+    Of the embeddings only one row per token is read.
+    """
     return _decoded(setup, setup.core())
 
 
@@ -287,16 +355,13 @@ def served(setup: Setup) -> dict[str, Any]:
     flags = [str(directory), "--load-format", "dummy", "--device", setup.device]
     flags += ["--data-parallel-size", "1", "--log-level", "warning", "--dtype", "bfloat16"]
     flags += ["--max-model-len", "512", "--num-kv-blocks", "200"] if setup.small else []
-    output = setup.directory / "bench.json"
     inputs, outputs, prompts, at_once = (16, 16, 8, 4) if setup.small else (128, 128, 512, 128)
     with RunningStack(*flags, timeout=_SERVED_SECONDS) as stack:
-        command = [str(Path(sys.executable).with_name("swell")), "bench", "--url", stack.url]
-        command += ["--random-input-len", str(inputs), "--random-output-len", str(outputs)]
-        command += ["--num-prompts", str(prompts), "--max-concurrency", str(at_once)]
-        command += ["--random-vocab-size", str(vocabulary), "--num-warmups", "4", "--ignore-eos"]
-        command += ["--no-progress", "--output", str(output)]
-        subprocess.run(command, check=True, capture_output=True, timeout=_SERVED_SECONDS)
-    found = json.loads(output.read_text())
+        found = swell_bench(
+            stack.url, "--random-input-len", str(inputs), "--random-output-len", str(outputs),
+            "--num-prompts", str(prompts), "--max-concurrency", str(at_once), "--num-warmups", "4",
+            "--random-vocab-size", str(vocabulary), "--ignore-eos", timeout=_SERVED_SECONDS,
+        )  # fmt: skip
     return {"start_s": stack.ready_after, **{name: found[name] for name in SERVED_FIGURES}}
 
 
@@ -391,6 +456,27 @@ def machine(device: str) -> dict[str, str]:
         "triton": version("triton") if find_spec("triton") else "none",
         "python": platform.python_version(),
     }
+
+
+def page(report: dict[str, Any]) -> str:
+    """Return the page of the documentation for a report."""
+    lines = [PAGE_HEAD, "| part | what | result |", "|---|---|---|"]
+    for part, found in report.items():
+        lines += [f"| {part} | {what} | {value} |" for what, value in _flat(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _flat(found: Any, name: str = "") -> list[tuple[str, str]]:
+    if isinstance(found, dict):
+        return [
+            row
+            for key, value in found.items()
+            for row in _flat(value, f"{name} {key}".strip().replace("_", " "))
+        ]
+    if isinstance(found, list):
+        return []
+    text = f"{found:.4g}" if isinstance(found, float) else " ".join(str(found).split())
+    return [(name, text.replace("|", "/"))]
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import argparse
 import heapq
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from benchmarks.simulation.front_end import BalancingFrontEnd
 from engine.core.engine_core import EngineCore
 from engine.core.outbox import CoreStep
 from engine.executor.simulated import SimulatedExecutor
@@ -31,12 +30,24 @@ from engine.shared.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.shared.messages import AddRequest, ClusterView, EngineEntry, EngineStats, SamplingParams
+from engine.shared.messages import (
+    AddRequest,
+    ClusterView,
+    EngineEntry,
+    EngineStats,
+    RouteHello,
+    SamplingParams,
+)
+from server.router.load import Loads
 from server.router.load_table import LoadTable, create_load_table
+from server.router.members import Members
 from server.router.routing import POLICIES, RoutingPolicy
 
 HOP = 0.0002
 """Seconds from a front end to an engine."""
+
+_GRACE = 5.0
+"""Seconds for which an engine that is not heard is kept."""
 
 VIEW_INTERVAL = 0.1
 """Seconds between two of the coordinator's snapshots."""
@@ -112,6 +123,35 @@ class Result:
     ended: float = 0.0
 
 
+class FrontEnd:
+    """A front end that chooses engines and does nothing else, numbered `index`."""
+
+    def __init__(
+        self, index: int, policy: RoutingPolicy, table: LoadTable, view: ClusterView
+    ) -> None:
+        self._members = Members(index + 1, _GRACE)
+        self._loads = Loads(index, index + 1, _GRACE, table)
+        self._policy = policy
+        self._members.take_view(view, 0.0)
+        for engine in view.engines:
+            hello = RouteHello(engine.rank, engine.incarnation, 1)
+            self._members.heard(b"route", hello, 0.0)
+
+    def observe(self, stats: EngineStats, now: float) -> None:
+        """Take an engine's stats."""
+        route = self._members.find(stats.rank, stats.incarnation)
+        if route is not None:
+            self._loads.observe(route, stats, now)
+
+    def send(self, prompt: Sequence[int], num_tokens: int) -> int:
+        """Choose an engine for a prompt, count it as sent there, and return its rank."""
+        routes = self._members.routes
+        unseen = self._members.unseen_front_ends(self._loads.num_front_ends)
+        rank = self._policy.choose(self._loads.of(routes.values()), prompt, unseen).rank
+        self._loads.sent(routes[rank], num_tokens)
+        return rank
+
+
 class _Engine:
     """One engine: core, inbox, and when its step ends."""
 
@@ -147,20 +187,17 @@ class Simulation:
             create_load_table(directory / f"loads-{node}", per_node)
         self.result = Result(busy=[0.0] * engines)
         self._engines = [_Engine(rank, front_ends) for rank in range(engines)]
-        self._front_ends = [
-            BalancingFrontEnd(index, policy(index), 5.0, LoadTable(table, place))
-            for index in range(front_ends)
-            for node, place in [divmod(index, per_node)]
-            for table in [directory / f"loads-{node}"]
-        ]
         entries = [
             EngineEntry(rank, rank + 1, True, "node", 0, engine.core.setup, None)
             for rank, engine in enumerate(self._engines)
         ]
-        for front_end in self._front_ends:
-            front_end.take_view(ClusterView(1, 1, 0, True, entries, front_ends), 0.0)
-            for rank in range(engines):
-                front_end.open_route(rank, rank + 1)
+        view = ClusterView(1, 1, 0, True, entries, front_ends)
+        self._front_ends = [
+            FrontEnd(index, policy(index), LoadTable(table, place), view)
+            for index in range(front_ends)
+            for node, place in [divmod(index, per_node)]
+            for table in [directory / f"loads-{node}"]
+        ]
         self._arrived: dict[int, float] = {}
         self._begun: set[int] = set()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []

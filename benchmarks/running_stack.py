@@ -1,11 +1,13 @@
-"""Runs a whole `swell serve` for benchmarks and tests: start, wait until ready, look, stop."""
+"""Runs a whole `swell serve` for benchmarks and tests: start, wait until ready, load, stop."""
 
 import contextlib
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -13,9 +15,11 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 
+_SWELL = Path(sys.executable).with_name("swell")
 _PROGRAM = "import sys; from server.cli import main; sys.exit(main())"
 _READY = re.compile(r"swell is ready after ([\d.]+) s: (https?://\S+)")
 _ORPHANS_END_WITHIN = 30.0
@@ -39,16 +43,18 @@ class RunningStack:
         command: `serve`, or `api-server` for front ends without engines.
         log: descriptor that its standard output and error become; default: a pipe, read to `lines`.
         interpreter: path of the Python that it and its children run with.
+        program: what takes the place of `swell`, with the same flags; it needs a `log`.
         environment: variables added to this process's own.
     """
 
     def __init__(
         self,
         *arguments: str,
-        timeout: float = 120.0,
+        timeout: float = 240.0,
         command: str = "serve",
         log: int | None = None,
         interpreter: Path | None = None,
+        program: Path = _SWELL,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.lines: list[str] = []
@@ -59,19 +65,18 @@ class RunningStack:
         self._command = command
         self._timeout = timeout
         self._log = log
-        self._interpreter = interpreter
+        self._program = [str(program)]
+        if interpreter is not None:
+            self._program = [str(interpreter), "-c", _PROGRAM]
         self._environment = {**os.environ, **(environment or {})}
         self._ready = threading.Event()
         self._started_at = 0.0
 
     def __enter__(self) -> "RunningStack":
-        swell = [str(Path(sys.executable).with_name("swell"))]
-        if self._interpreter is not None:
-            swell = [str(self._interpreter), "-c", _PROGRAM]
         port = 0 if self._log is None else _free_port()
         self._started_at = time.monotonic()
         self.process = subprocess.Popen(
-            [*swell, self._command, "--port", str(port), *self._arguments],
+            [*self._program, self._command, "--port", str(port), *self._arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if self._log is None else self._log,
             stderr=subprocess.STDOUT,
@@ -183,6 +188,24 @@ class RunningStack:
         if self.process.poll() is None:
             self.stop()
         self._close()
+
+
+def swell_bench(url: str, *flags: str, timeout: float = 900.0) -> dict[str, Any]:
+    """Load a server with `swell bench`; return the result that it writes, failures included.
+
+    Raises:
+        StackFailed: nothing could be measured; the message holds what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [str(_SWELL), "bench", "--url", url, "--no-progress", "--output", str(output)]
+        done = subprocess.run(
+            [*command, *flags], capture_output=True, text=True, timeout=timeout, check=False
+        )
+        if not output.is_file() or not output.stat().st_size:
+            raise StackFailed(f"swell bench ended with {done.returncode}:\n{done.stderr}")
+        result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return result
 
 
 def _parent(process: psutil.Process) -> int | None:

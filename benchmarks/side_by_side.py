@@ -1,205 +1,346 @@
-"""Swell and vLLM's CPU build in turn, on the same weights and the same load.
+"""Swell and vLLM's CPU build in turn, on the same weights and under the same load.
 
 python -m benchmarks.side_by_side --peer-python ~/peer/.venv/bin/python
 python -m benchmarks.side_by_side --peer-python ... --case "0.4b 16/128 x1" --rounds 1
 python -m benchmarks.side_by_side --list
 
 Each round starts every server once per model and number of engines, warms it up, and loads it with
-all cases of that model, the sides in turn. Prints medians and ratios; writes them as NAME.md and
-everything that was measured as NAME.json, after every server, so that nothing is lost when it is
-stopped. At its end the tables are put on top of the file of this kind of processor in --results.
-With --add the runs of an existing NAME.json count, too: a long comparison can be made in
+all cases of that model by `swell bench`, the sides in turn. Everything that was measured is in
+NAME.json after every server, so that nothing is lost when it is stopped, and the table of medians
+and ratios in NAME.md. At its end the tables are put on top of the file of this kind of processor in
+--results. With --add the runs of an existing NAME.json count, too: a long comparison can be made in
 parts. docs/performance.md says how to make the peer's environment.
 """
 
 import argparse
 import os
+import platform
+import re
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import psutil
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.make_model import SHAPES, write_model
-from benchmarks.versus.cases import CASES, WARM_UP, BenchLoad, Case, Visit, visits
-from benchmarks.versus.history import RESULTS, Processor, commit, processor_of, put_on_top
-from benchmarks.versus.loads import BenchWorker, LoadFailed, run_wrk
-from benchmarks.versus.report import Results, Run, Start, comparison, markdown, starts
-from benchmarks.versus.servers import (
-    RunningServer,
-    ServerCommand,
-    ServerFailed,
-    free_port,
-    peer_command,
-    swell_command,
-)
+from benchmarks.running_stack import RunningStack, StackFailed, swell_bench
 from engine.shared.writable import writable_directory, writable_file
 
-PEER = "vLLM"
-SWELL = "Swell"
-QUANTIZED = "Swell int8"
+PEER, SWELL, QUANTIZED = "vLLM", "Swell", "Swell int8"
 SIDES = (PEER, SWELL, QUANTIZED)
+MODEL_NAME = "bench"
+"""The name of the model in requests."""
+START_SECONDS = 300.0
+RESULTS = Path(__file__).parent / "results"
+"""A Markdown file for each kind of processor, newest comparison on top."""
+_KV_BYTES = 2 << 30
 
 
-class Comparison:
-    """Visits servers and keeps what was measured."""
+class Case(NamedTuple):
+    """One row of the table."""
 
-    def __init__(self, options: argparse.Namespace, worker: BenchWorker, results: Results) -> None:
-        self._options = options
-        self._worker = worker
-        self._results = results
-        self._console = Console()
-        self._first_seed = time.time_ns() % (1 << 30)
-        self._num_runs = 0
+    name: str
+    model: str
+    """A shape of `benchmarks.make_model`."""
+    prompt: int
+    output: int
+    streams: int
+    requests: int
+    metric: str
+    """Of the result of `swell bench`."""
+    unit: str
+    aim: str
+    """What Swell is meant to reach, in words."""
+    engines: tuple[int, ...] = (1,)
+    """Data-parallel sizes that are tried; the best one of each side counts."""
+    lower_is_better: bool = False
+    stream: bool = True
 
-    def visit(self, visit: Visit, round_number: int) -> None:
-        """Start one server, load it with its cases, stop it.
 
-        Raises:
-            ServerFailed, LoadFailed: as they say, unless the comparison goes on all the same.
-        """
-        with self._failures_noted(f"{visit.side}, {visit.model}"):
-            self._visit(visit, round_number)
+_OUT, _ALL, _TPOT = "output_throughput", "total_token_throughput", "mean_tpot_ms"
+CASES = (
+    Case("0.4b 16/128 x16", "0.4b", 16, 128, 16, 16, _OUT, "output tok/s", ">= 1.05x"),
+    Case("0.4b 128/64 x16", "0.4b", 128, 64, 16, 16, _OUT, "output tok/s", ">= 1.1x"),
+    Case("0.4b 512/8 x8", "0.4b", 512, 8, 8, 8, _ALL, "total tok/s", ">= 1.05x"),
+    Case(
+        "0.4b 16/128 x1", "0.4b", 16, 128, 1, 1, _TPOT, "ms per token", ">= 1.1x",
+        lower_is_better=True,
+    ),
+    Case("2-layer 128/128 x64", "2-layer", 128, 128, 64, 192, _OUT, "output tok/s", ">= 3.2x"),
+    Case(
+        "2-layer 100/128 x64", "2-layer", 100, 128, 64, 768, _OUT, "output tok/s", ">= 3.2x",
+        engines=(1, 2),
+    ),
+    Case(
+        "2-layer 100/1 x64, whole answers", "2-layer", 100, 1, 64, 4096, "request_throughput",
+        "requests/s", ">= 3x", engines=(1, 2), stream=False,
+    ),
+)  # fmt: skip
+WARM_UPS = {"0.4b": 16, "2-layer": 64}
+"""Requests to each server before what is measured."""
 
-    @contextmanager
-    def _failures_noted(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (ServerFailed, LoadFailed) as error:
-            if not self._options.keep_going:
-                raise
-            self._results.failures.append(f"{what}: {error}")
-            print(f"failed: {error}", file=sys.stderr)
 
-    def _visit(self, visit: Visit, round_number: int) -> None:
-        model = model_directory(self._options.models, visit.model)
-        port = free_port()
-        with RunningServer(self._command(visit, model, port), port) as server:
-            self._console.print(
-                f"round {round_number + 1}: [bold]{visit.side}[/], {visit.model}, "
-                f"{visit.engines} engine(s), ready after {server.ready_after:.1f} s"
+class Run(msgspec.Struct, frozen=True):
+    """One case on one server in one round; `value` is in the unit of the case."""
+
+    case: str
+    side: str
+    engines: int
+    round: int
+    value: float
+
+
+class Start(msgspec.Struct, frozen=True):
+    """One start of one server."""
+
+    side: str
+    model: str
+    engines: int
+    round: int
+    seconds: float
+    resident_mb: float
+    """After its load; all processes, what they share counted once."""
+
+
+class Results(msgspec.Struct):
+    """Everything that was measured."""
+
+    machine: str
+    versions: dict[str, str]
+    began: str
+    """Date and time of the first round's start."""
+    commit: str
+    """Of Swell; marked where files differed from it."""
+    runs: list[Run] = []
+    starts: list[Start] = []
+    failures: list[str] = []
+
+
+# -- servers and loads -----------------------------------------------------------------------------
+
+
+def start_server(side: str, model: Path, engines: int, options: argparse.Namespace) -> RunningStack:
+    """Return the server of a side, still to be entered."""
+    flags = [str(model), "--served-model-name", MODEL_NAME, "--host", "127.0.0.1"]
+    flags += ["--data-parallel-size", str(engines), "--max-model-len", "2048"]
+    flags += ["--no-enable-prefix-caching"]
+    if side != PEER:
+        flags += ["--kv-cache-memory-bytes", str(_KV_BYTES), *options.swell_args.split()]
+        flags += ["--quantization", "int8"] if side == QUANTIZED else []
+        return RunningStack(*flags, timeout=START_SECONDS)
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // engines)
+    parts = [cores[first : first + share] for first in range(0, share * engines, share)]
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(f"{part[0]}-{part[-1]}" for part in parts),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(_KV_BYTES >> 30),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return RunningStack(
+        *flags, *options.peer_args.split(), timeout=START_SECONDS, environment=environment,
+        program=options.peer_python.with_name("vllm"), log=options.peer_log,
+    )  # fmt: skip
+
+
+def measure(case: Case, url: str, seed: int) -> float:
+    """Load a server; return the case's figure.
+
+    Raises:
+        StackFailed: not every request was answered in full.
+    """
+    flags = [] if case.stream else ["--no-stream"]
+    found = swell_bench(
+        url, "--model", MODEL_NAME, "--random-input-len", str(case.prompt),
+        "--random-output-len", str(case.output), "--num-prompts", str(case.requests),
+        "--max-concurrency", str(case.streams), "--num-warmups", str(WARM_UPS[case.model]),
+        "--ignore-eos", "--seed", str(seed), *flags,
+    )  # fmt: skip
+    if found["completed"] != case.requests:
+        raise StackFailed(f"{found['completed']} of {case.requests} requests: {found['errors']}")
+    return float(found[case.metric])
+
+
+def visit(
+    side: str, cases: list[Case], engines: int, number: int, results: Results,
+    options: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Start one server, load it with cases of one model, stop it; note what fails."""
+    model = options.models / cases[0].model
+    if not (model / "model.safetensors").is_file():
+        write_model(model, SHAPES[cases[0].model])
+    try:
+        with start_server(side, model, engines, options) as server:
+            started = f"{side}, {model.name}, {engines} engine(s), ready {server.ready_after:.1f} s"
+            print(f"round {number + 1}: {started}")
+            top = psutil.Process(server.process.pid)
+            for case in cases:
+                # A seed that no run before had: no server can have seen the prompts.
+                value = measure(case, server.url, time.time_ns() % (1 << 30))
+                print(f"  {case.name}: {value:,.1f} {case.unit}")
+                results.runs.append(Run(case.name, side, engines, number, value))
+            processes = [top, *top.children(recursive=True)]
+            memory = sum(map(_proportional_bytes, processes)) / 1e6
+            results.starts.append(
+                Start(side, model.name, engines, number, server.ready_after, memory)
             )
-            self._worker.run(WARM_UP[visit.model], server.url, model, self._seed())
-            for case in visit.cases:
-                with self._failures_noted(f"{visit.side}, {case.name}"):
-                    self._measure(case, visit, round_number, server.url, model)
-            self._results.starts.append(
-                Start(
-                    visit.side,
-                    visit.model,
-                    visit.engines,
-                    round_number,
-                    server.ready_after,
-                    server.resident_mb(),
-                )
-            )
-
-    def _measure(self, case: Case, visit: Visit, round_number: int, url: str, model: Path) -> None:
-        if isinstance(case.load, BenchLoad):
-            details = self._worker.run(case.load, url, model, self._seed())
-        else:
-            details = run_wrk(case.load, url, model, self._seed())
-        value = float(details[case.metric])
-        self._console.print(f"  {case.name}: {value:,.1f} {case.unit}")
-        self._results.runs.append(
-            Run(case.name, visit.side, visit.engines, round_number, value, dict(details))
-        )
-
-    def _seed(self) -> int:
-        """Return a seed that no run before had, so that no server can have seen the prompts."""
-        self._num_runs += 1
-        return self._first_seed + self._num_runs
-
-    def _command(self, visit: Visit, model: Path, port: int) -> ServerCommand:
-        options = self._options
-        if visit.side == PEER:
-            extra = options.peer_args.split()
-            return peer_command(options.peer_python, model, visit.engines, port, extra=extra)
-        quantization = "int8" if visit.side == QUANTIZED else None
-        extra = options.swell_args.split()
-        return swell_command(model, visit.engines, port, quantization=quantization, extra=extra)
+        for left in psutil.wait_procs(processes, timeout=10)[1]:
+            left.kill()
+    except StackFailed as error:
+        if not options.keep_going:
+            raise
+        results.failures.append(f"{side}, {model.name}: {error}")
+        print(f"failed: {error}", file=sys.stderr)
 
 
-def model_directory(parent: Path, name: str) -> Path:
-    """Return the directory of a model, which is made if it is not there."""
-    directory = parent / name
-    if not (directory / "model.safetensors").is_file():
-        write_model(directory, SHAPES[name])
-    return directory
+def _proportional_bytes(process: psutil.Process) -> float:
+    try:
+        return float(process.memory_full_info().pss)
+    except psutil.Error:  # it has just ended
+        return 0.0
 
 
 def compare(options: argparse.Namespace, results: Results) -> None:
-    """Go through all rounds, writing the results after each server."""
-    cases = chosen_cases(options)
-    with BenchWorker(options.peer_python) as worker:
-        comparison_ = Comparison(options, worker, results)
-        first = 1 + max((start.round for start in results.starts), default=-1)
-        for round_number in range(first, first + options.rounds):
-            for visit in visits(cases, list(options.sides), round_number):
-                comparison_.visit(visit, round_number)
-                write(results, options.output)
+    """Go through all rounds, writing the results after each server.
+
+    Every other round goes backwards, so that no side always follows the same one.
+    """
+    cases = [case for case in CASES if not options.case or case.name in options.case]
+    first = 1 + max((start.round for start in results.starts), default=-1)
+    for number in range(first, first + options.rounds):
+        for model in dict.fromkeys(case.model for case in cases):
+            of_model = [case for case in cases if case.model == model]
+            for engines in sorted({n for case in of_model for n in case.engines}):
+                chosen = [case for case in of_model if engines in case.engines]
+                for side in options.sides[:: -1 if number % 2 else 1]:
+                    visit(side, chosen, engines, number, results, options)
+                    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
+                    options.output.with_suffix(".json").write_bytes(encoded)
+                    options.output.with_suffix(".md").write_text(as_markdown(results))
 
 
-def chosen_cases(options: argparse.Namespace) -> list[Case]:
-    """Return the cases that the command line asks for."""
-    return [case for case in CASES if not options.case or case.name in options.case]
+# -- tables ----------------------------------------------------------------------------------------
 
 
-def write(results: Results, output: Path) -> None:
-    """Write NAME.json and NAME.md."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
-    output.with_suffix(".json").write_bytes(encoded)
-    output.with_suffix(".md").write_text(as_markdown(results), encoding="utf-8")
+class Median(NamedTuple):
+    """What a side reached in a case with its best number of engines."""
+
+    value: float
+    lowest: float
+    highest: float
+    engines: int
+
+
+def best(results: Results, case: Case, side: str) -> Median | None:
+    """Return what a side reached; None without runs."""
+    found = []
+    for engines in case.engines:
+        values = [
+            run.value
+            for run in results.runs
+            if (run.case, run.side, run.engines) == (case.name, side, engines)
+        ]
+        if values:
+            found.append(Median(statistics.median(values), min(values), max(values), engines))
+    choose = min if case.lower_is_better else max
+    return choose(found, key=lambda each: each.value, default=None)
 
 
 def as_markdown(results: Results) -> str:
-    """Return what was measured, on what, and both tables."""
+    """Return what was measured, on what, and the tables of rates and of starts."""
     versions = ", ".join(f"{name} {number}" for name, number in results.versions.items())
     rounds = len({start.round for start in results.starts})
+    rows = [["load", "unit", PEER, SWELL, "ratio", QUANTIZED, "ratio", "aim"]]
+    for case in CASES:
+        found = [best(results, case, side) for side in SIDES]
+        if not any(found):
+            continue
+        theirs = found[0]
+        row = [case.name, case.unit, _cell(case, theirs)]
+        for ours in found[1:]:
+            ratio = ""
+            if ours and theirs:
+                how_many = ours.value / theirs.value
+                ratio = f"{1 / how_many if case.lower_is_better else how_many:.2f}x"
+            row += [_cell(case, ours), ratio]
+        rows.append([*row, case.aim])
+    starts = [["model", "server", "engines", "ready after, s", "resident MB after the load"]]
+    for model, side, engines in {(s.model, s.side, s.engines): None for s in results.starts}:
+        of_group = [
+            s for s in results.starts if (s.model, s.side, s.engines) == (model, side, engines)
+        ]
+        seconds = statistics.median(each.seconds for each in of_group)
+        memory = statistics.median(each.resident_mb for each in of_group)
+        starts.append([model, side, str(engines), f"{seconds:.1f}", f"{memory:,.0f}"])
     text = f"{results.machine}; {versions}. Medians of {rounds} rounds (lowest to highest).\n\n"
-    text += markdown(*comparison(results, SIDES, PEER))
-    text += "\n" + markdown(*starts(results))
+    text += f"{_table(rows)}\n{_table(starts)}"
     return text + "".join(f"\nfailed: {failure.splitlines()[0]}\n" for failure in results.failures)
 
 
-def keep(results: Results, folder: Path) -> None:
-    """Put what was measured on top of the results of this kind of processor, if anything was."""
-    if not results.runs:
-        return
-    heading = f"{results.began} UTC, commit {results.commit}"
-    path = put_on_top(folder, this_processor(), heading, as_markdown(results))
-    print(f"the results are on top of {path}")
+def _cell(case: Case, median: Median | None) -> str:
+    if median is None:
+        return ""
+    digits = 1 if median.value < 100 else 0
+    value, lowest, highest = (f"{each:,.{digits}f}" for each in median[:3])
+    engines = f", DP={median.engines}" if len(case.engines) > 1 else ""
+    return f"{value} ({lowest} to {highest}){engines}"
 
 
-def show(results: Results) -> None:
-    """Print both tables."""
-    for heading, rows in (comparison(results, SIDES, PEER, spread=False), starts(results)):
-        table = Table(*heading)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
+def _table(rows: list[list[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def read_results(options: argparse.Namespace) -> Results:
-    """Return the results to go on from."""
-    path: Path = options.output.with_suffix(".json")
-    if options.add and path.is_file():
-        results = msgspec.json.decode(path.read_bytes(), type=Results)
-    else:
-        machine = f"{len(os.sched_getaffinity(0))} cores {this_processor().summary}"
-        results = Results(machine, versions(options.peer_python))
-    results.began = results.began or datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-    results.commit = results.commit or commit()
-    return results
+# -- the file of a kind of processor ---------------------------------------------------------------
+
+FEATURES = (
+    "amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2",
+    "sve", "bf16", "asimd",
+)  # fmt: skip
+"""What decides how fast matrices are multiplied, as Linux calls it on x86 and ARM."""
+_KIND = (("cpu family", "family"), ("model", "model"), ("CPU part", "part"))
+"""Numbers that tell processors apart whose names are alike, and what they are called here."""
+
+
+class Processor(NamedTuple):
+    """The processor of a machine: its name with the numbers of its kind, and its `FEATURES`."""
+
+    name: str
+    features: Sequence[str]
+
+    @property
+    def summary(self) -> str:
+        """What it is and multiplies fast."""
+        return f"{self.name} ({', '.join(self.features) or 'none of the features looked for'})"
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file of results."""
+        plain = re.sub(r"\((r|tm)\)", " ", self.name.lower())
+        return "-".join(re.findall(r"[a-z0-9]+", plain)) + ".md"
+
+
+def processor_of(cpuinfo: str) -> Processor:
+    """Return the first processor of Linux's list; an empty list is one of another system."""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    kind = [f"{shown} {fields[name]}" for name, shown in _KIND if name in fields]
+    model = fields.get("model name") or platform.processor() or platform.machine()
+    there = fields.get("flags", fields.get("Features", "")).split()
+    return Processor(", ".join([model, *kind]), [each for each in FEATURES if each in there])
 
 
 def this_processor() -> Processor:
@@ -208,17 +349,77 @@ def this_processor() -> Processor:
     return processor_of(cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else "")
 
 
-def versions(peer_python: Path) -> dict[str, str]:
-    """Return the versions of both sides and of the torch below them."""
-    program = (
-        "from importlib.metadata import version as v; print(v('vllm-cpu'), v('torch'), sep='\\n')"
+def commit(folder: Path = RESULTS) -> str:
+    """Return the commit of the working tree, marked if other files than results differ from it."""
+    found = []
+    for command in ("rev-parse --short HEAD", f"status --porcelain -- :/ :(exclude){folder}"):
+        done = subprocess.run(
+            ["git", *command.split(" ", 4)], cwd=folder.parent, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        if done.returncode:
+            return "unknown"
+        found.append(done.stdout.strip())
+    return f"{found[0]} with changes" if found[1] else found[0]
+
+
+def put_on_top(folder: Path, processor: Processor, heading: str, entry: str) -> Path:
+    """Write a comparison into its processor's file, above those that are there; return the file.
+
+    An entry of the same heading is an earlier state of the same comparison, and goes.
+
+    Args:
+        folder: of the files.
+        processor: what was measured on.
+        heading: when and what was measured, on one line.
+        entry: what came of it, in Markdown.
+    """
+    path = folder / processor.file_name
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    title, *older = re.split(r"^## ", before, flags=re.MULTILINE)
+    if not title.strip():
+        title = (
+            f"# {processor.name}\n\n"
+            "What `benchmarks/side_by_side.py` measured on processors of this kind, newest first.\n"
+        )
+    kept = [each for each in older if each.partition("\n")[0] != heading]
+    entries = [f"{heading}\n\n{entry.strip()}\n", *kept]
+    parts = [each.strip() for each in (title, *(f"## {each}" for each in entries))]
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return path
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def read_results(options: argparse.Namespace) -> Results:
+    """Return the results to go on from."""
+    path: Path = options.output.with_suffix(".json")
+    if options.add and path.is_file():
+        return msgspec.json.decode(path.read_bytes(), type=Results)
+    program = "from importlib.metadata import version as v; print(v('vllm-cpu'), v('torch'))"
+    done = subprocess.run(
+        [options.peer_python, "-c", program], capture_output=True, text=True, check=True
     )
-    done = subprocess.run([peer_python, "-c", program], capture_output=True, text=True, check=True)
     peer, peer_torch = done.stdout.split()
-    return {
-        "Swell": f"{version('swell')} (torch {version('torch')})",
-        "vLLM": f"{peer} (torch {peer_torch})",
-    }
+    return Results(
+        f"{len(os.sched_getaffinity(0))} cores {this_processor().summary}",
+        {
+            SWELL: f"{version('swell')} (torch {version('torch')})",
+            PEER: f"{peer} (torch {peer_torch})",
+        },
+        datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        commit(),
+    )
+
+
+def keep(results: Results, folder: Path) -> None:
+    """Put what was measured on top of the results of this kind of processor, if anything was."""
+    if results.runs:
+        heading = f"{results.began} UTC, commit {results.commit}"
+        path = put_on_top(folder, this_processor(), heading, as_markdown(results))
+        print(f"the results are on top of {path}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -241,11 +442,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--swell-args", default="", help="more flags for `swell serve`")
     parser.add_argument("--peer-args", default="", help="more flags for `vllm serve`")
     options = parser.parse_args()
-    names = {case.name for case in CASES}
-    if unknown := set(options.case or ()) - names:
+    if unknown := set(options.case or ()) - {case.name for case in CASES}:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; see --list")
     if not options.list and options.peer_python is None:
-        parser.error("--peer-python is needed: the load generator comes from there, too")
+        parser.error("--peer-python is needed")
     return options
 
 
@@ -265,11 +465,13 @@ def main() -> int:
     options.peer_python = options.peer_python.absolute()
     results = read_results(options)
     print(results.machine)
-    try:
-        compare(options, results)
-    finally:
-        keep(results, options.results)
-    show(results)
+    with tempfile.TemporaryFile() as log:
+        options.peer_log = log.fileno()
+        try:
+            compare(options, results)
+        finally:
+            keep(results, options.results)
+    Console().print(as_markdown(results), soft_wrap=True, markup=False)
     return 1 if results.failures else 0
 
 

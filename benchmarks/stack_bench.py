@@ -1,27 +1,32 @@
-"""Starts the whole stack and prints start time, memory, idle CPU, balance and streaming speed.
+"""Starts the whole stack and prints start time, memory, idle CPU, streaming speed and latencies.
 
 python -m benchmarks.stack_bench
 python -m benchmarks.stack_bench --streams 64 --tokens 128 -- --data-parallel-size 1
+python -m benchmarks.stack_bench --shares 0.25 0.5 0.75 -- MODEL_DIR --data-parallel-size 1
+
+Saturation is what `--streams` clients get, each of which sends its next request when the last one
+is answered. At each of `--shares` of that rate requests then arrive by a Poisson process, whatever
+the answers, and the slowest percent of first tokens, and of gaps between tokens, is compared with
+the median. Saturation is measured again in each round, because other work on the machine comes and
+goes.
 """
 
 import argparse
-import asyncio
-import re
+import math
 import statistics
 import time
-import urllib.request
-from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.running_stack import RunningStack
-from server.bench.client import StreamResult, stream_many
+from benchmarks.running_stack import RunningStack, StackFailed, swell_bench
 
 MEMORY_BUDGET_MB = {"coordinator": 40, "api": 130, "engine": 500}
 IDLE_SECONDS = 10
-LOAD_ROUNDS = 3
+AIMS = {"ttft": 1.8, "itl": 2.2}
+"""Most that the 99th percentile may be, in medians, at half of saturation."""
 
 
 def memory_table(stack: RunningStack, title: str) -> Table:
@@ -33,84 +38,78 @@ def memory_table(stack: RunningStack, title: str) -> Table:
     return table
 
 
-def idle_cpu(stack: RunningStack, seconds: int) -> float:
+def idle_cpu(stack: RunningStack) -> float:
     """Return the share of one core that the idle stack uses, all processes together."""
     before, began = stack.cpu_seconds(), time.monotonic()
-    for _ in track(range(seconds), description="idle"):
+    for _ in track(range(IDLE_SECONDS), description="idle"):
         time.sleep(1)
     return (stack.cpu_seconds() - before) / (time.monotonic() - began)
 
 
-def routed(url: str) -> dict[str, float]:
-    """Return routing decisions per engine from /metrics."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    found: dict[str, float] = {}
-    for labels, value in re.findall(r"routing_decisions_total\{([^}]*)\} (\S+)", text):
-        engine = re.search(r'engine="(\d+)"', labels)
-        assert engine is not None
-        found[engine[1]] = found.get(engine[1], 0.0) + float(value)
+def measure(url: str, options: argparse.Namespace, seed: int, *traffic: str) -> dict[str, Any]:
+    """Send requests and return what their clients saw.
+
+    Raises:
+        StackFailed: some were not answered.
+    """
+    found = swell_bench(
+        url, "--num-prompts", str(options.requests), "--random-input-len", str(options.prompt),
+        "--random-output-len", str(options.tokens), "--ignore-eos", "--seed", str(seed), *traffic,
+    )  # fmt: skip
+    if found["failed"]:
+        raise StackFailed(f"{found['failed']} requests failed: {found['errors']}")
     return found
 
 
-def load(url: str, streams: int, tokens: int, requests: int, model: str) -> list[StreamResult]:
-    """Stream completions of different prompts and return their results."""
-    bodies: list[dict[str, object]] = [
-        {
-            "model": model, "prompt": f"ROMEO: {i} and {time.monotonic_ns()}",
-            "max_tokens": tokens, "ignore_eos": True, "temperature": 1.0,
-        }
-        for i in range(requests)
-    ]  # fmt: skip
-    return asyncio.run(stream_many(f"{url}/v1/completions", bodies, streams))
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """Return the value below which `share` of the values lie."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--streams", type=int, default=64, help="concurrent streams")
+    parser.add_argument("--streams", type=int, default=64, help="clients that saturate the stack")
+    parser.add_argument("--prompt", type=int, default=100, help="tokens per prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per stream")
-    parser.add_argument("--requests", type=int, default=200, help="requests per round")
-    parser.add_argument("--model", default="swell-shakespeare", help="model name in requests")
-    parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
+    parser.add_argument("--requests", type=int, default=300, help="requests per measurement")
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.5], help="of saturation")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("serve", nargs="*", help="arguments of `swell serve`, after --")
     options = parser.parse_args()
     console = Console()
+    loads = {"saturation": 0.0} | {f"{share:.0%} of it": share for share in options.shares}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in loads}
     with RunningStack(*options.serve, timeout=300) as stack:
         console.print(f"ready after [bold]{stack.ready_after:.1f} s[/]")
         console.print(memory_table(stack, "memory at rest"))
-        idle = idle_cpu(stack, IDLE_SECONDS)
+        idle = idle_cpu(stack)
         console.print(f"idle: [bold]{100 * idle:.2f} %[/] of a core, all processes together")
-        speeds, results = [], []
-        before = routed(stack.url)
-        for _ in track(range(LOAD_ROUNDS), description="load"):
-            began = time.monotonic()
-            results = load(
-                stack.url, options.streams, options.tokens, options.requests, options.model
-            )
-            speeds.append(sum(each.tokens for each in results) / (time.monotonic() - began))
-        after = routed(stack.url)
-        shares = {engine: after[engine] - before.get(engine, 0) for engine in sorted(after)}
-        gaps = [gap for each in results for gap in each.gaps]
-        firsts = [each.first_token for each in results]
-        console.print(
-            f"streaming, {options.streams} at once, {options.tokens} tokens each: "
-            f"[bold]{statistics.median(speeds):.0f} tokens/s[/] (median of {LOAD_ROUNDS})"
-        )
-        for name, values in (("first token", firsts), ("between tokens", gaps)):
-            console.print(
-                f"{name}: median {1000 * statistics.median(values):.1f} ms, "
-                f"p99 {1000 * percentile(values, 0.99):.1f} ms"
-            )
-        console.print(f"requests per engine: {shares}")
+        for number in track(range(options.rounds), description="rounds"):
+            for at, (name, share) in enumerate(loads.items()):
+                traffic = ["--max-concurrency", str(options.streams)]
+                if share:
+                    rate = share * found["saturation"][-1]["request_throughput"]
+                    traffic = ["--request-rate", str(rate)]
+                found[name].append(measure(stack.url, options, 100 * number + at, *traffic))
         console.print(memory_table(stack, "memory after load"))
         console.print(f"stopped in {stack.stop():.1f} s")
+    table = Table(
+        "load", "requests/s", "tokens/s", "latency", "median ms", "p99 ms", "ratio", "aim"
+    )
+    for name, rounds in found.items():
+        rates = [
+            f"{statistics.median(each[what] for each in rounds):.0f}"
+            for what in ("request_throughput", "output_throughput")
+        ]
+        for latency, aim in AIMS.items():
+            pairs = [(r[f"median_{latency}_ms"], r[f"p99_{latency}_ms"]) for r in rounds]
+            middle, high = (statistics.median(each) for each in zip(*pairs, strict=True))
+            # Half of the gaps are 0 where the client reads several tokens at once.
+            ratio = statistics.median(high / (middle or math.nan) for middle, high in pairs)
+            is_half = loads[name] == 0.5
+            table.add_row(
+                name, *rates, latency, f"{middle:.1f}", f"{high:.1f}", f"{ratio:.2f}",
+                f"<= {aim:g}" if is_half else "",
+            )  # fmt: skip
+    console.print(table)
 
 
 if __name__ == "__main__":

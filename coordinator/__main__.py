@@ -10,4 +10,11 @@ from engine.shared.lifeline import Lifeline
 lifeline = Lifeline.from_environment()
 launch = lifeline.read_launch(CoordinatorLaunch)
 bind_process(launch.cpus)
-sys.exit(run(launch.config, lifeline, has_predecessors=launch.has_predecessors))
+sys.exit(
+    run(
+        launch.config,
+        lifeline,
+        has_predecessors=launch.has_predecessors,
+        planned_engines=launch.planned_engines,
+    )
+)

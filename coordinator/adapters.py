@@ -27,7 +27,7 @@ from engine.shared.messages import (
 
 MAX_ENTRIES = 1024
 _MAX_OUTCOMES = 64
-"""Answers that are kept for whoever asks again."""
+"""Answers that are kept for repeated requests."""
 
 Process = tuple[int, int]
 """Rank or number of a member, and its incarnation."""
@@ -89,7 +89,7 @@ class AdapterRegistry:
         self._known[front_end] = _Known(message.revision, frozenset(message.versions))
 
     def wished(self, wish: AdapterWish) -> None:
-        """Somebody wants an adapter to be loaded or unloaded; told again until it is answered."""
+        """A request to load or unload an adapter, which is repeated until it is answered."""
         if self.sheet is None or wish.ticket in self._outcomes or wish.ticket in self._awaited:
             return
         if wish.path is None:

@@ -8,21 +8,22 @@ away: they keep asking, and are let in again when engines of their model are bac
 
 from collections.abc import Mapping
 
-from engine.shared.group_config import MODEL_KEYS
+from engine.shared.group_config import MODEL_KEYS, stated_in
 from engine.shared.messages import EngineSetup, Hello, Refused
-from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
+from engine.shared.version import SPOKEN_PROTOCOLS, SWELL_VERSION
 
 SIZE_KEY = "data_parallel_size"
 
 
 def refused_by_protocol(protocol: int, version: str) -> Refused | None:
     """Return why a process cannot be understood, None if it can."""
-    if protocol == PROTOCOL_VERSION:
+    if protocol in SPOKEN_PROTOCOLS:
         return None
+    spoken = " or ".join(map(str, SPOKEN_PROTOCOLS))
     return Refused(
         f"protocol is {protocol or 'older than 1'} there (Swell {version or 'unknown'}) but "
-        f"{PROTOCOL_VERSION} at the coordinator (Swell {SWELL_VERSION}): all processes of a "
-        "cluster need versions of Swell that speak the same protocol",
+        f"{spoken} at the coordinator (Swell {SWELL_VERSION}): all processes of a cluster need "
+        "versions of Swell that are at most one protocol apart",
         field="protocol",
     )
 
@@ -41,7 +42,9 @@ def refused_by_settings(hello: Hello, engines: Mapping[int, Mapping[str, str]]) 
             field = differing_model(hello.group_config, theirs)
             duty = "front ends have to serve the model that the engines do"
         else:
-            field = _differing(hello.group_config, theirs, tuple(theirs))
+            # A group grows and shrinks: how many formed it first is not agreed on.
+            names = stated_in(theirs, hello.protocol).keys() - {SIZE_KEY}
+            field = _differing(hello.group_config, theirs, tuple(sorted(names)))
             duty = "all engines of a cluster must agree"
         if field is not None:
             return Refused(

@@ -1,5 +1,6 @@
 """Settings of the coordinator; see `engine.shared.config.section` for the conventions."""
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -25,10 +26,24 @@ class PublishConfig(Section, frozen=True, kw_only=True):
         "Number of engines that should be there, or NAME=N for each engine group; missing ones "
         "show in metrics and on the status page; default: as many as the nodes' supervisors run.",
     ] = ()
+    expected_engines_file: Annotated[
+        str | None,
+        "File with what --expected-engines says, separated by commas, read again when it changes.",
+    ] = None
 
     def expected(self, group: str) -> int | None:
-        """Return how many engines of a group there shall be, None if nobody says so."""
-        numbers = dict(each.rpartition("=")[::2] for each in self.expected_engines)
+        """Return how many engines of a group are expected, None if that is not configured.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file has something else in it.
+        """
+        entries = self.expected_engines
+        if self.expected_engines_file is not None:
+            text = Path(self.expected_engines_file).read_text(encoding="utf-8")
+            parts = [part.strip() for part in text.split(",") if part.strip()]
+            entries = msgspec.convert(parts, tuple[ExpectedEngines, ...])
+        numbers = dict(each.rpartition("=")[::2] for each in entries)
         return int(numbers[group]) if group in numbers else None
 
 
@@ -47,5 +62,7 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True):
     config: CoordinatorConfig
     has_predecessors: bool = True
     """Whether members of a coordinator before it may be alive."""
+    planned_engines: int | None = None
+    """How many engines its own group shall have once all nodes have joined, if that is known."""
     cpus: CpuList = ()
     """What it runs on; empty: any."""

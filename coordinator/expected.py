@@ -1,10 +1,9 @@
 """How many engines are expected, and which of them are missing, why, and for how long.
 
 A state machine without I/O. Engines that fall silent leave the view of the cluster, and those that
-die before they join, or wait for a machine, never come into it. So what is missing is remembered
-here: up to the number that the setting, or the supervisors of the nodes, say there shall be;
-without a number, engines that ended in another way than by order, until their ranks are taken
-again.
+die before they join, or wait for a machine, never enter it. So missing engines are tracked here: up
+to the number that the setting or the nodes' supervisors give; without a number, engines that ended
+unasked, until their ranks are taken again.
 """
 
 from collections.abc import Collection
@@ -12,7 +11,7 @@ from collections.abc import Collection
 from engine.shared.messages import AbsenceReason, MissingEngine
 
 MEMORY = 3600.0
-"""Seconds for which an engine that died is missed although no number is expected."""
+"""Seconds for which an engine that died counts as missing if no number is expected."""
 
 
 class Expected:
@@ -20,12 +19,18 @@ class Expected:
 
     Args:
         number: how many, None if that is not known.
+        planned: how many will be there once all nodes have joined, if the head's settings say so.
     """
 
-    def __init__(self, number: int | None = None) -> None:
-        self.number = number
+    def __init__(self, number: int | None = None, planned: int | None = None) -> None:
+        self.number = planned if number is None else number
+        self.planned = planned
         self._reasons: dict[int, AbsenceReason] = {}
         self._since: dict[int, float] = {}
+
+    def follow(self, wanted: int | None) -> None:
+        """The supervisors of the nodes that have joined run this many engines together."""
+        self.number = wanted if self.planned is None else max(self.planned, wanted or 0)
 
     def left(self, rank: int, reason: AbsenceReason) -> None:
         """An engine has gone."""
@@ -33,7 +38,7 @@ class Expected:
         self._since.pop(rank, None)
 
     def missing(self, present: Collection[int], now: float) -> list[MissingEngine]:
-        """Return who is not there, the lowest rank first; `now` is in seconds, monotonic."""
+        """Return the missing engines, the lowest rank first; `now` is in seconds, monotonic."""
         for rank in present:
             self._reasons.pop(rank, None)
         absent = self._absent(frozenset(present), now)

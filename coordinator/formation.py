@@ -1,8 +1,8 @@
-"""Which engines form the lockstep group: decided from where each says that it stands.
+"""Which engines form the lockstep group, decided from the state that each reports.
 
 The engines of a group meet, prepare and part together. `GroupFormation` compares what every
-engine says of itself (its `GroupStatus`, part of every heartbeat) with the newest plan and makes
-another one when somebody is missing, has left or is new. A plan is published until all its
+engine reports (its `GroupStatus`, part of every heartbeat) with the newest plan and makes another
+one when an engine is missing, has left or is new. A plan is published until all its
 members are in, first without an address (they leave what they are in and load their share of the
 experts), then with the leader's, once all are prepared. So no single message is needed, and a
 coordinator that has just been started learns from the statuses what its predecessor did.
@@ -17,13 +17,13 @@ REPEAT_INTERVAL = 0.1
 """Seconds after which a plan that not every member is known to follow is published again."""
 
 NEWS_DELAY = 0.05
-"""Seconds from members leaving their group to a new plan: if somebody's death was the reason, it
-is known by then wherever a supervisor has seen it."""
+"""Seconds from members leaving their group to a new plan: a death that caused it and that a
+supervisor has seen is known by then."""
 
 FIRST_PAUSE = 0.1
 """Seconds from a plan that failed to the next; doubles with every further failure."""
 
-LONGEST_PAUSE = 5.0
+MAX_PAUSE = 5.0
 
 NEVER = float("inf")
 
@@ -70,7 +70,7 @@ class GroupFormation:
         return min(self._publish_at, self._unseen_until if self._unseen else NEVER)
 
     def left(self, rank: int) -> None:
-        """An engine left on purpose and for good: nobody waits for another of its rank."""
+        """An engine left on purpose and for good: its rank is not waited for."""
         self._expected.discard(rank)
 
     def orders(self, engines: Mapping[int, Standing], now: float) -> list[FormGroup]:
@@ -140,12 +140,12 @@ class GroupFormation:
         return breach
 
     def _has_newcomers(self) -> bool:
-        """Whether the plan has been carried out and somebody is there who is not in it."""
+        """Whether the plan has been carried out and an engine is present that is not part of it."""
         planned = {member.rank for member in self._members()}
         return self._is_complete() and not {m.rank for m in self._candidates()} <= planned
 
     def _all_are(self, state: str) -> bool:
-        """Whether all members of the plan say that they are so far with it."""
+        """Whether all members of the plan report this state."""
         statuses = [self._group_status(member) for member in self._members()]
         return all(
             s is not None and (s.state, s.topology) == (state, self._topology) for s in statuses
@@ -186,6 +186,6 @@ class GroupFormation:
         self.plan = FormGroup(self._topology, members)
         self._expected |= ranks
         self._unseen = set()
-        self._pause = min(LONGEST_PAUSE, 2 * self._pause or FIRST_PAUSE)
+        self._pause = min(MAX_PAUSE, 2 * self._pause or FIRST_PAUSE)
         self._plan_at = now + self._pause
         return now

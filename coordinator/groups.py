@@ -22,17 +22,27 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.state import CoordinatorParameters, CoordinatorState
+from engine.shared.descriptors import Descriptors
 from engine.shared.messages import (
     AdaptersInUse,
     AdapterWish,
     Draining,
+    FleetWish,
     Goodbye,
     Heartbeat,
     Hello,
+    ProcessEntry,
     Ready,
     Refused,
+    TenantsInUse,
     WakeUp,
 )
+
+MEMBER_DESCRIPTORS = 3
+"""Connections of an engine; a front end has two."""
+
+RESERVED_DESCRIPTORS = 64
+"""For health checks and for members that have been refused."""
 
 MAX_GROUPS = 64
 """Maximum groups at a time; two are usual, and only while one replaces the other."""
@@ -45,13 +55,32 @@ class EngineGroups:
         self,
         parameters: CoordinatorParameters,
         expected: Callable[[str], int | None] = lambda group: None,
+        own_group: str = "",
     ) -> None:
-        """`expected` says how many engines a group shall have, None if that is not known."""
+        """`expected` says how many engines a group shall have, None if that is not known.
+
+        What is planned concerns the engines of `own_group`, those of this node.
+        """
+        self._own_group = own_group
         self._parameters = parameters
         self._expected = expected
         self._groups = {"": self._state("", parameters.epoch)}
         self._made = 1
         self._began_at: float | None = None
+        self.descriptors: Descriptors | None = None
+        """Those of this process, as it counted them last."""
+        self.process: ProcessEntry | None = None
+        """What front ends are told of this process."""
+
+    def expect_again(self) -> None:
+        """Read again how many engines each group is expected to have.
+
+        Raises:
+            OSError, ValueError: the file is unusable; the numbers stay as they are.
+        """
+        numbers = {name: self._expected(name) for name in self._groups}
+        for name, number in numbers.items():
+            self._groups[name].expect(number)
 
     @property
     def names(self) -> list[str]:
@@ -66,13 +95,13 @@ class EngineGroups:
             case FromNode(sender, report):
                 return self._in_group(report.group, sender, event, now)
             case FromMember(sender, Hello() as hello):
-                return self._in_group(hello.group, sender, event, now)
+                return self._hello(sender, hello, event, now)
             case FromMember(_, Goodbye()):
                 actions = self._all(event, now)  # only who knows the process minds
             case FromMember(_, (Ready() | Heartbeat() | Draining()) as message):
                 knowing = (name for name, each in self._groups.items() if each.knows(message))
                 return self._one(next(knowing, ""), event, now)
-            case WakeUp() | AdapterWish() | AdaptersInUse():
+            case WakeUp() | AdapterWish() | AdaptersInUse() | FleetWish() | TenantsInUse():
                 return self._one(event.group, event, now) if event.group in self._groups else []
             case _:
                 actions = self._all(event, now)
@@ -83,6 +112,17 @@ class EngineGroups:
     def next_deadline(self, now: float) -> float:
         """Return when `Tick` has to be handled at the latest."""
         return min(group.next_deadline(now) for group in self._groups.values())
+
+    def _hello(self, sender: bytes, hello: Hello, event: Event, now: float) -> list[Action]:
+        count, limit = self.descriptors or (0, 0)
+        is_known = hello.group in self._groups and self._groups[hello.group].knows(hello)
+        if is_known or not limit or count + MEMBER_DESCRIPTORS <= limit - RESERVED_DESCRIPTORS:
+            return self._in_group(hello.group, sender, event, now)
+        reason = (
+            f"the coordinator has {count} of {limit} file descriptors open, and a member takes up "
+            f"to {MEMBER_DESCRIPTORS}: raise its hard limit (ulimit -Hn, LimitNOFILE=)"
+        )
+        return [Reply(sender, Refused(reason, field="descriptors", final=False))]
 
     def _in_group(self, name: str, sender: bytes, event: Event, now: float) -> list[Action]:
         """Have a group take who comes to it, which may be the first."""
@@ -105,7 +145,12 @@ class EngineGroups:
 
     def _state(self, name: str, epoch: int) -> CoordinatorState:
         number = self._expected(name)
-        parameters = dataclasses.replace(self._parameters, epoch=epoch, expected_engines=number)
+        parameters = dataclasses.replace(
+            self._parameters,
+            epoch=epoch,
+            expected_engines=number,
+            planned_engines=self._parameters.planned_engines if name == self._own_group else None,
+        )
         return CoordinatorState(parameters)
 
     def _forget_empty(self) -> list[Action]:
@@ -119,17 +164,24 @@ class EngineGroups:
 
     def _one(self, name: str, event: Event, now: float) -> list[Action]:
         actions = self._groups[name].handle(event, now)
-        return [_addressed(action, name) for action in actions] if name else actions
+        return [self._addressed(action, name) for action in actions]
 
-
-def _addressed(action: Action, group: str) -> Action:
-    """Say in what is published, and in what people read, which group it is for."""
-    match action:
-        case PublishView(view):
-            return PublishView(replace(view, group=group))
-        case PublishOrder(order):
-            return PublishOrder(replace(order, group=group))
-        case Notice(text):
-            return Notice(f"{text} (engine group {group})")
-        case _:
-            return action
+    def _addressed(self, action: Action, group: str) -> Action:
+        """Say in what is published, and in what people read, which group it is for."""
+        match action:
+            case PublishView(view):
+                own = [] if self.process is None else [self.process]
+                return PublishView(
+                    replace(
+                        view,
+                        group=group,
+                        descriptors=self.descriptors or (0, 0),
+                        processes=own + view.processes,
+                    )
+                )
+            case PublishOrder(order) if group:
+                return PublishOrder(replace(order, group=group))
+            case Notice(text) if group:
+                return Notice(f"{text} (engine group {group})")
+            case _:
+                return action

@@ -17,6 +17,7 @@ from engine.shared.messages import (
     Heartbeat,
     Hello,
     MemberKind,
+    ProcessEntry,
     Ready,
     Refused,
 )
@@ -31,6 +32,8 @@ class Member:
     incarnation: int
     host: str
     pid: int
+    process: ProcessEntry
+    """What front ends are told of it."""
     last_seen: float
     ready: bool = False
     draining: bool = False
@@ -40,10 +43,11 @@ class Member:
     setup: EngineSetup | None = None
     stats: EngineStats | None = None
     group_status: GroupStatus | None = None
+    protocol: int = 0
 
 
 class Members:
-    """All members by kind and number, and how often each engine's place was filled anew."""
+    """All members by kind and number, and how often each engine was restarted."""
 
     def __init__(self) -> None:
         self.engines: dict[int, Member] = {}
@@ -58,26 +62,26 @@ class Members:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is there."""
+        """Whether there are no members."""
         return not self.engines and not self.front_ends
 
-    def find(self, message: Ready | Heartbeat | Draining) -> Member | None:
-        """Return who says this, None if it is no member."""
+    def find(self, message: Hello | Ready | Heartbeat | Draining) -> Member | None:
+        """Return the sender of a message, None if it is not a member."""
         member = self.of(message.kind).get(message.index)
         return member if member and member.incarnation == message.incarnation else None
 
     def leaving(self, message: Goodbye) -> Member | None:
-        """Return whom a goodbye is about, None if it is no member, or is none any more."""
+        """Return the member that a goodbye is about, None if it is not, or no longer, a member."""
         for index, member in self.of(message.kind).items():
             if member.incarnation == message.incarnation and message.index in (index, -1):
                 return member
         return None
 
     def silent(self, now: float, timeout: float) -> list[tuple[MemberKind, int]]:
-        """Return the members that have not been heard of for `timeout` seconds.
+        """Return the members that have sent nothing for `timeout` seconds.
 
-        Has to be called at least every quarter of that. If it was not, this process itself was
-        held up: what members said meanwhile is still unread, and nobody is taken for silent.
+        Has to be called at least four times in that time. If it was not, this process itself was
+        held up and has unread messages of its members, so none counts as silent.
         """
         held_up = self._looked_at is not None and now - self._looked_at > timeout / 2
         self._looked_at = now
@@ -92,7 +96,7 @@ class Members:
         return found
 
     def why_refused(self, hello: Hello) -> Refused | None:
-        """Return why a newcomer may not join beside those that are there, None if it may."""
+        """Return why a newcomer may not join the present members, None if it may."""
         refusal = refused_by_protocol(hello.protocol, hello.version)
         if refusal is not None:
             return refusal
@@ -108,9 +112,12 @@ class Members:
 
     def add(self, hello: Hello, index: int, now: float) -> None:
         """A newcomer has joined under a number."""
+        name = f"{'engine' if hello.kind == 'engine' else 'api'} {index}"
+        process = ProcessEntry(name, hello.host, hello.version, hello.protocol, None)
         self.of(hello.kind)[index] = Member(
-            index, hello.incarnation, hello.host, hello.pid, now,
+            index, hello.incarnation, hello.host, hello.pid, process, now,
             group_config=hello.group_config, addresses=hello.addresses, scope=hello.scope,
+            protocol=hello.protocol,
         )  # fmt: skip
         if hello.kind == "engine":
             # One that was only silent for a while comes back as the same incarnation.
@@ -140,7 +147,7 @@ class Members:
 
     @property
     def is_balanced_outside(self) -> bool:
-        """Whether every front end serves one engine, so that nobody here needs to know loads."""
+        """Whether every front end serves one engine, so that no member needs to know loads."""
         every = self.front_ends.values()
         return bool(every) and all(each.scope.rank is not None for each in every)
 
@@ -169,10 +176,17 @@ class Members:
             for _, member in sorted(self.engines.items())
         ]  # fmt: skip
 
+    def process_entries(self) -> list[ProcessEntry]:
+        """Return what front ends are told of the members' processes."""
+        both = (self.engines, self.front_ends)
+        return [member.process for members in both for _, member in sorted(members.items())]
+
     def front_end_entries(self) -> list[FrontEndEntry]:
         """Return the front ends as engines are told of them."""
         return [
-            FrontEndEntry(member.index, member.incarnation, member.addresses, member.scope)
+            FrontEndEntry(
+                member.index, member.incarnation, member.addresses, member.scope, member.protocol
+            )
             for member in self.front_ends.values()
             if member.addresses is not None
         ]

@@ -1,11 +1,11 @@
 """Which number a newcomer gets: a state machine without I/O.
 
-Engines are told apart by their ranks, front ends by their indices. Whoever comes with a number
-keeps it; whoever asks for one gets the lowest that is free. A coordinator that has just started
-does not know yet which are: members of one before it may be alive, and register again within the
-time after which a silent member is gone. If one of them lost its number to a newcomer, engines
-would drop its requests, or front ends would move them. So nobody is given a number before, unless
-the coordinator was told that there are no such members.
+Engines are identified by their ranks, front ends by their indices. A newcomer that has a number
+keeps it; one that asks for a number gets the lowest free one. A coordinator that has just started
+does not know yet which are free: members of its predecessor may be alive, and register again within
+the timeout after which silent members are removed. If one of them lost its number to a newcomer,
+engines would drop its requests, or front ends would move them. So no number is assigned before that
+timeout, unless the coordinator was told that there are no such members.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from engine.shared.membership import JOIN_TIMEOUT
 from engine.shared.messages import Hello, Refused
 
-LONGEST_WAIT = JOIN_TIMEOUT / 2
-"""Seconds after its start from which a coordinator gives out numbers in any case: nobody who asks
-for one waits for ever."""
+MAX_WAIT = JOIN_TIMEOUT / 2
+"""Seconds after its start from which a coordinator assigns numbers in any case, which bounds the
+wait of newcomers."""
 
 
 class Numbers:
@@ -26,7 +26,7 @@ class Numbers:
     """
 
     def __init__(self, grace: float) -> None:
-        self._grace = min(grace, LONGEST_WAIT)
+        self._grace = min(grace, MAX_WAIT)
         self._open_at: float | None = None
 
     def begin(self, now: float) -> None:
@@ -35,7 +35,7 @@ class Numbers:
             self._open_at = now + self._grace
 
     def number_for(self, hello: Hello, held: Mapping[int, int], now: float) -> int | Refused:
-        """Return a newcomer's number, or that it has to go on asking for one.
+        """Return a newcomer's number, or that it has to ask again.
 
         Args:
             held: incarnations of all members of its kind, by number.

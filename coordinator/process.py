@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import msgspec
 import zmq
 
 from coordinator.config import CoordinatorConfig
@@ -25,11 +26,21 @@ from coordinator.events import (
 from coordinator.groups import EngineGroups
 from coordinator.state import CoordinatorParameters
 from engine.shared.cluster_keys import InsecureCluster
+from engine.shared.end_signals import end_signals
 from engine.shared.health import Health, serve_health
 from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, Lifeline
 from engine.shared.logs import name_process
-from engine.shared.messages import EngineReport, FrontEndNotice, MemberMessage, NodeReport, encode
+from engine.shared.messages import (
+    EngineReport,
+    FrontEndNotice,
+    MemberMessage,
+    NodeReport,
+    ProcessEntry,
+    encode,
+)
+from engine.shared.process_use import process_use
+from engine.shared.scope import node_name
 from engine.shared.transport import (
     Inbox,
     Transport,
@@ -37,6 +48,8 @@ from engine.shared.transport import (
     bound_address,
     make_context,
 )
+from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
+from engine.shared.watched_file import WatchedFile
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +76,12 @@ class Coordinator:
     """Owns the four sockets; everything that decides is in `EngineGroups`."""
 
     def __init__(
-        self, config: CoordinatorConfig, transport: Transport, *, has_predecessors: bool
+        self,
+        config: CoordinatorConfig,
+        transport: Transport,
+        *,
+        has_predecessors: bool,
+        planned_engines: int | None,
     ) -> None:
         self._transport = transport
         registration = config.cluster.coordinator_address
@@ -77,6 +95,11 @@ class Coordinator:
         self.front.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.back.setsockopt(zmq.XPUB_VERBOSE, 1)
         host = advertised_host(config.cluster)
+        self._process = ProcessEntry(
+            "coordinator", node_name(config.cluster), SWELL_VERSION, PROTOCOL_VERSION, None
+        )
+        file = config.publish.expected_engines_file
+        self._expected_file = None if file is None else WatchedFile(file)
         self.state = EngineGroups(
             CoordinatorParameters(
                 epoch=secrets.randbits(48),
@@ -87,14 +110,16 @@ class Coordinator:
                 publish_idle_interval=config.publish.publish_idle_interval,
                 member_timeout=config.cluster.engine_timeout,
                 has_predecessors=has_predecessors,
+                planned_engines=planned_engines,
             ),
             config.publish.expected,
+            config.cluster.engine_group,
         )
         self._members = Inbox(self.registration, MemberMessage | NodeReport, "registration")
         self._reports = Inbox(self.output, EngineReport, "back output")
         self._notices = Inbox(self.front, FrontEndNotice, "front publish")
 
-    def run(self, health: Health) -> None:
+    def run(self, health: Health, lifeline: Lifeline) -> None:
         """Serve until a signal raises SystemExit."""
         poller = zmq.Poller()
         for socket in (self.registration, self.front, self.output, self.back):
@@ -107,6 +132,11 @@ class Coordinator:
             now = time.monotonic()
             if now >= mend_at:
                 self._transport.mend()
+                lifeline.turn()
+                self.state.descriptors = self._transport.descriptors
+                use = process_use(self._transport.descriptors)
+                self.state.process = msgspec.structs.replace(self._process, use=use)
+                self._read_expected()
                 mend_at = now + _MEND_INTERVAL
             wait = max(0.0, min(self.state.next_deadline(now), mend_at) - now)
             readable = dict(poller.poll(int(wait * 1000) + 1))
@@ -115,6 +145,16 @@ class Coordinator:
             for event in self._events(readable):
                 self._apply(self.state.handle(event, time.monotonic()))
             self._apply(self.state.handle(Tick(), time.monotonic()))
+
+    def _read_expected(self) -> None:
+        if self._expected_file is None or not self._expected_file.changed():
+            return
+        try:
+            self.state.expect_again()
+        except (OSError, ValueError) as error:
+            logger.error("the number of expected engines stays as it is: %s", error)
+        else:
+            logger.info("the number of expected engines was read again")
 
     def _events(self, readable: dict[object, int]) -> Iterator[Event]:
         if self.registration in readable:
@@ -171,14 +211,21 @@ class Coordinator:
             socket.close(linger=200)
 
 
-def run(config: CoordinatorConfig, lifeline: Lifeline, *, has_predecessors: bool = True) -> int:
-    """Run a coordinator until SIGTERM or SIGINT and return the exit code.
+def run(
+    config: CoordinatorConfig,
+    lifeline: Lifeline,
+    *,
+    has_predecessors: bool = True,
+    planned_engines: int | None = None,
+) -> int:
+    """Run a coordinator until a signal and return the exit code.
 
     Args:
         has_predecessors: whether members of a coordinator before this one may be alive.
+        planned_engines: how many engines its own group shall have, None if that is not known.
     """
     name_process("coordinator", config.log.log_level, config.log.log_format)
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in end_signals():
         signal.signal(signum, lambda *_: sys.exit(0))
     lifeline.watch()
     context: zmq.Context[zmq.Socket[bytes]] = make_context()
@@ -186,7 +233,12 @@ def run(config: CoordinatorConfig, lifeline: Lifeline, *, has_predecessors: bool
     try:
         serve_health(config.health, health)
         transport = Transport(config.cluster, context)
-        coordinator = Coordinator(config, transport, has_predecessors=has_predecessors)
+        coordinator = Coordinator(
+            config,
+            transport,
+            has_predecessors=has_predecessors,
+            planned_engines=planned_engines,
+        )
     except (InsecureCluster, OSError, ValueError, zmq.ZMQError) as error:
         lifeline.failed(f"cannot listen on {config.cluster.coordinator_address}: {error}")
         return CANNOT_START
@@ -194,7 +246,7 @@ def run(config: CoordinatorConfig, lifeline: Lifeline, *, has_predecessors: bool
     try:
         lifeline.ready(f"listening on {config.cluster.coordinator_address}")
         health.ready()
-        coordinator.run(health)
+        coordinator.run(health, lifeline)
     finally:
         coordinator.close()
         context.term()

@@ -5,6 +5,7 @@ in `coordinator.process` carries out. It has no sockets and no clock. Everything
 told again by its peers: after a restart they notice the new epoch and register again.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -29,11 +30,13 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.expected import Expected
+from coordinator.fleet import FleetOrders
 from coordinator.formation import GroupFormation
 from coordinator.members import Members
 from coordinator.numbers import Numbers
 from coordinator.placement import Placement
 from coordinator.publication import Publication
+from coordinator.tenants import TenantUsage
 from coordinator.wave import NEVER, GroupWave, IndependentWave, LockstepWave
 from engine.shared.messages import (
     AbsenceReason,
@@ -43,6 +46,8 @@ from engine.shared.messages import (
     ClusterView,
     Draining,
     EngineStats,
+    FleetWish,
+    FollowFleet,
     FrontEnds,
     Goodbye,
     Heartbeat,
@@ -51,14 +56,19 @@ from engine.shared.messages import (
     HoldAdapters,
     MemberKind,
     MemberMessage,
+    NodeReport,
     Ready,
     Refused,
     StartWave,
+    TenantsInUse,
     WakeUp,
     WaveComplete,
     Welcome,
 )
-from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
+from engine.shared.version import SWELL_VERSION
+
+MISSING_INTERVAL = 10.0
+"""Seconds between two log lines about planned engines that have not come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +86,12 @@ class CoordinatorParameters:
     """Whether members of a coordinator before this one may be alive."""
     expected_engines: int | None = None
     """How many engines are expected; None: as many as the supervisors of nodes run."""
+    planned_engines: int | None = None
+    """How many the supervisors shall run once all nodes have joined; None: not known."""
 
 
 class CoordinatorState:
-    """All that the coordinator knows of one engine group, changed by events only.
-
-    More than 20 methods: one or two for each event and each thing that is published, small ones;
-    what can be decided without the rest has owners (`Members`, `Publication`, `Numbers`, ...).
-    """
+    """All that the coordinator knows of one engine group, changed by events only."""
 
     def __init__(self, parameters: CoordinatorParameters) -> None:
         self._parameters = parameters
@@ -91,15 +99,23 @@ class CoordinatorState:
         self._wave: GroupWave = IndependentWave()
         self._formation: GroupFormation | None = None
         self._placement = Placement(parameters.member_timeout)
-        self._expected = Expected(parameters.expected_engines)
+        self._expected = Expected(parameters.expected_engines, parameters.planned_engines)
         self._publication = Publication(
             parameters.publish_interval, parameters.publish_idle_interval
         )
         self._order_due = float("-inf")
         grace = parameters.member_timeout if parameters.has_predecessors else 0.0
         self._numbers = Numbers(grace)
+        self._say_missing_at = float("-inf")
         self._adapters = AdapterRegistry()
+        self._tenants = TenantUsage()
         self._ordered_sheet: AdapterSheet | None = None
+        self._fleet = FleetOrders()
+
+    def expect(self, number: int | None) -> None:
+        """Another number of engines is expected; None: as many as the supervisors run."""
+        self._parameters = dataclasses.replace(self._parameters, expected_engines=number)
+        self._expected.number = self._expected.planned if number is None else number
 
     def begin(self, now: float) -> None:
         """Note when the coordinator began; only the first call, or event, counts."""
@@ -113,7 +129,7 @@ class CoordinatorState:
         self._numbers.begin(now)
         match event:
             case FromNode(sender, report):
-                actions += self._placement.report(sender, report, now)
+                actions += self._node_report(sender, report, now)
             case FromMember(sender, message):
                 actions += self._from_member(sender, message, now)
             case EngineStats():
@@ -122,14 +138,18 @@ class CoordinatorState:
                 self._wave_report(event)
             case WakeUp():
                 self._publication.changed |= self._wave.notice(event)
-            case AdapterWish():
-                self._adapters.wished(event)
+            case AdapterWish() | FleetWish():
+                actions += self._wished(event)
             case AdaptersInUse(front_end, incarnation):
                 self._adapters.front_end_has((front_end, incarnation), event)
+            case TenantsInUse(front_end, incarnation):
+                is_member = (front_end, incarnation) in self._members.all_front_ends
+                self._publication.changed |= is_member and self._tenants.take(event)
             case Subscribed(kind):
                 actions += self._subscribed(kind)
             case Tick():
                 actions += self._expire(now) + self._repeat_order(now) + self._placement.tick(now)
+                actions += self._say_missing(now)
             case _:
                 assert_never(event)
         if not isinstance(event, EngineStats):
@@ -137,6 +157,11 @@ class CoordinatorState:
         actions += self._form_group(now)
         actions += [PublishOrder(order) for order in self._wave.orders(now)]
         return actions + self._publish_if_due(now)
+
+    def _node_report(self, sender: bytes, report: NodeReport, now: float) -> list[Action]:
+        if report.wish is not None and report.wish.size is not None:
+            self._expected.planned = None  # an operator has chosen another number
+        return self._placement.report(sender, report, now)
 
     def next_deadline(self, now: float) -> float:
         """Return when `Tick` has to be handled at the latest."""
@@ -169,15 +194,15 @@ class CoordinatorState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is a member, and no node has reported."""
+        """Whether there are no members, and no node has reported."""
         return self._members.is_empty and self._placement.is_empty
 
-    def knows(self, message: Ready | Heartbeat | Draining) -> bool:
-        """Whether who says this is a member."""
+    def knows(self, message: Hello | Ready | Heartbeat | Draining) -> bool:
+        """Whether the sender of a message is a member."""
         return self._members.find(message) is not None
 
     def _hello(self, sender: bytes, hello: Hello, now: float) -> list[Action]:
-        refusal = self._members.why_refused(hello)
+        refusal = self._beyond_plan(hello) or self._members.why_refused(hello)
         if refusal is not None:
             return [Reply(sender, refusal)]
         members = self._members.of(hello.kind)
@@ -188,7 +213,20 @@ class CoordinatorState:
         actions = [] if held.get(index) == hello.incarnation else self._join(hello, index, now)
         self._publication.urgent = True
         self._adapters.brought(hello.adapters)
-        return [*actions, Reply(sender, self._welcome(hello.kind, index))]
+        actions += self._order_fleet(self._fleet.brought(hello.fleet))
+        return [*actions, Reply(sender, self._welcome(hello, index))]
+
+    def _beyond_plan(self, hello: Hello) -> Refused | None:
+        """Return why an engine with this rank of its own is refused, None if it is not."""
+        number, planned = self._expected.number or 0, self._expected.planned
+        if planned is None or hello.kind != "engine" or hello.given or hello.index < number:
+            return None
+        return Refused(
+            f"data_parallel_rank is {hello.index} here, but the head has --data-parallel-size "
+            f"{number}: ranks are 0 to {number - 1}. Start the head with a larger size, or this "
+            "node with a lower --data-parallel-start-rank or --data-parallel-rank",
+            field="data_parallel_rank",
+        )
 
     def _join(self, hello: Hello, index: int, now: float) -> list[Action]:
         self._members.add(hello, index, now)
@@ -201,8 +239,8 @@ class CoordinatorState:
         self._wave.adopt(hello.wave)
         return [joined, *dismissed]
 
-    def _welcome(self, kind: MemberKind, index: int) -> Welcome:
-        parameters, is_engine = self._parameters, kind == "engine"
+    def _welcome(self, hello: Hello, index: int) -> Welcome:
+        parameters, is_engine = self._parameters, hello.kind == "engine"
         return Welcome(
             epoch=parameters.epoch,
             index=index,
@@ -210,9 +248,10 @@ class CoordinatorState:
             publish_address=parameters.back_publish if is_engine else parameters.front_publish,
             output_address=parameters.back_output if is_engine else "",
             front_ends=self._members.front_end_entries() if is_engine else [],
-            protocol=PROTOCOL_VERSION,
+            protocol=hello.protocol,
             version=SWELL_VERSION,
             adapters=self._adapters.sheet if is_engine else None,
+            fleet=self._fleet.order if is_engine else None,
         )
 
     def _choose_wave(self, hello: Hello) -> None:
@@ -250,6 +289,7 @@ class CoordinatorState:
             return [Reply(sender, HeartbeatAck(epoch, known=False))]
         member.last_seen = now
         member.group_status = message.group_status
+        member.process = replace(member.process, use=message.use)
         if message.kind == "engine":
             self._adapters.engine_has((message.index, message.incarnation), message.adapters)
         actions: list[Action] = [Reply(sender, HeartbeatAck(epoch, known=True))]
@@ -257,6 +297,8 @@ class CoordinatorState:
             member.draining, member.ready = True, False
             self._engines_changed()
             actions.append(Notice(f"{message.kind.replace('_', ' ')} {message.index} drains"))
+        if isinstance(message, Ready) and member.ready and message.setup is not None:
+            member.setup = message.setup  # its weights may have been replaced
         if isinstance(message, Ready) and not member.ready and not member.draining:
             refusal = refused_by_weights(message.index, message.setup, self._members.setups)
             if refusal is not None:
@@ -277,6 +319,7 @@ class CoordinatorState:
         self._engines_changed()
         actions: list[Action] = [Notice(f"{kind.replace('_', ' ')} {index} {why}")]
         if kind == "front_end":
+            self._tenants.keep(self._members.all_front_ends)
             actions.append(PublishOrder(self._front_ends_order()))
         else:
             self._expected.left(index, reason)
@@ -305,6 +348,18 @@ class CoordinatorState:
         self._ordered_sheet = sheet
         self._publication.urgent = True
         return [PublishOrder(HoldAdapters(self._parameters.epoch, sheet))]
+
+    def _wished(self, wish: AdapterWish | FleetWish) -> list[Action]:
+        if isinstance(wish, FleetWish):
+            return self._order_fleet(self._fleet.wished(wish))
+        self._adapters.wished(wish)
+        return []
+
+    def _order_fleet(self, is_new: bool) -> list[Action]:
+        """Tell everybody what operators want, if that has changed."""
+        self._publication.urgent |= is_new
+        order = FollowFleet(self._parameters.epoch, self._fleet.order)
+        return [PublishOrder(order)] if is_new else []
 
     # -- lockstep groups ---------------------------------------------------------------------------
 
@@ -360,6 +415,8 @@ class CoordinatorState:
         orders: list[Action] = [PublishOrder(self._front_ends_order())]
         if self._adapters.sheet is not None:
             orders.append(PublishOrder(HoldAdapters(self._parameters.epoch, self._adapters.sheet)))
+        if self._fleet.order.revision:
+            orders.append(PublishOrder(FollowFleet(self._parameters.epoch, self._fleet.order)))
         return orders
 
     def _publish_if_due(self, now: float) -> list[Action]:
@@ -370,12 +427,32 @@ class CoordinatorState:
     def _with_missing(self, view: ClusterView, now: float) -> ClusterView:
         expected = self._expected
         if self._parameters.expected_engines is None:
-            expected.number = self._placement.wanted
+            expected.follow(self._placement.wanted)
         missing = expected.missing([entry.rank for entry in view.engines], now)
         number = expected.number
         if number is None:
             number = len(view.engines) + len(missing)
         return replace(view, expected=number, missing=missing)
+
+    def _say_missing(self, now: float) -> list[Action]:
+        """Say now and then which of the planned engines have not come."""
+        if self._expected.planned is None or now < self._say_missing_at:
+            return []
+        self._say_missing_at = now + MISSING_INTERVAL
+        view = self._with_missing(self.view(), now)
+        if not view.missing or not view.engines:
+            return []
+        there = ", ".join(f"{each.rank} on {each.host}" for each in view.engines)
+        missing = ", ".join(
+            f"{each.rank} ({each.reason.replace('_', ' ')}, for {each.age:.0f} s)"
+            for each in view.missing
+        )
+        return [
+            Notice(
+                f"{len(view.engines)} of {view.expected} engines are there: {there}. "
+                f"Missing: {missing}"
+            )
+        ]
 
     def view(self) -> ClusterView:
         """Return the cluster as it is known now."""
@@ -388,4 +465,7 @@ class CoordinatorState:
             num_front_ends=sum(each.ready for each in self._members.front_ends.values()),
             wakeups_total=dict(self._wave.wakeups),
             adapters=self._adapters.view,
+            fleet=self._fleet.order if self._fleet.order.revision else None,
+            tenants=self._tenants.sums,
+            processes=self._members.process_entries(),
         )

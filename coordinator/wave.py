@@ -1,12 +1,12 @@
-"""Wave number and running flag of the engines, and who has to be woken: from their own reports.
+"""Wave number and running flag of the engines, and which to wake, derived from their reports.
 
 One interface, two kinds of groups. Independent engines sleep on their own queues and need no
 waking; for them the wave only counts how often the group as a whole went from running to paused.
 The engines of a lockstep group step together (see `engine.lockstep.wave`), and the coordinator
 tells those that sleep when others have started.
 
-The number is a logical clock: it only grows, and whoever brings a larger one from before a
-restart of the coordinator is believed.
+The number is a logical clock: it only grows, and a larger one that a member brings from before a
+restart of the coordinator is adopted.
 """
 
 from typing import NamedTuple, Protocol
@@ -24,7 +24,8 @@ class GroupWave(Protocol):
 
     wave: int
     wakeups: dict[str, int]
-    """How often the group was woken, by source: "front_end" or "engine"."""
+    """How often the group went from paused to running, by whose message the coordinator had first:
+    "front_end" (always so for independent engines) or "engine"."""
 
     @property
     def running(self) -> bool:
@@ -68,6 +69,8 @@ class IndependentWave:
         self.wave = 0
         self.wakeups = {"front_end": 0, "engine": 0}
         self._busy: set[int] = set()
+        self._steps: dict[int, int] = {}
+        """The newest step of each engine, by rank."""
         self._queued: list[StartDpWave] = []
 
     @property
@@ -87,24 +90,29 @@ class IndependentWave:
     def stats(self, stats: EngineStats) -> bool:
         own = {stats.rank}
         has_work = stats.waiting + stats.running > 0
+        known = self._steps.get(stats.rank, stats.step)
+        self._steps[stats.rank] = stats.step
+        if not has_work and not self.running and stats.step > known:
+            self._settle(own)  # it has run and paused between two of its reports
+            self._settle(set())
+            return True
         return self._settle(self._busy | own if has_work else self._busy - own)
 
     def report(self, report: StartWave | WaveComplete) -> bool:
         self.adopt(report.wave)
-        return isinstance(report, StartWave) and self._forward("engine", report.rank)
+        return isinstance(report, StartWave) and self._forward(report.rank)
 
     def notice(self, notice: WakeUp) -> bool:
-        return self._forward("front_end", notice.rank)
+        return self._forward(notice.rank)
 
     def orders(self, now: float) -> list[StartDpWave]:
         queued, self._queued = self._queued, []
         return queued
 
-    def _forward(self, source: str, rank: int) -> bool:
-        # Nobody needs it to make progress, so once is enough.
+    def _forward(self, rank: int) -> bool:
+        # No engine needs it to make progress, so once is enough.
         if self.running:
             return False
-        self.wakeups[source] += 1
         self._queued.append(StartDpWave(self.wave, rank))
         return True
 
@@ -112,6 +120,9 @@ class IndependentWave:
         changed = bool(busy) != self.running
         if changed and not busy:
             self.wave += 1
+        elif changed:
+            # By evidence: notices come once for each request, before or after the engine's stats.
+            self.wakeups["front_end"] += 1
         self._busy = busy
         return changed
 
@@ -208,12 +219,13 @@ class LockstepWave:
             self._started = set()
             self._wanted = was_needed = False
         if running:
+            if not self._started and not self._wanted:
+                self.wakeups["engine"] += 1  # else counted when a front end wanted it
             self._started.add(rank)
             self._wanted = False
         self._hold_epoch = max(self._hold_epoch, hold_epoch)
         self.adopt(clock.wave)
         if self._needs_order() and not was_needed:
-            self.wakeups["engine"] += 1
             self._order_now(excluded_rank=rank)
         return before != (self.wave, self.running)
 

@@ -1,7 +1,8 @@
-"""`python -m engine.probe PORT_VARIABLE PATH`: a container's health check, without curl.
+"""`python -P -m engine.probe PORT_VARIABLE PATH [COUNT_VARIABLE]`: a container's health check.
 
-Asks the server in the same container, on the port that the environment variable names, and ends
-with 0 if it answers 200. Certificates are not checked: they are made out for the outside.
+Asks the server in the same container, on the port that the environment variable names, or those on
+as many ports as the other one says, and ends with 0 if all answer 200. Certificates are not
+checked: they are made out for the outside.
 """
 
 import http.client
@@ -35,12 +36,14 @@ def probe(port: int, path: str, *, tls: bool) -> tuple[bool, str]:
 
 def main(arguments: list[str]) -> int:
     """Probe as the arguments say and return the exit code."""
-    variable, path = arguments
+    variable, path, *count = arguments
+    number = int(os.environ.get(count[0]) or 1) if count else 1
     # Only the API server has certificates.
     tls = variable == "SWELL_PORT" and bool(os.environ.get("SWELL_SSL_CERTFILE"))
-    healthy, text = probe(int(os.environ[variable]), path, tls=tls)
-    print(text)
-    return 0 if healthy else 1
+    first = int(os.environ[variable])
+    answers = [probe(port, path, tls=tls) for port in range(first, first + number)]
+    print("; ".join(text for _, text in answers))
+    return 0 if all(healthy for healthy, _ in answers) else 1
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def modules_page() -> str:
     """Return a page with one line for every module: the first of its docstring."""
     lines = ["# Modules", "", "One line a module, from its docstring. `benchmarks`, `scripts` and"]
     lines += ["`tests` are not installed and not listed.", ""]
-    for package in ("engine", "coordinator", "server"):
+    for package in ("engine", "coordinator", "server", "swell"):
         for init in sorted((ROOT / package).rglob("__init__.py")):
             modules = [path for path in sorted(init.parent.glob("*.py")) if path != init]
             if modules:

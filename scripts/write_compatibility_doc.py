@@ -1,18 +1,23 @@
-"""Writes docs/compatibility.md from the table of request fields."""
+"""Writes docs/compatibility.md from the bodies of all path operations."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
-from server.api.compatibility import OTHER_PATHS, TABLE, Rows
+from server.api.compatibility import rows_of
+from server.api.conversations import endpoint as conversations
+from server.app import ROUTERS
 
 TARGET = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
 HEADER = """# Compatibility
 
-Written by `make docs` from `server/api/compatibility.py`, which a test holds against the
-running application (`tests/server/api/test_compatibility.py`). Fields are those of OpenAI's
-reference and of vLLM's servers.
+Written by `make docs` from the schemas of bodies (`server/schema/support.py`), which a test holds
+against the running application (`tests/server/api/test_compatibility.py`). Fields are those of
+OpenAI's reference and of vLLM's servers.
 
 - **same**: as there.
 - **different**: served, with the difference named.
@@ -21,21 +26,33 @@ reference and of vLLM's servers.
 - **ignored**: taken, and changes nothing. No field is ignored that would change the answer.
 
 Fields that are nowhere on this page are ignored, as OpenAI clients expect of a server that is older
-than they are. Where texts are written, fields of other endpoints are refused unless they have the
-value that they have anyway or are empty. `/invocations` takes the bodies of the endpoint whose
-fields a request has.
+than they are; each name is logged once. Where texts are written, fields of other endpoints are
+refused unless they have the value that they have anyway or are empty. `/invocations` takes the
+bodies of the endpoint whose fields a request has.
 """
+
+
+def documented() -> dict[type[BaseModel], list[str]]:
+    """Return the paths that take each body; those that take several are not among them."""
+    found: dict[type[BaseModel], list[str]] = {}
+    for router in (*ROUTERS, conversations.router):
+        for route in router.routes:
+            field = route.body_field if isinstance(route, APIRoute) else None
+            body: Any = None if field is None else field.field_info.annotation
+            if isinstance(route, APIRoute) and isinstance(body, type):
+                found.setdefault(body, []).append(route.path)
+    return found
 
 
 def render() -> str:
     """Return the whole page."""
-    return HEADER + "".join(_section(path, rows) for path, rows in TABLE.items())
+    return HEADER + "".join([_section(*each) for each in documented().items()])
 
 
-def _section(path: str, rows: Rows) -> str:
+def _section(body: type[BaseModel], paths: list[str]) -> str:
+    rows = rows_of(body)
     same = ", ".join(f"`{name}`" for name, row in sorted(rows.items()) if row.state == "same")
-    paths = ", ".join([path, *OTHER_PATHS.get(path, ())])
-    text = f"\n## {paths}\n\nSame: {same}.\n"
+    text = f"\n## {', '.join(paths)}\n\nSame: {same}.\n"
     if any(row.state != "same" for row in rows.values()):
         text += "\n| Field | State | Why |\n|---|---|---|\n"
     for state in ("different", "refused", "ignored"):

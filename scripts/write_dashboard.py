@@ -25,6 +25,11 @@ def engine_rate(metric: str) -> str:
     return f"max by (engine) (rate(swell_{metric}{{{_SELECT}}}[$__rate_interval]))"
 
 
+def process(metric: str) -> str:
+    """One series per process of the cluster, which all front ends say alike."""
+    return f"max by (process, host) (swell_process_{metric}{{{_SELECT}}})"
+
+
 def cluster(metric: str) -> str:
     """What all front ends say alike."""
     return f"max(swell_{metric}{{{_SELECT}}})"
@@ -41,6 +46,7 @@ def quantile(share: float, histogram: str) -> str:
     return f"histogram_quantile({share}, {rate(f'{histogram}_bucket', 'le')})"
 
 
+_PROCESS = "{{process}} {{host}}"
 _SELECT = 'job=~"$job", model_name=~"$model"'
 
 
@@ -269,6 +275,31 @@ ROWS: dict[str, list[dict[str, Any]]] = {
               width=6),
         panel("Requests that went on elsewhere", {"": rate("requests_resumed_total")},
               unit="reqps", width=6),
+    ],
+    "Processes": [
+        panel("Resident memory", {_PROCESS: process("resident_memory_bytes")}, unit="bytes",
+              width=6),
+        panel(
+            "Processors in use",
+            {_PROCESS: "max by (process, host) (rate("
+             f"swell_process_cpu_seconds_total{{{_SELECT}}}[$__rate_interval]))"},
+            width=6,
+        ),
+        panel(
+            "File descriptors in use",
+            {_PROCESS: f"{process('open_fds')} / ({process('max_fds')} > 0)"},
+            unit="percentunit", width=6,
+        ),
+        panel(
+            "Falling asleep and waking up",
+            {
+                f"{word} {{{{engine}}}}": f"{engine_rate(f'engine_{name}_seconds_total')} / "
+                f"{engine_rate(f'engine_{name}s_total')}"
+                for word, name in (("asleep", "sleep"), ("awake", "wake_up"))
+            },
+            unit="s", width=6,
+            text="How long an engine took to give its memory back, and to have it back.",
+        ),
     ],
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engine.shared.config import HealthConfig, Section
+from engine.shared.config import Section
 from engine.shared.settings import sections_of, settings_of
 from server.config import ServeConfig
 from server.flags import title
@@ -13,17 +13,28 @@ HEADER = """# Settings
 
 Every setting is a flag, an environment variable and a key of the YAML file that `--config` names
 (the flag's name without the dashes in front). A flag wins over a variable, a variable over the
-file, the file over the default. `swell serve --help` lists the same; the section Health is for
-`swell engine` and `swell coordinator`. `make docs` writes this page from the definitions in
-`engine/shared/config`, `server/config` and `coordinator/config.py`.
+file, the file over the default. Whole numbers may have a unit: `4GiB`, `4Gi` and `32K` count in
+powers of 1024, `4GB` and `32k` in powers of 1000. `swell serve --help-all` lists the same. `make
+docs` writes this page from the definitions in `engine/shared/config`, `server/config` and
+`coordinator/config.py`.
+
+    swell serve --config serve.yaml
+
+```yaml
+# serve.yaml
+model: Qwen/Qwen3-0.6B
+served-model-name: [qwen, default]
+data-parallel-size: 4
+max-model-len: 16K
+kv-cache-memory-bytes: 8GiB
+host: "*"
+port: 8080
+api-key-file: /run/secrets/swell-keys
+override-generation-config: {temperature: 0.6, top_p: 0.95}
+log-format: json
+```
 
 """
-
-
-class Containers(Section, frozen=True, kw_only=True):
-    """What only `swell engine` and `swell coordinator` have."""
-
-    health: HealthConfig = HealthConfig()
 
 
 def table(config_type: type[Section]) -> str:
@@ -45,7 +56,7 @@ def table(config_type: type[Section]) -> str:
 
 def render() -> str:
     """Return the whole page."""
-    return f"{HEADER}{table(ServeConfig)}\n{table(Containers)}"
+    return f"{HEADER}{table(ServeConfig)}"
 
 
 if __name__ == "__main__":

@@ -4,25 +4,35 @@ Each subcommand imports its process only when it runs, so that a plain installat
 coordinator without the HTTP stack or torch.
 """
 
+import logging
 import os
 import signal
 import sys
+from functools import partial
 
 import msgspec
 
 from coordinator.config import CoordinatorConfig
 from engine.shared import settings
-from engine.shared.config import DEFAULT_COORDINATOR, EngineConfig
+from engine.shared.config import DEFAULT_COORDINATOR, EngineConfig, ModelConfig
+from engine.shared.descriptors import raise_descriptor_limit
+from engine.shared.devices import num_cuda_devices
 from engine.shared.log_stream import open_standard_descriptors
+from engine.shared.version import SWELL_VERSION
 from server.batch.config import RunBatchConfig
 from server.bench.config import BenchConfig
 from server.chat.config import ChatConfig
 from server.completion import CompletionConfig
 from server.config import ApiServerConfig, ServeConfig
-from server.fetch.config import FetchConfig
+from server.config.devices import defaults_for
+from server.config.shown import changed_settings
+from server.doctor.config import DoctorConfig
+from server.fetch.config import CachedConfig, FetchConfig
 from server.flags import Command, parse
-from server.fleet.scale_config import ScaleConfig
-from server.fleet.status_config import StatusConfig
+from server.fleet.commands_config import ScaleConfig, StatusConfig
+from server.ineffective import ineffective
+
+logger = logging.getLogger(__name__)
 
 
 def _serve(config: ServeConfig) -> int:
@@ -39,6 +49,7 @@ def _serve(config: ServeConfig) -> int:
     from server.fleet import supervisor
 
     name_process("supervisor", config.log.log_level, config.log.log_format)
+    logger.info("Swell %s, settings: %s", SWELL_VERSION, changed_settings(config))
     return supervisor.run(config)
 
 
@@ -47,7 +58,7 @@ def _other_node(config: EngineConfig) -> int:
     from engine.executor.nodes import joining
     from engine.shared.cpu.plan import BadCpuBind
     from engine.shared.logs import name_process
-    from server.fleet.cpu_binding import of_engine_alone
+    from server.fleet.node_resources import of_engine_alone
 
     number = config.parallel.node_rank
     name_process(f"node {number}", config.log.log_level, config.log.log_format)
@@ -73,7 +84,7 @@ def _engine(config: EngineConfig) -> int:
     from engine.process import main as process
     from engine.shared.cpu.plan import BadCpuBind
     from engine.shared.lifeline import CANNOT_START, Lifeline
-    from server.fleet.cpu_binding import of_engine_alone
+    from server.fleet.node_resources import of_engine_alone
 
     if config.parallel.node_rank:
         return _other_node(config)
@@ -119,21 +130,40 @@ def _chat(config: ChatConfig) -> int:
 
 
 def _scale(config: ScaleConfig) -> int:
-    from server.fleet import scale_command
+    from server.fleet import commands
 
-    return scale_command.scale(config)
+    return commands.scale(config)
 
 
 def _status(config: StatusConfig) -> int:
-    from server.fleet import status_command
+    from server.fleet import commands
 
-    return status_command.status(config)
+    return commands.status(config)
 
 
 def _fetch(config: FetchConfig) -> int:
     from server.fetch import command
 
     return command.fetch(config)
+
+
+def _models(config: CachedConfig) -> int:
+    from server.fetch import cached
+
+    return cached.cached(config)
+
+
+def _doctor(config: DoctorConfig) -> int:
+    from server.doctor import command
+
+    def processor() -> str:
+        from engine.kernels import processor as processors
+
+        kind, found = processors.kind(), processors.found_kind()
+        taken = f", taken for {kind}" if kind != found else ""
+        return f"{found}{taken}; kernels for {kind.target}"
+
+    return command.doctor(config, processor)
 
 
 def _completion(config: CompletionConfig) -> int:
@@ -203,11 +233,20 @@ COMMANDS = {
     ),
     "fetch": Command(
         "fetch a model of the Hugging Face hub before it is served",
-        "swell fetch Qwen/Qwen3-0.6B\nswell fetch Qwen/Qwen3-0.6B --revision main --text-only",
+        "swell fetch Qwen/Qwen3-0.6B\nswell fetch Qwen/Qwen3-0.6B --revision main --text-only\n"
+        "swell fetch unsloth/Qwen3-0.6B-GGUF:Q4_K_M",
         FetchConfig,
         ("model", "hub id"),
         frozenset(),
         _fetch,
+    ),
+    "models": Command(
+        "show the fetched models with their sizes, or remove one",
+        "swell models\nswell models --remove Qwen/Qwen3-0.6B",
+        CachedConfig,
+        None,
+        frozenset(),
+        _models,
     ),
     "scale": Command(
         "change the number of engines of a running node or cluster",
@@ -224,6 +263,14 @@ COMMANDS = {
         None,
         frozenset(),
         _status,
+    ),
+    "doctor": Command(
+        "say whether this machine can serve, for yourself or for a question to others",
+        "swell doctor\nswell doctor --port 8080",
+        DoctorConfig,
+        None,
+        frozenset(),
+        _doctor,
     ),
     "run-batch": Command(
         "answer a file of requests, with a running server or one started for it",
@@ -269,16 +316,34 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `swell` command; returns the exit code."""
     open_standard_descriptors()
+    raise_descriptor_limit()
+    # Children import installed modules only: a model directory may hold a server.py. Those that we
+    # start have -P; this is for those that libraries start.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     if os.getpid() == 1:
         # In a container the kernel does nothing for signals without a handler.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     flags = parse(COMMANDS, sys.argv[1:] if argv is None else argv)
     command = COMMANDS[flags["command"]]
     try:
-        config = settings.load(command.config, flags, os.environ, flags["config"])
+        load = partial(settings.load, command.config, flags, os.environ, flags["config"])
+        config = load()
+        if isinstance(config, ServeConfig | EngineConfig):
+            config = load(defaults_for(config, num_cuda_devices()))
     except settings.SettingsError as error:
         print(f"swell {flags['command']}: {error}", file=sys.stderr)
         return 2
+    model = getattr(config, "model", None)
+    if isinstance(model, ModelConfig) and ":" in model.model:
+        from engine.shared.model_files import ModelNotFound, with_local_file
+
+        try:
+            config = msgspec.structs.replace(config, model=with_local_file(model))
+        except ModelNotFound as error:
+            print(f"swell {flags['command']}: {error}", file=sys.stderr)
+            return 1
+    for warning in ineffective(config):
+        print(f"swell {flags['command']}: warning: {warning}", file=sys.stderr)
     every = (setting for known in COMMANDS.values() for setting in known.settings)
     for mistake in settings.misspelt_variables(os.environ, every):
         print(f"swell {flags['command']}: {mistake}", file=sys.stderr)

@@ -39,6 +39,28 @@ class Command(NamedTuple):
 
 Commands = Mapping[str, Command]
 
+COMMON = frozenset(
+    (
+        "served_model_name", "dtype", "quantization", "max_model_len", "device", "chat_template",
+        "gpu_memory_utilization", "max_num_seqs", "speculative_model", "threads", "enable_lora",
+        "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size",
+        "enable_expert_parallel", "coordinator", "data_parallel_address", "headless", "host",
+        "port", "api_key", "api_key_file", "admin_key", "ssl_certfile", "tool_call_parser",
+        "reasoning_parser", "api_server_count", "shutdown_timeout", "log_level",
+    )
+)  # fmt: skip
+"""What `--help` shows of commands that have many settings; `--help-all` shows the rest."""
+_MANY = 40
+TUNING = frozenset(
+    (
+        "long_prefill_token_threshold", "max_slowdown", "speculative_row_price",
+        "speculative_disable_by_batch_size", "admission_cadence", "level_wait_weight",
+        "level_hold_per_rank", "simulated_step_us", "simulated_token_us", "eplb_step_interval",
+        "publish_interval", "publish_idle_interval", "heartbeat_interval",
+    )
+)  # fmt: skip
+"""Settings for measurements. `--tuning KEY=VALUE` sets them; their own flags still work."""
+
 ARGUMENT = "_argument"
 """Ending of the name under which a setting is read that stands without its flag."""
 
@@ -56,11 +78,25 @@ def parse(commands: Commands, argv: list[str]) -> dict[str, Any]:
             file=sys.stderr,
         )
         sys.exit(2)
-    arguments, unknown = build_parser(commands, only=name).parse_known_args(argv)
+    everything = "--help-all" in argv
+    if everything:
+        argv = [name, "--help"] if name else ["--help"]
+    parser = build_parser(commands, only=name, everything=everything)
+    arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         print(f"swell {name}: {_explain(commands, name, unknown)}", file=sys.stderr)
         sys.exit(2)
     flags = vars(arguments)
+    tunable = TUNING & {each.name for each in commands[name].settings}
+    for text in flags.pop("tuning", None) or ():
+        key, given, value = text.partition("=")
+        setting = key.replace("-", "_")
+        if not given or setting not in tunable:
+            known = sorted(tunable)
+            meant = suggestion(setting, known) or f": there are {_listed(known)}"
+            print(f"swell {name}: --tuning {text} is not KEY=VALUE{meant}", file=sys.stderr)
+            sys.exit(2)
+        flags[setting] = value
     for setting in commands[name].arguments:
         argument = flags[setting + ARGUMENT]
         if argument is not None and flags[setting] not in (None, argument):
@@ -88,7 +124,7 @@ def _explain(commands: Commands, name: str, unknown: list[str]) -> str:
     ]
     if others and not meant:
         meant = f": it is a flag of {_listed(others)}"
-    return f"unknown flag {flag}{meant or f' (`swell {name} --help` lists all)'}"
+    return f"unknown flag {flag}{meant or f' (`swell {name} --help-all` lists all)'}"
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -100,8 +136,16 @@ def _flags_of(setting: Setting) -> list[str]:
     return [setting.flag] + ([f"--no-{setting.key}"] if setting.is_bool else [])
 
 
-def build_parser(commands: Commands, only: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the whole command, with the flags of all subcommands or `only` one."""
+def build_parser(
+    commands: Commands, only: str | None = None, *, everything: bool = True
+) -> argparse.ArgumentParser:
+    """Return the parser of the whole command.
+
+    Args:
+        commands: the subcommands.
+        only: the subcommand that gets its flags; None: all do.
+        everything: whether the help of commands with many settings shows them all.
+    """
     parser = argparse.ArgumentParser(
         prog="swell",
         description="OpenAI-compatible serving for data-parallel LLM engines.",
@@ -116,6 +160,9 @@ def build_parser(commands: Commands, only: str | None = None) -> argparse.Argume
         subparser = subparsers.add_parser(
             name,
             help=command.help,
+            usage=" ".join(
+                ["swell", name, *(f"[{each.upper()}]" for each in command.arguments), "[flags]"]
+            ),
             description=f"{command.help[0].upper()}{command.help[1:]}.",
             epilog=f"examples:\n{examples}\n\nEvery flag --some-name is also the variable "
             "SWELL_SOME_NAME and the key some-name in the --config file.",
@@ -123,12 +170,28 @@ def build_parser(commands: Commands, only: str | None = None) -> argparse.Argume
             allow_abbrev=False,
         )
         if only in (None, name):
-            _add_arguments(subparser, command)
+            _add_arguments(subparser, command, everything)
     return parser
 
 
-def _add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
+def _add_arguments(parser: argparse.ArgumentParser, command: Command, everything: bool) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
+    settings = list(command.settings)
+    if len(settings) > _MANY:
+        parser.add_argument(
+            "--help-all", action="store_true", help=f"show all {len(settings)} flags and exit"
+        )
+        parser.add_argument(
+            "--tuning",
+            nargs="+",
+            metavar="KEY=VALUE",
+            help="Settings for measurements: "
+            f"{', '.join(sorted(TUNING & {setting.name for setting in settings}))}."
+            if everything
+            else argparse.SUPPRESS,
+        )
+    else:
+        everything = True
     if command.positional is not None:
         name, text = command.positional
         parser.add_argument(name + ARGUMENT, nargs="?", metavar=name.upper(), help=text)
@@ -136,16 +199,20 @@ def _add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
         parser.add_argument(name + ARGUMENT, nargs="?", metavar=name.upper())
     groups: dict[str, Any] = {}
     types_of = sections_of(command.config)
-    for setting in command.settings:
+    for setting in settings:
         if setting.section not in groups:
             groups[setting.section] = parser.add_argument_group(title(types_of[setting.section]))
-        options: dict[str, Any] = {"dest": setting.name, "help": _help_text(setting)}
+        shown = everything or setting.name in COMMON
+        options: dict[str, Any] = {
+            "dest": setting.name,
+            "help": _help_text(setting) if shown else argparse.SUPPRESS,
+        }
         if setting.is_bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["metavar"] = _metavar(setting)
             if setting.is_list:
-                options["nargs"] = "+"
+                options |= {"nargs": "+", "action": "extend"}
         short = [command.short[setting.name]] if setting.name in command.short else []
         groups[setting.section].add_argument(*short, setting.flag, default=None, **options)
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +14,27 @@ import msgspec
 import uvicorn
 import uvloop
 import zmq
-from fastapi import FastAPI
 
 from engine.shared.addresses import is_loopback, join_host_port
 from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.cpu.lists import CpuList
 from engine.shared.cpu.machine import bind_process
+from engine.shared.end_signals import end_signals
+from engine.shared.extras import install_command
+from engine.shared.fair_threads import FairThreads
 from engine.shared.group_config import model_identity
 from engine.shared.heap import settle_heap
-from engine.shared.lifeline import CANNOT_START, Lifeline
+from engine.shared.lifeline import CANNOT_START, TURN_INTERVAL, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.membership import Identity
 from engine.shared.messages import ClusterView, FrontEndAddresses
 from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
+from engine.shared.plugins import BadPlugin
 from engine.shared.pooling import BadPooling, read_pooling
 from engine.shared.scope import MissingRank, front_end_scope, node_name
 from engine.shared.transport import (
+    LARGEST_FRAME,
     Transport,
     advertised_host,
     bound_address,
@@ -37,16 +42,18 @@ from engine.shared.transport import (
 )
 from server.access.admission_table import AdmissionTable
 from server.access.guards import BadGuards, tls_options
+from server.access.tenants_elsewhere import SAY_INTERVAL, TenantsElsewhere
 from server.answer.formats import BadFormats
+from server.api.services import Services, make_services
 from server.app import build_app
 from server.config import FrontEndConfig
-from server.fleet.control import SupervisorControl
-from server.generate.sampling_defaults import BadGenerationConfig
+from server.control import SupervisorControl
 from server.http.acceptor import ConnectionShare
 from server.http.descriptors import make_room_for_descriptors
 from server.http.listener import HttpServer
 from server.http.own_middleware import BadMiddleware
 from server.http.protocol import limited_protocol
+from server.media.served import placeholders_of, served_processor
 from server.observe.metrics import FrontEndMetrics
 from server.observe.stats_log import log_stats
 from server.observe.tracing import TracingUnavailable, request_tracer
@@ -54,10 +61,11 @@ from server.router.engine_client import EngineClient
 from server.router.link import ClusterLink, JoinRefused
 from server.router.load_table import LoadTable
 from server.router.router import Router, build_router
-from server.router.routing import POLICIES
-from server.store.records import Backend
+from server.router.routing import build_policy
 from server.store.service import ResponseStore
-from server.store.sqlite import sqlite_backend
+from server.store.sql import Database, SqlBackend
+from server.store.sqlite import SqliteDatabase
+from server.text.sampling_defaults import BadGenerationConfig
 from server.text.tokenizer import ServedTokenizer, TokenizerError
 from server.upstreams.routes import BadModelRoutes, ModelRoutes
 
@@ -69,8 +77,11 @@ logger = logging.getLogger(__name__)
 GRACEFUL_SECONDS = 1
 """How long connections may take to be closed after the last request has ended."""
 
+LARGEST_OUTPUT = 16 << 20
+"""Bytes of a message with outputs; engines of protocol 3 send them whole."""
+
 MEND_INTERVAL = 1.0
-"""Seconds between looks at whether the files of local sockets are still there."""
+"""Seconds between looks at whether local sockets and the store's file are still there."""
 
 
 class FrontEndLaunch(msgspec.Struct, frozen=True):
@@ -96,6 +107,8 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     """Directory of the table in which they count what the node has taken on."""
     cpus: CpuList = ()
     """What it runs on; empty: any."""
+    replaced: dict[str, int] = {}
+    """How many processes were in its place before, by what became of them: "died" or "hung"."""
 
 
 class FrontEnd:
@@ -110,22 +123,26 @@ class FrontEnd:
         self._transport = Transport(self._config.cluster, self._context)
         self._host = advertised_host(self._config.cluster)
         self._requests = self._bind(zmq.ROUTER, "requests")
-        self._outputs = self._bind(zmq.PULL, "outputs")
+        self._outputs = self._bind(zmq.PULL, "outputs", LARGEST_OUTPUT)
 
-    def _bind(self, kind: int, name: str) -> "zmq.Socket[bytes]":
+    def _bind(self, kind: int, name: str, largest: int = LARGEST_FRAME) -> "zmq.Socket[bytes]":
         coordinator = self._config.cluster.coordinator_address
         if coordinator.startswith("tcp://"):
             interface = self._host if is_loopback(self._host) else "*"
-            return self._transport.bind(kind, f"tcp://{join_host_port(interface, '*')}")
+            address = f"tcp://{join_host_port(interface, '*')}"
+            return self._transport.bind(kind, address, largest=largest)
         path = Path(self._launch.socket_dir) / f"{self._launch.incarnation:x}-{name}"
-        return self._transport.bind(kind, f"ipc://{path}")
+        return self._transport.bind(kind, f"ipc://{path}", largest=largest)
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT."""
+        """Serve until a signal."""
         tracer = request_tracer(self._config.http.otlp_traces_endpoint)
+        threads = min(32, (os.cpu_count() or 1) + 4)  # as many as a loop makes by default
+        asyncio.get_running_loop().set_default_executor(FairThreads(threads, "front end"))
         self._lifeline.progress("loading the tokenizer")
         model = await asyncio.to_thread(model_directory, self._config.model, weights=False)
-        tokenizer = ServedTokenizer.load(model, self._config.model)
+        processor = served_processor(model)
+        tokenizer = ServedTokenizer.load(model, self._config.model, placeholders_of(processor))
         pooling = read_pooling(model, self._config.model)
         link = self._link(await asyncio.to_thread(model_identity, self._config.model))
         self._lifeline.progress("waiting for the coordinator")
@@ -133,7 +150,8 @@ class FrontEnd:
         if self._launch.index < 0:
             log = self._config.log
             name_process(f"api {index}", log.log_level, log.log_format)
-        metrics = FrontEndMetrics(self._config, index)
+        metrics = FrontEndMetrics(self._config, self._launch.place)
+        metrics.replaces(self._launch.replaced)
         client = EngineClient(
             front_end=index,
             router=self._router(index),
@@ -144,30 +162,36 @@ class FrontEnd:
             min_ready_engines=self._config.routing.min_ready_engines,
         )
 
+        table = self._admission()
+        elsewhere = self._tenants_elsewhere(table, index)
+
         def view_changed(view: ClusterView) -> None:
             client.view_changed(view)
-            link.know_adapters(client.adapters.sheet)
+            if elsewhere is not None:
+                elsewhere.take(view, time.monotonic())
+            link.know(client.adapters.sheet, client.fleet)
 
         link.subscribe(view_changed)
-        tasks = self._background_tasks(client)
         control = self._control()
         forwarder = _forwarder(self._config.http.model_routes, metrics)
-        store = await asyncio.to_thread(self._store)  # others may be writing
-        table = self._admission()
+        store = await asyncio.to_thread(self._store, metrics)  # others may be writing
+        tasks = self._background_tasks(client, store, link, elsewhere, metrics)
         try:
-            app = build_app(
+            services = make_services(
                 self._config,
                 client,
                 tokenizer,
                 metrics,
-                table,
-                control,
-                tracer,
-                store,
-                pooling,
-                forwarder,
+                table=table,
+                control=control,
+                tracer=tracer,
+                store=store,
+                pooling=pooling,
+                processor=processor,
+                forwarder=forwarder,
+                elsewhere=elsewhere,
             )
-            await self._serve_http(app, link, client, table)
+            await self._serve_http(services, link, client)
         finally:
             for task in tasks:
                 task.cancel()
@@ -184,8 +208,20 @@ class FrontEnd:
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
 
-    def _background_tasks(self, client: EngineClient) -> list[asyncio.Task[None]]:
-        tasks = [asyncio.create_task(self._mend_sockets())]
+    def _background_tasks(
+        self,
+        client: EngineClient,
+        store: ResponseStore | None,
+        link: ClusterLink,
+        elsewhere: TenantsElsewhere | None,
+        metrics: FrontEndMetrics,
+    ) -> list[asyncio.Task[None]]:
+        work = (self._mend_sockets(), self._turn(metrics))
+        tasks = [asyncio.create_task(each) for each in work]
+        if store is not None and self._config.store.response_store == "node":
+            tasks.append(asyncio.create_task(_mend_store(store)))
+        if elsewhere is not None:
+            tasks.append(asyncio.create_task(_tell_of_tenants(elsewhere, link)))
         interval = self._config.http.log_stats_interval
         if interval and not self._launch.place:
             tasks.append(asyncio.create_task(log_stats(client, interval)))
@@ -199,6 +235,13 @@ class FrontEnd:
             self._transport,
             engines_may_wait=self._launch.engines_may_wait,
         )
+
+    async def _turn(self, metrics: FrontEndMetrics) -> None:
+        while True:
+            self._lifeline.turn()
+            due = time.monotonic() + TURN_INTERVAL
+            await asyncio.sleep(TURN_INTERVAL)
+            metrics.observe_loop_lag(max(0.0, time.monotonic() - due))
 
     async def _mend_sockets(self) -> None:
         while True:
@@ -232,17 +275,28 @@ class FrontEnd:
             return AdmissionTable(None)
         return AdmissionTable(Path(directory), self._launch.place)
 
-    def _store(self) -> ResponseStore | None:
+    def _tenants_elsewhere(self, table: AdmissionTable, index: int) -> TenantsElsewhere | None:
+        if not self._config.tenants.has_limits:
+            return None
+        return TenantsElsewhere(table, index, self._launch.incarnation)
+
+    def _store(self, metrics: FrontEndMetrics) -> ResponseStore | None:
         config = self._config.store
         if config.response_store == "none":
             return None
-        limits = config.response_store_bytes, config.response_store_age
+        database: Database
         if config.is_postgres:
-            return ResponseStore(_postgres(config.response_store, *limits))
-        path = Path(self._launch.socket_dir) / "responses.sqlite"
-        if config.response_store != "node":
+            database = _postgres(config.response_store)
+        elif config.response_store == "node":
+            path = Path(self._launch.socket_dir) / "responses.sqlite"
+            database = SqliteDatabase(path, lasting=False)
+        else:
             path = Path(config.response_store).expanduser()
-        return ResponseStore(sqlite_backend(path, *limits))
+            database = SqliteDatabase(path, lasting=True)
+        limits = config.response_store_bytes, config.response_store_age
+        backend = SqlBackend(database, *limits, metrics.store_evicted)
+        metrics.store_usage = lambda: (backend.total, backend.max_bytes)
+        return ResponseStore(backend)
 
     def _router(self, index: int) -> Router:
         table = None
@@ -253,23 +307,25 @@ class FrontEnd:
             front_end=index,
             incarnation=self._launch.incarnation,
             first_id=secrets.randbits(42) << 20,
-            policy=POLICIES[config.routing.routing_policy](index),
+            policy=build_policy(config.routing.routing_policy, index),
             table=table,
             grace=config.cluster.engine_timeout,
             max_resumes=config.routing.max_resumes,
             resume_timeout=config.routing.resume_timeout,
+            halted_timeout=config.routing.halted_timeout,
             scope=self._scope,
             num_ranks=config.parallel.data_parallel_size,
         )
 
     async def _serve_http(
-        self, app: FastAPI, link: ClusterLink, client: EngineClient, table: AdmissionTable
+        self, services: Services, link: ClusterLink, client: EngineClient
     ) -> None:
         http, guards = self._config.http, self._config.guards
+        table, forwarder = services.admission.table, services.forwarder
         share = ConnectionShare(table) if table.has_neighbours else None
         server = HttpServer(
             uvicorn.Config(
-                app,
+                build_app(services),
                 host=http.host,
                 port=http.port,
                 uds=http.uds,
@@ -291,8 +347,8 @@ class FrontEnd:
         )
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, _stop_or_force, stop)
+        for signum in end_signals():
+            loop.add_signal_handler(signum, _stop_or_force, stop, signum)
         sockets = None
         if self._launch.listen_fd is not None:
             sockets = [socket.socket(fileno=self._launch.listen_fd)]
@@ -311,13 +367,32 @@ class FrontEnd:
         stopping.cancel()
         if not link.replaced.done():
             server.end_connections()
+            ends_at = loop.time() + http.shutdown_timeout
             cut_off = await client.drain(http.shutdown_timeout)
             if cut_off:
-                logger.warning("%d requests did not end within --shutdown-timeout", cut_off)
+                logger.warning("%d sequences did not end within --shutdown-timeout", cut_off)
+            # Other servers may go on answering; what engines have not is over, and only to be told.
+            await server.answered(max(ends_at - loop.time(), GRACEFUL_SECONDS))
+            if forwarder is not None:
+                await forwarder.close()
         server.should_exit = True
         await serving
         if link.replaced.done():
             raise JoinRefused(link.replaced.result())
+
+
+async def _tell_of_tenants(elsewhere: TenantsElsewhere, link: ClusterLink) -> None:
+    while True:
+        await asyncio.sleep(SAY_INTERVAL)
+        notice = elsewhere.notice(time.monotonic())
+        if notice is not None:
+            link.notify(notice)
+
+
+async def _mend_store(store: ResponseStore) -> None:
+    while True:
+        await asyncio.sleep(MEND_INTERVAL)
+        await store.mend()
 
 
 def _forwarder(routes: str | None, metrics: FrontEndMetrics) -> "Forwarder | None":
@@ -333,22 +408,28 @@ def _forwarder(routes: str | None, metrics: FrontEndMetrics) -> "Forwarder | Non
     return Forwarder(ModelRoutes(routes), metrics)
 
 
-def _postgres(url: str, max_bytes: int, max_age: float) -> Backend:
-    """Return what keeps responses in a PostgreSQL database.
+def _postgres(url: str) -> Database:
+    """Return a PostgreSQL database for responses.
 
     Raises:
         OSError: its driver is not installed, or the database cannot be used.
     """
     try:
-        from server.store.postgres import postgres_backend
+        from server.store.postgres import PostgresDatabase
     except ImportError as error:
-        raise OSError(f"--response-store of PostgreSQL needs swell[postgres]: {error}") from error
-    return postgres_backend(url, max_bytes, max_age)
+        how = install_command("postgres")
+        raise OSError(
+            f"--response-store of PostgreSQL needs its client ({error}): {how}"
+        ) from error
+    return PostgresDatabase(url)
 
 
-def _stop_or_force(stop: asyncio.Event) -> None:
-    """Drain at the first signal, end at once at the second."""
-    if stop.is_set():
+def _stop_or_force(stop: asyncio.Event, signum: int) -> None:
+    """Drain at the first signal, end at once at the second.
+
+    SIGHUP only drains: a terminal that closes may send it more than once.
+    """
+    if stop.is_set() and signum != signal.SIGHUP:
         os._exit(1)
     stop.set()
 
@@ -375,6 +456,7 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
         BadGuards,
         BadFormats,
         BadMiddleware,
+        BadPlugin,
         BadPooling,
         BadModelRoutes,
         OSError,

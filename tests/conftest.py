@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from benchmarks.running_stack import RunningStack
-from tests.support import quick, strict
+from tests.support import processors, quick, strict
 from tests.support.forking import ForkExec, forking
 from tests.support.groups import pytest_xdist_make_scheduler
 from tests.support.heap import pytest_collection
@@ -35,12 +35,14 @@ interpret_without_device()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the tests' own."""
+    processors.add_option(parser)
     quick.add_option(parser)
     strict.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Do what they ask for."""
+    processors.configure(config)
     quick.configure(config)
     strict.configure(config)
 

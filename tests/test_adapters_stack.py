@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.adapter_files import write_adapter
 from benchmarks.running_stack import RunningStack
+from tests.support.adapter_files import write_adapter
 from tests.support.http import ADMIN_KEY, MODEL, call, complete, completion, fetch
 from tests.support.lockstep import utility
 from tests.support.metrics import num_running, scrape, total

@@ -63,29 +63,39 @@ def test_there_is_a_recipe_for_each_kind_of_part() -> None:
     assert {f"Add a{'n' * (kind[0] in 'ae')} {kind}" for kind in kinds} == RECIPES.keys()
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_ends_in_passing_tests(name: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, in which one recipe is followed after the other."""
+    folder = tmp_path_factory.mktemp("sources")
     for part in COPIED:  # with what has been compiled, which holds for copies too
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.png"))
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.png"))
     for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
-        shutil.copy(ROOT / file, tmp_path)
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+        shutil.copy(ROOT / file, folder)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_ends_in_passing_tests(name: str, sources: Path) -> None:
     ran = 0
     for block in RECIPES[name]:
         if block.language != "sh":
-            follow(block, tmp_path)
+            follow(block, sources)
             continue
         for line in block.text.splitlines():
-            run(line, tmp_path, environment)
+            run(line, sources)
             ran += "pytest" in line
     assert ran
-    for command in ("ruff format", "ruff check --fix", "ruff check"):  # as `make format` does
-        run(f".venv/bin/{command} engine server tests", tmp_path, environment)
 
 
-def run(command: str, folder: Path, environment: dict[str, str]) -> None:
+def test_what_recipes_write_is_put_into_shape_by_make_format(sources: Path) -> None:
+    for command in ("ruff format", "ruff check --fix", "ruff check"):
+        run(f".venv/bin/{command} engine server tests", sources)
+
+
+def run(command: str, folder: Path) -> None:
     """Run a line of a recipe as a newcomer would, from the root of the sources."""
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
     )

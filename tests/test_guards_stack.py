@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import ssl
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import httpx
 import pytest
 
 from benchmarks.running_stack import RunningStack, StackFailed
+from tests.support.certificates import make_certificate
 from tests.support.http import call
 from tests.support.metrics import num_running, total
 from tests.support.waiting import PATIENCE, until
@@ -159,12 +159,7 @@ def test_json_logs_follow_a_request_through_all_processes() -> None:
 
 def test_https_and_keys(tmp_path: Path) -> None:
     key, certificate, keys = (tmp_path / name for name in ("key.pem", "cert.pem", "keys"))
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
-         "-keyout", str(key), "-out", str(certificate)],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    make_certificate(certificate, key)
     keys.write_text("from-the-file\n")
     tls = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
     access = ("--api-key-file", str(keys), "--admin-key", "root-key")

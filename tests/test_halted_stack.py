@@ -1,11 +1,12 @@
 """Engines that an operator halts, on a whole stack."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from tests.support.http import ADMIN_KEY, call, complete
+from tests.support.http import ADMIN_KEY, call, complete, completion, fetch
 from tests.support.lockstep import utility
 from tests.support.waiting import PATIENCE, until
 
@@ -21,6 +22,12 @@ def halted(url: str) -> set[int]:
     """Return which engines are halted, as the front end that answers sees it."""
     engines = call(f"{url}/admin/engines")["engines"]
     return {engine["rank"] for engine in engines if engine["halted"]}
+
+
+def paused(url: str) -> set[int]:
+    """Return which engines say that they are paused; one that dies meanwhile does not."""
+    answers = call(f"{url}/admin/utilities", {"name": "info", "rank": None})["answers"]
+    return {each["rank"] for each in answers if each["result"] and each["result"]["is_paused"]}
 
 
 def ask(url: str, pool: ThreadPoolExecutor, count: int) -> "list[Future[str]]":
@@ -61,3 +68,94 @@ def test_what_an_engine_holds_moves_when_its_operator_says_so() -> None:
         assert results["answers"][0]["error"] is None
         for answer in answers:
             assert answer.result(timeout=PATIENCE)
+
+
+def ordered(url: str, path: str) -> dict[str, object]:
+    """POST to a path for operators."""
+    answer: dict[str, object] = call(f"{url}{path}", {})
+    return answer
+
+
+def test_a_pause_for_all_outlives_engines_and_the_coordinator() -> None:
+    with RunningStack(*FLAGS, "--halted-timeout", "2") as stack, ThreadPoolExecutor(16) as pool:
+        assert ordered(stack.url, "/pause?mode=wait") == {"status": "paused"}
+        assert call(f"{stack.url}/is_paused") == {"is_paused": True}
+        stack.processes()["coordinator"].kill()
+        restarted = stack.processes()["engine 0"]
+        restarted.kill()
+        until(
+            lambda: (
+                stack.processes().get("engine 0") not in (None, restarted)
+                and paused(stack.url) == {0, 1}
+            ),
+            "it is replaced, and hears of the order",
+        )
+        until(lambda: all(halted(stack.url) == {0, 1} for _ in range(8)), "every front end knows")
+        refused = fetch(f"{stack.url}/v1/completions", completion("To be", 5))
+        assert refused.status == 503
+        assert "paused or asleep" in refused.error["message"]
+        assert ordered(stack.url, "/resume") == {"status": "resumed"}
+        assert call(f"{stack.url}/is_paused") == {"is_paused": False}
+        until(lambda: all(halted(stack.url) == set() for _ in range(8)), "every front end knows")
+        for answer in ask(stack.url, pool, 4):
+            assert answer.result(timeout=PATIENCE)
+
+
+def test_what_clients_see_of_pauses_and_sleeps() -> None:
+    with RunningStack(*FLAGS) as stack, ThreadPoolExecutor(16) as pool:
+
+        def begun(tokens: int) -> "list[Future[dict[str, Any]]]":
+            path = f"{stack.url}/v1/completions"
+            answers = [pool.submit(call, path, completion("Long", tokens)) for _ in range(6)]
+            until(
+                lambda: sum(i["running"] for i in utility(stack.url, "info").values()) == 6,
+                "they run",
+            )
+            return answers
+
+        answers = begun(400)
+        ordered(stack.url, "/pause?mode=abort")
+        reasons = [each.result(timeout=PATIENCE)["choices"][0]["finish_reason"] for each in answers]
+        assert reasons == ["abort"] * 6
+        ordered(stack.url, "/resume")
+
+        answers = begun(100)
+        ordered(stack.url, "/pause?mode=wait")
+        assert all(each.done() or each.result(timeout=PATIENCE) for each in answers)
+        ordered(stack.url, "/resume")
+
+        answers = begun(100)
+        ordered(stack.url, "/sleep?level=2&mode=keep")
+        assert call(f"{stack.url}/is_sleeping") == {"is_sleeping": True}
+        assert not any(each.done() for each in answers)
+        ordered(stack.url, "/wake_up?tags=weights")
+        assert call(f"{stack.url}/is_sleeping") == {"is_sleeping": True}
+        ordered(stack.url, "/wake_up?tags=kv_cache")
+        reasons = [each.result(timeout=PATIENCE)["choices"][0]["finish_reason"] for each in answers]
+        assert reasons == ["length"] * 6
+
+
+def test_the_other_paths_of_operators() -> None:
+    with RunningStack(*FLAGS) as stack:
+        for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+            assert ordered(stack.url, path)["message"] == "0 images were forgotten."
+        assert "blocks were forgotten" in str(ordered(stack.url, "/reset_prefix_cache")["message"])
+        status = call(f"{stack.url}/v1/fault_tolerance/status")
+        assert status["schema_version"] == 1
+        assert [(e["id"], e["status"]) for e in status["engines"]] == [
+            (0, "healthy"),
+            (1, "healthy"),
+        ]
+        assert ordered(stack.url, "/is_scaling_elastic_ep") == {"is_scaling_elastic_ep": False}
+        scaled = call(f"{stack.url}/scale_elastic_ep", {"new_data_parallel_size": 1})
+        assert scaled == {"message": "Scaled to 1 data parallel engines"}
+        until(
+            lambda: call(f"{stack.url}/v1/fault_tolerance/status")["total_engines"] == 1,
+            "one is left",
+        )
+        refused = fetch(f"{stack.url}/collective_rpc", {"method": "f"})
+        assert "no method 'f'" in refused.error["message"]
+        refused = fetch(f"{stack.url}/start_profile", {})
+        assert "--torch-profiler-dir" in refused.error["message"]
+        assert fetch(f"{stack.url}/pause", {}, key=None).status == 403
+        assert fetch(f"{stack.url}/sleep?level=3", {}).status == 400

@@ -131,7 +131,8 @@ def test_a_front_end_of_another_tokenizer_is_refused_by_name(nodes: Nodes, tmp_p
 
 def test_a_process_of_another_protocol_is_refused_by_name(nodes: Nodes) -> None:
     program = (
-        "import engine.shared.version; engine.shared.version.PROTOCOL_VERSION = 99; "
+        "from engine.shared import version; version.PROTOCOL_VERSION = 99; "
+        "version.SPOKEN_PROTOCOLS = (99, 98); "
         "import sys; from server.cli import main; sys.exit(main())"
     )
     refused = nodes.run(
@@ -139,7 +140,8 @@ def test_a_process_of_another_protocol_is_refused_by_name(nodes: Nodes) -> None:
         "--coordinator", f"127.0.0.1:{nodes.port}", "--cluster-key-file", str(nodes.key),
     )  # fmt: skip
     assert refused.returncode != 0
-    assert "protocol is 99 there" in refused.stdout + refused.stderr
+    said = refused.stdout + refused.stderr
+    assert "protocol is 99 there" in said or "protocol is 98 there" in said
     until(lambda: len(ready_ranks(nodes.url)) == 2, "nothing has changed for the others")
 
 
@@ -147,3 +149,30 @@ def test_contradicting_settings_of_a_node_are_named() -> None:
     run = run_swell("serve", "--headless")
     assert run.returncode == 1
     assert "--headless needs --data-parallel-address" in run.stderr
+
+
+def test_a_head_knows_how_many_engines_other_nodes_shall_bring(tmp_path: Path) -> None:
+    port = port_of_a_coordinator()
+    key = tmp_path / "key"
+    key.write_text("a secret of these tests, long enough")
+    join = (
+        "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(port),
+        "--cluster-key-file", str(key), "--executor", "simulated", *QUICK,
+        "--data-parallel-size", "4", "--data-parallel-size-local", "2",
+    )  # fmt: skip
+    with RunningStack(*join, "--admin-key", ADMIN_KEY) as head:
+
+        def status() -> tuple[int, list[tuple[int, str]]]:
+            found = call(f"{head.url}/status.json")
+            return found["num_expected"], [
+                (each["rank"], each["reason"]) for each in found["missing"]
+            ]
+
+        until(lambda: any("2 of 4 engines are" in line for line in head.lines), "it says so")
+        until(lambda: status() == (4, [(2, "not_joined"), (3, "not_joined")]), "two are missing")
+        until(lambda: any("Missing: 2 (not joined, for" in line for line in head.lines), "logged")
+        beyond = run_swell("serve", "--headless", *join, "--data-parallel-start-rank", "3")
+        assert beyond.returncode == 1
+        assert "data_parallel_rank is 4 here" in beyond.stdout + beyond.stderr
+        with swell("serve", "--headless", *join, "--data-parallel-start-rank", "2"):
+            until(lambda: status() == (4, []), "all are there")

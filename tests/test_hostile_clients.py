@@ -36,7 +36,9 @@ QUICK = settings(
 @pytest.fixture(scope="module")
 def quick_stack() -> Iterator[RunningStack]:
     flags = ("--simulated-step-us", "300", "--simulated-token-us", "0", "--admin-key", "secret")
-    with RunningStack("--executor", "simulated", "--log-level", "error", *flags) as running:
+    # Each storm lasts as long as what never comes is waited for.
+    times = ("--receive-timeout", "2", "--keep-alive-timeout", "2")
+    with RunningStack("--executor", "simulated", "--log-level", "error", *flags, *times) as running:
         before = {name: process.pid for name, process in running.processes().items()}
         yield running
         until(lambda: not load_left(running), "nothing is left")

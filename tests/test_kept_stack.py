@@ -1,11 +1,14 @@
-"""Responses that are kept by the front ends of a node, of which one dies while it writes."""
+"""Kept responses of a node whose front ends die, whose /tmp is cleaned and whose disk is full."""
 
 import contextlib
 import http.client
 import json
 import os
+import re
+import shutil
 import signal
 import sqlite3
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from benchmarks.running_stack import RunningStack
+from tests.support.disks import fill, small_disk
 from tests.support.http import MODEL, call, fetch
 from tests.support.waiting import PATIENCE, until
 
@@ -130,10 +134,81 @@ def _checked(file: Path) -> tuple[int, int]:
     """Check that nothing in a store is torn; return how many responses and bytes it has."""
     with contextlib.closing(sqlite3.connect(file)) as store:
         assert store.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        rows = store.execute("SELECT id, status, response, size FROM responses").fetchall()
+        rows = store.execute(
+            "SELECT records.id, status, body, size FROM records JOIN parts"
+            " ON parts.tenant = records.tenant AND record = records.id AND position = -1"
+        ).fetchall()
         for id_, status, response, _ in rows:
             shown = json.loads(response)
             assert (shown["id"], shown["status"]) == (id_, status)
         (num_bytes,) = store.execute("SELECT sum(bytes) FROM tenants").fetchone()
     assert num_bytes == sum(size for *_, size in rows)
     return len(rows), num_bytes
+
+
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """A directory whose sockets have paths of fewer than 108 bytes."""
+    with tempfile.TemporaryDirectory(prefix="swell-kept-") as directory:
+        yield Path(directory)
+
+
+def test_a_cleaner_and_a_restarted_front_end_do_not_split_the_store(
+    short_directory: Path,
+) -> None:
+    def found(url: str, id_: str) -> set[int]:
+        """Ask both front ends, over connections of their own."""
+        return {fetch(f"{url}/v1/responses/{id_}", key=None).status for _ in range(20)}
+
+    arguments = (
+        *ARGUMENTS,
+        "--api-server-count",
+        "2",
+        "--socket-dir",
+        str(short_directory / "node"),
+    )
+    body = {"model": MODEL, "input": "hi", "max_output_tokens": 1}
+    with RunningStack(*arguments) as stack:
+        before = call(f"{stack.url}/v1/responses", body, key=None)["id"]
+        (directory,) = (short_directory / "node").glob("swell-*")
+        shutil.rmtree(directory)
+        until(lambda: (directory / "responses.sqlite").exists(), "the store is put back")
+        victim = next(each for name, each in stack.processes().items() if "api" in name)
+        victim.send_signal(signal.SIGKILL)
+        until(lambda: stack.output.count("api") > 3, "it is started again")
+        until(
+            lambda: sum(" ready after" in line and "api" in line for line in stack.lines) == 3,
+            "it serves again",
+        )
+        after = call(f"{stack.url}/v1/responses", body, key=None)["id"]
+        assert found(stack.url, before) == found(stack.url, after) == {200}
+
+
+def test_a_full_disk_ends_no_front_end_and_no_store() -> None:
+    """The chart's ratio in small: the store may have as much as there is."""
+    arguments = (
+        *ARGUMENTS, "--api-server-count", "2", "--admin-key", "a", "--response-store-bytes",
+        str(4 << 20),
+    )  # fmt: skip
+    large = {"model": MODEL, "input": "hi", "max_output_tokens": 1, "store": True,
+             "metadata": {str(number): "x" * 512 for number in range(16)}}  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory() as directory,  # sockets have short paths
+        small_disk(Path(directory) / "disk") as disk,
+        RunningStack(*arguments, "--socket-dir", str(disk / "node")) as stack,
+    ):
+        pids = {process.pid for name, process in stack.processes().items() if "api" in name}
+        for _ in range(400):
+            made = call(f"{stack.url}/v1/responses", large, key=None)
+            assert fetch(f"{stack.url}/v1/responses/{made['id']}", key=None).status == 200
+        fill(disk)
+        scaled = {"data_parallel_size": 2}
+        assert fetch(f"{stack.url}/admin/scale", scaled, key="a").status == 200
+        until(lambda: sum("engine" in name for name in stack.processes()) == 2, "one more engine")
+        for _ in range(50):
+            made = call(f"{stack.url}/v1/responses", large, key=None)
+            assert fetch(f"{stack.url}/v1/responses/{made['id']}", key=None).status == 200
+        alive = {process.pid for name, process in stack.processes().items() if "api" in name}
+        assert alive == pids
+        text = fetch(f"{stack.url}/metrics", key=None).text
+        assert re.search(r'response_store_evictions_total{[^}]*reason="disk"} [1-9]', text)

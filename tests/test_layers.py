@@ -1,7 +1,6 @@
 """Which package may import what; read from the sources."""
 
 import ast
-import re
 import subprocess
 import sys
 from functools import cache
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts import house_figures
 from tests.support.syntax import tree_of
 
 ROOT = Path(__file__).parent.parent
@@ -51,26 +49,38 @@ def own_imports(path: Path) -> set[str]:
     return {name for name in imports(path) if is_module(name)}
 
 
-@pytest.mark.parametrize("path", sources("engine"), ids=str)
-def test_the_engine_imports_neither_neighbour(path: Path) -> None:
-    assert not {name for name in own_imports(path) if not name.startswith("engine")}
+def roots(path: Path) -> set[str]:
+    """Return the packages that a module imports from."""
+    return {name.partition(".")[0] for name in imports(path)}
 
 
-@pytest.mark.parametrize("path", sources("coordinator"), ids=str)
-def test_the_coordinator_imports_itself_and_what_is_shared(path: Path) -> None:
-    foreign = {name for name in own_imports(path) if not name.startswith("coordinator")}
-    assert not {name for name in foreign if not is_shared(name)}
-    assert not {name.split(".")[0] for name in imports(path)} & {"torch", "fastapi", "pydantic"}
+def test_the_engine_imports_neither_neighbour() -> None:
+    assert {
+        (path, name)
+        for path in sources("engine")
+        for name in own_imports(path)
+        if not name.startswith("engine")
+    } == set()
 
 
-@pytest.mark.parametrize("path", sources("server"), ids=str)
-def test_the_server_imports_itself_and_what_is_shared(path: Path) -> None:
-    if path == COMMAND_LINE:
-        return
-    foreign = {name for name in own_imports(path) if not name.startswith("server")}
-    allowed = {"coordinator", "coordinator.config"}
-    assert not {name for name in foreign - allowed if not is_shared(name)}
-    assert not {name.split(".")[0] for name in imports(path)} & {"torch", "transformers"}
+@pytest.mark.parametrize(
+    ("package", "allowed", "forbidden"),
+    [
+        ("coordinator", set(), {"torch", "fastapi", "pydantic"}),
+        ("server", {"coordinator", "coordinator.config"}, {"torch", "transformers"}),
+    ],
+)
+def test_a_package_imports_itself_and_what_is_shared(
+    package: str, allowed: set[str], forbidden: set[str]
+) -> None:
+    paths = [path for path in sources(package) if path != COMMAND_LINE]
+    assert {
+        (path, name)
+        for path in paths
+        for name in own_imports(path) - allowed
+        if not name.startswith(package) and not is_shared(name)
+    } == set()
+    assert {(path, *found) for path in paths if (found := roots(path) & forbidden)} == set()
 
 
 def test_ray_is_for_the_ray_backend_alone() -> None:
@@ -80,74 +90,57 @@ def test_ray_is_for_the_ray_backend_alone() -> None:
     home = ROOT / "server/fleet/ray"
     reaching = {path for path in every if any("server.fleet.ray" in n for n in imports(path))}
     assert {path for path in reaching if home not in path.parents} == {
-        ROOT / "server/fleet/backend_choice.py"
+        ROOT / "server/fleet/supervisor.py"
     }
-
-
-@pytest.mark.parametrize("path", sources("engine/scheduler"), ids=str)
-def test_scheduling_knows_no_tensors_sockets_or_clocks(path: Path) -> None:
-    forbidden = {"torch", "numpy", "zmq", "time", "asyncio", "threading"}
-    assert not {name.split(".")[0] for name in imports(path)} & forbidden
 
 
 ROUTER_SHELL = {"engine_client.py", "link.py", "token_stream.py"}
 """What of a front end's router knows of sockets, an event loop or a clock."""
+STATE_MACHINES = [
+    *(path for path in sources("server/router") if path.name not in ROUTER_SHELL),
+    *(
+        ROOT / name
+        for name in (
+            "coordinator/events.py", "coordinator/expected.py", "coordinator/formation.py",
+            "coordinator/groups.py", "coordinator/state.py", "coordinator/wave.py",
+            "engine/core/ending.py", "engine/core/halting.py", "engine/core/receive_counts.py",
+            "engine/core/turns.py", "engine/core/wave_clock.py",
+            "engine/lockstep/group_membership.py", "engine/lockstep/wave.py",
+            "engine/process/links.py", "engine/process/reception.py", "engine/shared/cpu/lists.py",
+            "engine/shared/cpu/plan.py", "engine/shared/membership.py", "engine/shared/roster.py",
+            "server/fleet/ray/needs.py", "server/fleet/ray/packing.py",
+        )
+    ),
+]  # fmt: skip
+SOCKETS_AND_CLOCKS = {"zmq", "time", "asyncio", "threading", "socket"}
 
 
 @pytest.mark.parametrize(
-    "path",
-    [ROOT / "coordinator/state.py", ROOT / "coordinator/wave.py", ROOT / "engine/lockstep/wave.py",
-     ROOT / "coordinator/formation.py", ROOT / "coordinator/groups.py",
-     ROOT / "coordinator/expected.py",
-     ROOT / "engine/lockstep/group_membership.py",
-     *(path for path in sources("server/router") if path.name not in ROUTER_SHELL),
-     ROOT / "engine/process/links.py", ROOT / "engine/process/reception.py",
-     ROOT / "engine/process/turns.py", ROOT / "engine/process/ending.py",
-     ROOT / "engine/core/halting.py", ROOT / "engine/core/wave_clock.py",
-     ROOT / "engine/core/receive_counts.py", ROOT / "coordinator/events.py",
-     ROOT / "engine/shared/membership.py", ROOT / "engine/shared/roster.py",
-     ROOT / "engine/shared/cpu/lists.py", ROOT / "engine/shared/cpu/plan.py",
-     ROOT / "server/fleet/forking/choice.py",
-     ROOT / "server/fleet/ray/packing.py", ROOT / "server/fleet/ray/needs.py"],
-    ids=str,
-)  # fmt: skip
-def test_state_machines_know_no_sockets_or_clocks(path: Path) -> None:
-    forbidden = {"zmq", "time", "asyncio", "threading", "socket"}
-    assert not {name.split(".")[0] for name in imports(path)} & forbidden
-
-
-BELOW_ENDPOINTS = (
-    "access", "answer", "generate", "http", "observe", "router", "text", "tool_calls",
-)  # fmt: skip
-SCHEMAS_OF_ALL = {
-    f"server.api.shared.{name}"
-    for name in ("answer", "body", "fields", "messages", "structured", "tools")
-}
-
-
-@pytest.mark.parametrize(
-    "path", [path for name in BELOW_ENDPOINTS for path in sources(f"server/{name}")], ids=str
+    ("paths", "forbidden"),
+    [
+        (sources("engine/scheduler"), SOCKETS_AND_CLOCKS | {"torch", "numpy"} - {"socket"}),
+        (STATE_MACHINES, SOCKETS_AND_CLOCKS),
+        (
+            [p for p in sources("server/api") if p.stem in ("parse", "render", "schema")],
+            SOCKETS_AND_CLOCKS | {"starlette", "fastapi", "server.http.call"},
+        ),
+    ],
+    ids=["scheduling", "state machines", "what parses and renders"],
 )
-def test_below_the_endpoints_nothing_knows_one(path: Path) -> None:
-    known = {name for name in own_imports(path) if name.startswith("server.api")}
-    assert known <= SCHEMAS_OF_ALL
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sources("server/api") if path.stem in ("parse", "render", "schema")],
-    ids=str,
-)
-def test_what_parses_and_renders_does_no_io(path: Path) -> None:
-    forbidden = {"zmq", "time", "asyncio", "threading", "socket", "starlette", "fastapi"}
-    assert not {name.split(".")[0] for name in imports(path)} & forbidden
-    assert "server.http.call" not in own_imports(path)
+def test_what_decides_knows_no_tensors_sockets_or_clocks(
+    paths: list[Path], forbidden: set[str]
+) -> None:
+    assert all(path.is_file() for path in paths)
+    assert {
+        (path, *found) for path in paths if (found := (roots(path) | imports(path)) & forbidden)
+    } == set()
 
 
 TELLS_THE_TIME = {
-    "server/app.py", "server/store/service.py", "server/api/responses/keeping.py",
+    "server/api/services.py", "server/store/sqlite.py", "server/api/responses/keeping.py",
     "server/api/generation.py", "server/api/status/endpoint.py",
     "server/observe/engine_metrics.py", "server/api/vectors.py",
+    "engine/kv_events/publisher.py",
 }  # fmt: skip
 """What tells clients when something was; all else measures durations, and the clock may be set."""
 
@@ -164,8 +157,8 @@ def test_no_duration_is_taken_from_a_clock_that_jumps() -> None:
         ("coordinator.process", "torch fastapi pydantic transformers numpy asyncio rich"),
         (
             "server.front_end",
-            "torch transformers llguidance numpy huggingface_hub rich psycopg opentelemetry.sdk "
-            "server.fleet.supervisor server.batch server.bench server.chat "
+            "torch transformers llguidance numpy PIL httpcore huggingface_hub rich psycopg "
+            "opentelemetry.sdk server.fleet.supervisor server.batch server.bench server.chat "
             "engine.models engine.runner engine.scheduler engine.process",
         ),
         (
@@ -180,7 +173,7 @@ def test_no_duration_is_taken_from_a_clock_that_jumps() -> None:
             "server.front_end engine.process engine.scheduler",
         ),
         (
-            "engine.process.receiver, engine.process.sender, engine.scheduler.scheduler",
+            "engine.process.receiver, engine.core.sender, engine.scheduler.scheduler",
             "torch transformers",
         ),
     ],
@@ -203,6 +196,58 @@ def test_nothing_that_is_installed_imports_what_is_not() -> None:
     assert not found
 
 
+PACKAGES = """
+engine.shared
+engine.distributed engine.kernels engine.kv_events engine.kv_tiers
+engine.models
+engine.lora
+engine.batch
+engine.grammar engine.scheduler
+engine.core engine.runner
+engine.executor engine.lockstep engine.vllm
+engine.process
+coordinator
+server.limits server.tenant_budget server.helper_process
+server.json_price
+server.errors
+server.control server.flags server.ineffective server.router server.schema server.store
+server.bench server.completion server.config server.doctor server.fetch
+server.observe server.text
+server.access server.answer server.media
+server.fleet server.generate
+server.batch server.chat server.http
+server.upstreams
+server.api
+server.app
+server.front_end
+server.cli
+"""
+"""Each package imports only packages of the lines above its own."""
+
+
+def test_packages_import_only_what_is_below_them() -> None:
+    lines = PACKAGES.strip().splitlines()
+    level = {name: number for number, line in enumerate(lines) for name in line.split()}
+
+    def package_of(module: str) -> str | None:
+        first, _, rest = module.partition(".")
+        package = first if first == "coordinator" else f"{first}.{rest.partition('.')[0]}"
+        return package if package in level else None
+
+    upward = set[str]()
+    for path in INSTALLED:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        package = package_of(module)
+        if package is None:
+            assert path.parent.parent == ROOT, f"{module}: its package is not in PACKAGES"
+            continue
+        for name in own_imports(path):
+            used = package_of(name)
+            if used is not None and used != package and level[used] >= level[package]:
+                upward.add(f"{module} imports {name}")
+    assert not upward
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in INSTALLED}
     uses = {name: own_imports(path) & names.keys() for name, path in names.items()}
@@ -210,28 +255,3 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     while free := {name for name in left if not uses[name] & left}:
         left -= free
     assert not left, "these are in circles, or lead into them"
-
-
-LONGEST_FILE, LONGEST_FUNCTION = 420, 80
-"""In lines; most are far shorter."""
-LONGER = {"attend_tiles": 120}
-"""Half of it are the arguments of a kernel, one a line, and what they are."""
-
-
-def test_files_and_functions_can_be_read_at_once() -> None:
-    lengths = {str(path): path.read_text(encoding="utf-8").count("\n") for path in INSTALLED}
-    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
-    every = (each for path in INSTALLED for each in house_figures.functions(tree_of(path)))
-    long = [each for each in every if each.lines > LONGEST_FUNCTION]
-    assert [each for each in long if each.lines > LONGER.get(each.name, 0)] == []
-
-
-def test_a_class_that_holds_much_says_why() -> None:
-    silent = [
-        f"{path}: {figures}"
-        for path in INSTALLED
-        for figures in house_figures.classes(tree_of(path))
-        if figures.is_large
-        and not re.search(r"[Mm]ore\s+(than\s+\d+\s+)?(attributes|methods)", figures.docstring)
-    ]
-    assert not silent

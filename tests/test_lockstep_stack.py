@@ -5,11 +5,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from tests.support.http import call, complete
+from tests.support.http import call, complete, fetch
 from tests.support.idle import until_idle
 from tests.support.lockstep import FLAGS, is_paused, kill, utility, watched, wave_when_paused
 from tests.support.metrics import metric, total
@@ -121,6 +122,35 @@ def test_a_group_that_sleeps_wakes_up_together(pair: RunningStack) -> None:
         assert busy.result() == waits.result() == told
         wave_when_paused(pair.url)
         assert not any(info["is_sleeping"] for info in utility(pair.url, "info").values())
+
+
+def test_a_group_follows_orders_for_all_engines(pair: RunningStack) -> None:
+    def order(path: str) -> dict[str, Any]:
+        return call(f"{pair.url}{path}", {})
+
+    with watched(pair, 200), ThreadPoolExecutor() as clients:
+        told = complete(pair.url, "An order", 30)
+        busy = [clients.submit(complete, pair.url, "An order", 30, rank) for rank in (0, 1)]
+        until(
+            lambda: (
+                total(pair.url, "num_requests_running") >= 1 or all(each.done() for each in busy)
+            ),
+            "they run, or have run",
+        )
+        order("/pause?mode=wait")
+        assert [each.result() for each in busy] == [told] * 2
+        waits = clients.submit(complete, pair.url, "An order", 30, 0)
+        order("/sleep?level=2&mode=keep")
+        order("/wake_up?tags=weights")
+        assert all(info["is_sleeping"] for info in utility(pair.url, "info").values())
+        order("/wake_up?tags=kv_cache")
+        assert not any(info["is_sleeping"] for info in utility(pair.url, "info").values())
+        assert not waits.done(), "the pause lasts"
+        refused = fetch(f"{pair.url}/admin/weights", {"model": "some/model"})
+        assert "--enable-expert-parallel" in refused.error["message"]
+        order("/resume")
+        assert waits.result() == told
+    wave_when_paused(pair.url)
 
 
 def test_a_new_coordinator_takes_the_group_over_as_it_is(pair: RunningStack) -> None:

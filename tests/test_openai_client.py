@@ -283,7 +283,7 @@ def test_bad_requests_raise_the_right_error_naming_the_parameter(
     ("changes", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": 7, "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),

@@ -54,5 +54,5 @@ def test_front_ends_wait_out_engines_of_another_model_and_serve_again_afterwards
         with engine(BUNDLED_MODEL, join):
             until(lambda: ready_ranks(url), "the engine is seen")
             until(lambda: status() == 200, "front ends serve again")
-    said = [line for line in front.lines if "which keeps asking" in line]
+    said = [line for line in front.lines if "which keeps retrying" in line]
     assert len(said) == 2, "each says it once"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import httpx
 import psutil
 import pytest
 
@@ -16,7 +17,7 @@ from tests.support.metrics import total
 from tests.support.ports import free_ports, port_of_a_coordinator
 from tests.support.waiting import PATIENCE, until
 
-pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("started_anew")]
+pytestmark = pytest.mark.stack
 
 
 class Cluster:
@@ -64,6 +65,32 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.stop()
 
 
+def test_api_servers_that_share_no_memory_share_the_limit_of_a_key(cluster: Cluster) -> None:
+    limit = ("--max-sequences-per-key", "2")
+    cluster.start("coordinator", "--health-port", str(cluster.coordinator_health))
+    slow = ("--executor", "simulated", "--simulated-step-us", "20000")
+    cluster.start("engine", *slow, "--health-port", str(cluster.engine_health))
+    urls = [f"http://127.0.0.1:{port}" for port in (cluster.http, cluster.other_http)]
+    for url in urls:
+        cluster.start("api-server", "--port", url.rpartition(":")[2], *limit)
+    for url in urls:
+        until(lambda: fetch(f"{url}/ready").status == 200, f"{url} is ready")  # noqa: B023
+
+    body = {"prompt": "Act", "max_tokens": 400, "n": 2, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{urls[0]}/v1/completions", json=body, timeout=PATIENCE) as held:
+        lines = held.iter_lines()  # its end would close the connection
+        next(lines)
+        short = {"prompt": "Act", "max_tokens": 1}
+
+        def asked() -> httpx.Response:
+            return httpx.post(f"{urls[1]}/v1/completions", json=short, timeout=PATIENCE)
+
+        until(lambda: asked().status_code == 429, "the other node counts them")
+        assert "max_sequences_per_key is 2" in asked().text
+    until(lambda: asked().status_code == 200, "the key is below its limit")
+
+
+@pytest.mark.usefixtures("started_anew")
 def test_processes_find_each_other_and_say_how_they_are(cluster: Cluster) -> None:
     api = cluster.start("api-server", "--port", str(cluster.http), "--api-server-count", "2")
     ready = f"http://127.0.0.1:{cluster.http}/ready"

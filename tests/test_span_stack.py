@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.adapter_files import write_adapter
 from benchmarks.running_stack import RunningStack
+from tests.support.adapter_files import write_adapter
 from tests.support.commands import run_swell, start_swell, swell
 from tests.support.http import (
     ADMIN_KEY,

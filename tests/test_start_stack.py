@@ -1,25 +1,28 @@
 """How the processes of a stack start: forked from templates, or each by itself."""
 
 import contextlib
+import resource
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from server.fleet.forking.forked_process import can_fork
+from server.fleet.forking import can_fork
+from tests.support.commands import run_swell
 from tests.support.http import call, completion, fetch
+from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = [
     pytest.mark.stack,
-    pytest.mark.usefixtures("started_anew"),
     pytest.mark.skipif(not can_fork(), reason="this system cannot give a fork to its grandparent"),
 ]
 
+ANEW = pytest.mark.usefixtures("started_anew")
 NAMES = {"supervisor", "coordinator", "engine 0", "engine 1", "api 0", "api 1"}
 BODY = completion("Once upon a time", 12, temperature=0.0)
 
@@ -42,16 +45,18 @@ def memory(stack: RunningStack) -> int:
 
 
 def descriptors(stack: RunningStack) -> int:
-    """Return how many the supervisor has, once it holds the files of the others."""
+    """Return how many the supervisor has, once their number does not change any more."""
+    counts = deque[int](maxlen=20)
 
-    def holds_files() -> bool:
-        held = stack.processes()["supervisor"].open_files()
-        return any(Path(each.path).name == "responses.sqlite" for each in held)
+    def is_steady() -> bool:
+        counts.append(stack.processes()["supervisor"].num_fds())
+        return len(counts) == 20 and len(set(counts)) == 1
 
-    until(holds_files, "the supervisor holds the files of the others")
-    return stack.processes()["supervisor"].num_fds()
+    until(is_steady, "the supervisor's descriptors are open")
+    return counts[0]
 
 
+@ANEW
 def test_forked_processes_are_like_others_and_take_less_memory() -> None:
     with started("exec") as stack:
         text = answer(stack)
@@ -66,6 +71,7 @@ def test_forked_processes_are_like_others_and_take_less_memory() -> None:
         assert psutil.STATUS_ZOMBIE not in {each.status() for each in supervisor.children()}
 
 
+@ANEW
 def test_forked_processes_that_are_killed_are_started_again() -> None:
     with started("fork") as stack:
         before = stack.processes()
@@ -84,8 +90,9 @@ def test_forked_processes_that_are_killed_are_started_again() -> None:
     assert stack.process.returncode == 0
 
 
+@ANEW
 def test_a_stop_while_templates_load_leaves_nothing() -> None:
-    command = [sys.executable, "-m", "server.fleet.own_server_main", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "server.own_server_main", "serve", "--port", "0"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
@@ -102,3 +109,31 @@ def test_a_stop_while_templates_load_leaves_nothing() -> None:
         process.terminate()
         assert process.wait(PATIENCE) == 0
     assert not [each for each in children if each.is_running()]
+
+
+@ANEW
+def test_all_processes_may_open_as_many_files_as_the_hard_limit_says() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with started("exec") as stack:
+            for name, process in stack.processes().items():
+                assert process.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard), name
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--max-model-len", "99999"), "--max-model-len 99999 is more than the 1024 positions"),
+        (("--chat-template", "/nowhere.jinja"), "--chat-template cannot be read"),
+        (("--api-key-file", "/nowhere"), "/nowhere"),
+    ],
+)
+def test_what_is_wrong_is_the_last_line(flags: tuple[str, ...], reason: str) -> None:
+    served = run_swell("serve", "--port", str(free_port()), "--data-parallel-size", "1", *flags)
+    assert served.returncode == 1
+    last = served.stderr.strip().splitlines()[-1]
+    assert last.startswith("swell cannot start: ")
+    assert reason in last

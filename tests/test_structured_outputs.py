@@ -5,6 +5,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import httpx
 import jsonschema
 import openai
 import pydantic
@@ -216,3 +217,44 @@ def test_keywords_that_cannot_be_enforced_are_ignored_if_the_client_says_so(
     schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 3, "uniqueItems": True}
     answer = chat(client, response_format=schema_format(schema, strict=False))
     assert isinstance(json.loads(answer.choices[0].message.content), list)
+
+
+FREEZING: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a" * 60 + "!": {"type": "integer"}},
+    "patternProperties": {"^(a+)+$": {"type": "integer"}},
+}
+"""A key that a backtracking engine would match with the pattern in 2^60 steps."""
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": FREEZING, "strict": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/completions", {"structured_outputs": {"json": FREEZING}}),
+        ("/chat/completions", {"response_format": schema_format(FREEZING)}),
+        ("/chat/completions", {"tools": [TOOL]}),
+        ("/chat/completions", {"tools": [TOOL], "tool_choice": "required"}),
+        ("/responses", {"text": {"format": {"type": "json_schema", "name": "x",
+                                            "schema": FREEZING}}}),
+        ("/completions", {"structured_outputs": {
+            "grammar": f"start: %json {json.dumps(FREEZING)}"}}),
+    ],
+    ids=["structured_outputs", "response_format", "tools", "required", "responses", "lark"],
+)  # fmt: skip
+def test_nested_quantifiers_in_a_schema_freeze_nothing(
+    client: openai.OpenAI, path: str, fields: dict[str, Any]
+) -> None:
+    body: dict[str, Any] = {"model": MODEL, **fields}
+    match path:
+        case "/completions":
+            body |= {"prompt": "KING:", "max_tokens": 2}
+        case "/chat/completions":
+            body |= {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        case _:
+            body |= {"input": "Hi", "max_output_tokens": 16}
+    answer = client.with_options(timeout=20).post(path, body=body, cast_to=httpx.Response)
+    assert answer.status_code == 200

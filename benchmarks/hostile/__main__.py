@@ -9,10 +9,8 @@ Ends with status 1 if a bound was exceeded. What follows `--` are flags of the s
 """
 
 import argparse
-import functools
 import sys
 import time
-from collections.abc import Callable, Iterable
 
 from rich.console import Console
 from rich.progress import Progress
@@ -53,7 +51,10 @@ def _part(text: str) -> tuple[int, int]:
 def main() -> None:
     """Parse the arguments, attack, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = ("fields", "admin", "costly", "large", "kept", "shown", "gaps", "connections")
+    kinds = (
+        *("fields", "admin", "costly", "patterns", "grammars", "large", "kept", "shown", "gaps"),
+        *("connections", "upgrades", "unread", "disks", "queues"),
+    )
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--share", type=float, default=1.0, help="of the values of fields, 0 to 1")
     parser.add_argument(
@@ -73,23 +74,13 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     trial = Trial(*arguments.server, key=arguments.key, with_key=not arguments.without_key)
+    share = arguments.share
+    given = {"fields": (share, arguments.paths, arguments.part), "admin": (share,)}
     due = time.monotonic()
     with trial, Progress(console=console) as progress:
         for kind in arguments.only:
             task = progress.add_task(kind, total=None)
-            steps: dict[str, Callable[[], Iterable[str]]] = {
-                "fields": functools.partial(
-                    trial.fields, arguments.share, arguments.paths, arguments.part
-                ),
-                "admin": functools.partial(trial.admin, arguments.share),
-                "costly": trial.costly,
-                "large": trial.large,
-                "kept": trial.kept,
-                "shown": trial.shown,
-                "gaps": trial.gaps,
-                "connections": trial.connections,
-            }
-            for name in steps[kind]():
+            for name in getattr(trial, kind)(*given.get(kind, ())):
                 progress.update(task, description=f"{kind}: {name}", advance=1)
                 if not console.is_terminal and time.monotonic() >= due:
                     due = time.monotonic() + _TELL_EVERY

@@ -2,8 +2,9 @@
 
     python -m benchmarks.hostile.bystanders http://127.0.0.1:8000 4
 
-Streams until it is told to stop by the end of its standard input, and then writes a JSON list of
-[when, gap] in seconds of the monotonic clock, which all processes of a machine share.
+Streams until it is told to stop by the end of its standard input, and then writes JSON: how many
+streams were complete, how many were not, and a list of [when, gap] in seconds of the monotonic
+clock, which all processes of a machine share.
 """
 
 import asyncio
@@ -11,11 +12,11 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from statistics import median
 from types import TracebackType
-from urllib.parse import urlsplit
 
-from benchmarks.hostile.connections import request
+from benchmarks.hostile.connections import address_of, request
 
 _BODY = json.dumps(
     {"prompt": "KING:", "max_tokens": 400, "stream": True, "ignore_eos": True, "seed": 1}
@@ -31,6 +32,10 @@ class Bystanders:
             self._command.append(key)
         self.gaps: list[tuple[float, float]] = []
         """When a token came, and how long after the one before; known after the block."""
+        self.complete = 0
+        """Streams that came to their end."""
+        self.broken = 0
+        """Streams that ended before, or were refused."""
 
     def __enter__(self) -> "Bystanders":
         self._process = subprocess.Popen(
@@ -45,20 +50,34 @@ class Bystanders:
         trace: TracebackType | None,
     ) -> None:
         text, _ = self._process.communicate("", timeout=30)
-        self.gaps = [(when, gap) for when, gap in json.loads(text or "[]")]
+        self.complete, self.broken, gaps = json.loads(text or "[0, 0, []]")
+        self.gaps = [(when, gap) for when, gap in gaps]
+
+    def between(self, began: float, ended: float) -> list[float]:
+        """Return the gaps of the tokens that came in a time."""
+        return [gap for when, gap in self.gaps if began <= when <= ended]
 
     def median_between(self, began: float, ended: float) -> float | None:
         """Return the median gap of tokens that came in a time; None if there were under ten."""
-        found = [gap for when, gap in self.gaps if began <= when <= ended]
+        found = self.between(began, ended)
         return median(found) if len(found) >= 10 else None
 
 
 async def _stream(
-    address: tuple[str, int], key: str | None, gaps: list[tuple[float, float]]
+    address: tuple[str, int],
+    key: str | None,
+    gaps: list[tuple[float, float]],
+    ended: Counter[bool],
 ) -> None:
     headers = [] if key is None else [f"Authorization: Bearer {key}"]
     while True:
-        reader, writer = await asyncio.open_connection(*address)
+        tail = b""
+        try:
+            reader, writer = await asyncio.open_connection(*address)
+        except OSError:
+            ended[False] += 1
+            await asyncio.sleep(0.05)
+            continue
         try:
             writer.write(request("/v1/completions", _BODY, *headers))
             last = None
@@ -68,28 +87,26 @@ async def _stream(
                 if last is not None and tokens:
                     gaps += [(now, (now - last) / tokens)] * tokens
                 last = now if tokens else last
-                if piece.endswith(b"0\r\n\r\n"):
+                tail = (tail + piece)[-64:]
+                if tail.endswith(b"0\r\n\r\n"):
                     break
+            ended[b"data: [DONE]" in tail] += 1
         except OSError:
+            ended[False] += 1
             await asyncio.sleep(0.05)
         finally:
             writer.close()
 
 
 async def _main(url: str, count: int, key: str | None) -> None:
-    address = urlsplit(url)
-    assert address.hostname is not None
-    assert address.port is not None
     gaps: list[tuple[float, float]] = []
-    tasks = [
-        asyncio.create_task(_stream((address.hostname, address.port), key, gaps))
-        for _ in range(count)
-    ]
+    ended: Counter[bool] = Counter()
+    tasks = [asyncio.create_task(_stream(address_of(url), key, gaps, ended)) for _ in range(count)]
     await asyncio.to_thread(sys.stdin.read)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    json.dump(gaps, sys.stdout)
+    json.dump((ended[True], ended[False], gaps), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 Address = tuple[str, int]
 Attack = Callable[[Address], str]
@@ -20,7 +21,15 @@ _LOOK = 0.05
 """Seconds between looks at whether an exchange is over."""
 _PATIENCE = 8.0
 """Seconds after which an attack that the server lets go on ends by itself."""
+FOOLED = "fooled:"
+"""How the words of an attack begin that got what it must not get."""
 _JSON_HEAD = "POST {path} HTTP/1.1\r\nHost: swell\r\nContent-Type: application/json\r\n"
+
+
+def address_of(url: str) -> Address:
+    """Return the host and the port of a server."""
+    parts = urlsplit(url)
+    return parts.hostname or "127.0.0.1", parts.port or 80
 
 
 def _head(path: str, *headers: str) -> bytes:
@@ -123,6 +132,48 @@ def pipeline(address: Address) -> str:
     """Send requests without waiting for any answer, and read none."""
     body = b'{"prompt": "ROMEO:", "max_tokens": 1}'
     return _stream_of(address, b"", request("/v1/completions", body) * 200, 16 << 20)
+
+
+_UPGRADE = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAI")
+_HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: swell\r\n\r\n"
+
+
+def upgrade_of_a_body(address: Address) -> str:
+    """Hide a request in a body behind an offer of another protocol."""
+    return _hidden(address, request("/nowhere", _HIDDEN, *_UPGRADE))
+
+
+def upgrade_of_chunks(address: Address) -> str:
+    """Hide a request in a chunk behind such an offer."""
+    head = _head("/nowhere", "Transfer-Encoding: chunked", *_UPGRADE)
+    return _hidden(address, b"%s%x\r\n%s\r\n0\r\n\r\n" % (head, len(_HIDDEN), _HIDDEN))
+
+
+def upgrade_without_a_body(address: Address) -> str:
+    """Send what another protocol would be after such an offer."""
+    head = _head("/nowhere", *_UPGRADE).replace(b"POST", b"GET")
+    return _hidden(address, head, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+
+
+def upgrade_pipeline(address: Address) -> str:
+    """Send such offers without waiting for any answer, and read none."""
+    body = b'{"prompt": "ROMEO:", "max_tokens": 1}'
+    wire = request("/v1/completions", body, *_UPGRADE)
+    return _stream_of(address, b"", wire * 200, 16 << 20)
+
+
+def _hidden(address: Address, wire: bytes, after: bytes = b"") -> str:
+    """Send a request that hides another and one more; say if there are not two answers, or one."""
+    last = b"GET /health HTTP/1.1\r\nHost: swell\r\nConnection: close\r\n\r\n"
+    data = b""
+    with contextlib.suppress(OSError), socket.create_connection(address, 30) as connection:
+        connection.sendall(wire + (after or last))
+        while piece := connection.recv(1 << 16):
+            data += piece
+    answers = data.count(b"HTTP/1.1 ")
+    if b"101 Switching" in data or answers > 2 or (not after and answers != 2):
+        return f"{FOOLED} {answers} answers"
+    return f"{answers} answers"
 
 
 def unfinished_uploads(address: Address, count: int = 16, size: int = 60 << 20) -> str:
@@ -233,12 +284,13 @@ def slow_readers(address: Address, count: int = 16) -> str:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             with contextlib.suppress(OSError):
                 connection.sendall(request("/v1/completions", body))
-        _wait_for_first_bytes(connections)
+        wait_for_first_bytes(connections)
         time.sleep(2)  # what the engines write piles up meanwhile
     return f"{count} streams of four choices"
 
 
-def _wait_for_first_bytes(connections: list[socket.socket]) -> None:
+def wait_for_first_bytes(connections: list[socket.socket]) -> None:
+    """Wait until something has come on each connection, at most some seconds."""
     deadline, waiting = time.monotonic() + _PATIENCE, len(connections)
     with selectors.DefaultSelector() as selector:
         for connection in connections:
@@ -276,4 +328,11 @@ ATTACKS: tuple[Attack, ...] = (
     idle_connections,
     slow_readers,
     hang_ups,
+)
+
+UPGRADES: tuple[Attack, ...] = (
+    upgrade_of_a_body,
+    upgrade_of_chunks,
+    upgrade_without_a_body,
+    upgrade_pipeline,
 )

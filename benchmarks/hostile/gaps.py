@@ -5,10 +5,9 @@ import threading
 import time
 from statistics import median
 from typing import Any
-from urllib.parse import urlsplit
 
 from benchmarks.hostile.bystanders import Bystanders
-from benchmarks.hostile.connections import exchange, request
+from benchmarks.hostile.connections import address_of, exchange, request
 
 NUM_STREAMS = 4
 _SETTLING = 0.2
@@ -31,8 +30,7 @@ def slowdown(
         seconds: how long each lasts.
         path: where it is sent.
     """
-    address = urlsplit(url)
-    place = (address.hostname or "127.0.0.1", address.port or 80)
+    place = address_of(url)
     wire = request(path, json.dumps(body).encode())
     turns: list[tuple[float, float, float, float]] = []
     with Bystanders(url, NUM_STREAMS) as beside:

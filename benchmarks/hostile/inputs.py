@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.hostile.large import SIZE
 from benchmarks.hostile.requests import Request
-from server.access.limits import MAX_INPUT_TOKENS, MAX_JSON_VALUES, MAX_PROMPTS
+from server.limits import MAX_INPUT_TOKENS, MAX_JSON_VALUES, MAX_PROMPTS
 
 RIGHT_INPUTS: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["What news?"]},

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.hostile.operations import Ask
-from server.access.limits import MAX_ADDED_ITEMS, MAX_KEPT_LENGTH, MAX_MESSAGES
+from server.limits import MAX_ADDED_ITEMS, MAX_KEPT_LENGTH, MAX_MESSAGES
 
 _TURN = {"role": "user", "content": ""}
 _RESPONSE = {"input": "hi", "max_output_tokens": 1}

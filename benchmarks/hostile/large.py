@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from benchmarks.hostile.requests import Request
-from server.access.limits import MAX_JSON_CONTAINERS, MAX_JSON_VALUES, MAX_MESSAGES
+from server.limits import MAX_JSON_CONTAINERS, MAX_JSON_VALUES, MAX_MESSAGES
 
 SIZE = 4 * 2**20
 """Bytes of a body, the server's own limit."""

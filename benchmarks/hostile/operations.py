@@ -48,6 +48,7 @@ OPERATIONS = {
                 {**_RESPONSE, "background": True},
             ),
         ),
+        Operation("/v1/responses/compact", (_RESPONSE,)),
         Operation(
             "/v1/responses/input_tokens",
             (_RESPONSE, {"input": "hi", "previous_response_id": "{response_id}"}),
@@ -71,6 +72,9 @@ ADMIN_OPERATIONS = {
         Operation("/v1/load_lora_adapter", ({"lora_name": "hostile", "lora_path": "nowhere"},)),
         Operation("/v1/unload_lora_adapter", ({"lora_name": "hostile"},)),
         Operation("/admin/scale", ({"data_parallel_size": 1},)),
+        Operation("/admin/weights", ({"model": "nowhere"},)),
+        Operation("/collective_rpc", ({"method": "hostile"},)),
+        Operation("/scale_elastic_ep", ({"new_data_parallel_size": 1, "drain_timeout": 1},)),
         Operation("/admin/utilities", ({"name": "is_sleeping", "arguments": {}, "rank": 0},)),
     )
 }

@@ -54,6 +54,98 @@ def costly_requests() -> list[Request]:
     ]  # fmt: skip
 
 
+NESTED_QUANTIFIERS = ["^(a+)+$", "^(a|a)*$", "(.*a){30}", "^(a?){60}a{60}$", "((a|b)*c)*d"]
+
+
+def pattern_requests() -> list[Request]:
+    """Return patterns that backtracking engines take forever for, in every field that takes one."""
+    found = []
+    for pattern in NESTED_QUANTIFIERS:
+        key = "a" * 60 + "!"
+        of_keys: dict[str, Any] = {
+            "properties": {key: {"type": "integer"}},
+            "patternProperties": {pattern: {"type": "integer"}},
+        }
+        for name, schema in (("key", of_keys), ("text", {"type": "string", "pattern": pattern})):
+            lark = f"start: %json {json.dumps(schema)}"
+            format = {"type": "json_schema", "name": "x", "schema": schema}
+            tool = {"name": "f", "parameters": schema, "strict": True}
+            tools = [{"type": "function", "function": tool}]
+            named = f"{pattern} of a {name}"
+            found += [
+                _completion(f"json: {named}", structured_outputs={"json": schema}),
+                _completion(f"%json: {named}", structured_outputs={"grammar": lark}),
+                _chat(
+                    f"response_format: {named}",
+                    response_format={"type": "json_schema", "json_schema": format},
+                ),
+                _chat(f"strict tool: {named}", tools=tools),
+                _chat(f"required tool: {named}", tools=tools, tool_choice="required"),
+                Request(
+                    f"text.format: {named}",
+                    "/v1/responses",
+                    json.dumps(
+                        {"input": _WORD, "text": {"format": format}, "max_output_tokens": 16}
+                    ).encode(),
+                ),
+            ]
+        bare = pattern.removeprefix("^").removesuffix("$")
+        custom = {
+            "type": "custom",
+            "name": "f",
+            "format": {"type": "grammar", "syntax": "regex", "definition": bare},
+        }
+        found += [
+            _completion(f"regex: {pattern}", structured_outputs={"regex": bare}),
+            _completion(f"terminal: {pattern}", structured_outputs={"grammar": f"start: /{bare}/"}),
+            _completion(
+                f"whitespace: {pattern}",
+                structured_outputs={"json": {}, "whitespace_pattern": bare},
+            ),
+            _completion(
+                f"tag: {pattern}",
+                structured_outputs={
+                    "structural_tag": {"format": {"type": "regex", "pattern": bare}}
+                },
+            ),
+            Request(
+                f"custom tool: {pattern}",
+                "/v1/responses",
+                json.dumps({"input": _WORD, "tools": [custom], "max_output_tokens": 16}).encode(),
+            ),
+        ]
+    return found  # fmt: skip
+
+
+def grammar_requests() -> list[Request]:
+    """Return grammars by what they cost to read, to check and to follow."""
+    parts = {
+        "optional letters": '("a")? ',
+        "repeated letters": '("a")* ',
+        "quotes that are never closed": '\\"',
+        "schemas that never end": "%json {",
+        "rules of one letter": "a\n",
+        "letters": "a",
+    }
+    found = [
+        _completion(
+            f"{size // 1000} KB of {name}",
+            n=64,
+            structured_outputs={"grammar": f"start: {part * (size // len(part))}"},
+        )
+        for name, part in parts.items()
+        for size in (3_000, 13_000, 69_000, 120_000)
+    ]
+    patterns = {f"^k{i}_[a-z]+$": {"type": "integer"} for i in range(64)}
+    return [
+        *found,
+        _completion("64 patterns of keys", structured_outputs={
+            "json": {"patternProperties": patterns, "properties": {"k1_a": {}, "other": {}}}}),
+        _completion("2,000 optional properties", n=64, structured_outputs={
+            "json": {"properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}}),
+    ]  # fmt: skip
+
+
 def long_requests() -> dict[str, dict[str, Any]]:
     """Return completions that take an engine seconds, by what is much in them."""
     prompt = "a b c d e f g h i j k l m n o p q r s t u v w x y z"

@@ -10,11 +10,19 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from benchmarks.hostile.bodies import Body, bodies
 from benchmarks.hostile.bystanders import Bystanders
-from benchmarks.hostile.connections import ATTACKS, Address, exchange, request
+from benchmarks.hostile.connections import (
+    ATTACKS,
+    FOOLED,
+    UPGRADES,
+    Attack,
+    address_of,
+    exchange,
+    request,
+)
+from benchmarks.hostile.disks import full_disk
 from benchmarks.hostile.gaps import slowdown
 from benchmarks.hostile.inputs import RIGHT_INPUTS, costly_inputs
 from benchmarks.hostile.kept import kept_requests
@@ -26,7 +34,15 @@ from benchmarks.hostile.operations import (
     keep_something,
     named,
 )
-from benchmarks.hostile.requests import Request, costly_requests, long_requests
+from benchmarks.hostile.queues import waits
+from benchmarks.hostile.requests import (
+    Request,
+    costly_requests,
+    grammar_requests,
+    long_requests,
+    pattern_requests,
+)
+from benchmarks.hostile.unread import leave_unread, unread_answers
 from benchmarks.hostile.watch import Cost, Watch
 from benchmarks.running_stack import RunningStack
 
@@ -54,7 +70,10 @@ SHOWN = (
 """What is asked for without a body."""
 
 
-_OBEYED = {("/admin/scale", "data_parallel_size: 1024")}
+_OBEYED = {
+    ("/admin/scale", "data_parallel_size: 1024"),
+    ("/scale_elastic_ep", "new_data_parallel_size: 1024"),
+}
 """Bodies that are right, and would have a server start processes without end."""
 
 T = TypeVar("T")
@@ -111,7 +130,7 @@ class Trial:
 
     def __enter__(self) -> "Trial":
         self._stack.__enter__()
-        self._address = _address(self._stack.url)
+        self._address = address_of(self._stack.url)
         self._processes = self._stack.processes()
         self._opened = contextlib.ExitStack()
         self._watch = self._opened.enter_context(
@@ -176,7 +195,7 @@ class Trial:
         part: tuple[int, int] = (1, 1),
     ) -> Iterator[str]:
         document = json.loads(self._get("/openapi.json"))
-        found = list(piece(_spread(_attacks(operations, document, kept), share), part))
+        found = list(piece(_spread(field_attacks(operations, document, kept), share), part))
         number = 0
         for path, group in itertools.groupby(found, key=lambda attack: attack[0]):
             worst: Row | None = None
@@ -217,15 +236,23 @@ class Trial:
         """Send the requests that ask for much in few bytes."""
         return self._each(costly_requests())
 
+    def patterns(self, share: float = 1.0) -> Iterator[str]:
+        """Send patterns with nested quantifiers in every field that takes a pattern."""
+        return self._each(_spread(pattern_requests(), share))
+
+    def grammars(self) -> Iterator[str]:
+        """Send grammars that cost much to read, to check or to follow."""
+        return self._each(grammar_requests())
+
     def inputs(self) -> Iterator[str]:
         """Send requests for vectors and scores at their most."""
         for path, right in RIGHT_INPUTS.items():
             self.rows.append(self._request(f"{path} as usual", path, json.dumps(right).encode()))
         return self._each(costly_inputs())
 
-    def large(self) -> Iterator[str]:
+    def large(self, share: float = 1.0) -> Iterator[str]:
         """Send the bodies that are as large as they are taken."""
-        return self._each(large_requests())
+        return self._each(_spread(large_requests(), share))
 
     def kept(self) -> Iterator[str]:
         """Go on with as much as the server keeps, and ask for it."""
@@ -265,9 +292,42 @@ class Trial:
 
     def connections(self) -> Iterator[str]:
         """Let the clients come that are hostile by how they send and read."""
-        for attack in ATTACKS:
+        return self._each_of(ATTACKS)
+
+    def upgrades(self) -> Iterator[str]:
+        """Hide requests behind offers of another protocol."""
+        return self._each_of(UPGRADES)
+
+    def _each_of(self, attacks: Iterable[Attack]) -> Iterator[str]:
+        for attack in attacks:
             name = attack.__name__.replace("_", " ")
-            self.rows.append(self._measured(name, 0, functools.partial(attack, self._address)))
+            row = self._measured(name, 0, functools.partial(attack, self._address))
+            if row.outcome.startswith(FOOLED):
+                row.wrong.append(row.outcome)
+            self.rows.append(row)
+            yield name
+
+    def unread(self) -> Iterator[str]:
+        """Ask for large answers over many connections, and read none."""
+        for name, requests in unread_answers(self._ask, self._headers):
+            leave = functools.partial(leave_unread, self._address, requests)
+            self.rows.append(self._measured(name, 0, leave))
+            yield name
+
+    def disks(self) -> Iterator[str]:
+        """Fill the disk of a server of its own, which needs root."""
+        name, began = "full disk", time.monotonic()
+        outcome, wrong = full_disk()
+        nothing = Cost(0, 0.0, 0.0)
+        self.rows.append(Row(name, outcome, 0, nothing, began, time.monotonic(), wrong))
+        yield name
+
+    def queues(self) -> Iterator[str]:
+        """Fill each queue before the engines of a server of its own for one of two tenants."""
+        began = time.monotonic()
+        for name, outcome, wrong in waits():
+            nothing = Cost(0, 0.0, 0.0)
+            self.rows.append(Row(name, outcome, 0, nothing, began, time.monotonic(), wrong))
             yield name
 
     def _request(self, name: str, path: str, body: bytes) -> Row:
@@ -320,7 +380,7 @@ class Trial:
 
     def _left(self) -> list[str]:
         """Return what is in use although nobody asks for anything any more."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90
         while (busy := self._busy()) and time.monotonic() < deadline:
             time.sleep(0.1)
         now = self._stack.processes()
@@ -341,17 +401,12 @@ class Trial:
     def _get(self, path: str) -> str:
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         asked = urllib.request.Request(self._stack.url + path, headers=headers)
-        with urllib.request.urlopen(asked, timeout=20) as answer:
+        with urllib.request.urlopen(asked, timeout=90) as answer:
             text: str = answer.read().decode()
         return text
 
 
-def _address(url: str) -> Address:
-    parts = urlsplit(url)
-    return parts.hostname or "127.0.0.1", parts.port or 80
-
-
-def _attacks(
+def field_attacks(
     operations: Iterable[Operation], document: dict[str, Any], kept: dict[str, str]
 ) -> Iterator[tuple[str, Body]]:
     """Yield each body with the path that it is for."""

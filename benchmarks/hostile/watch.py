@@ -132,8 +132,9 @@ class _Watcher:
 
     def _watch_loop(self) -> None:
         connection: socket.socket | None = None
+        threads = f"{self._pid}/task/{self._pid}", "thread-self"
         while True:
-            began, waited = time.monotonic(), self._processor_waits()
+            began, waited = time.monotonic(), processor_waits(*threads)
             alive = False
             with contextlib.suppress(OSError):
                 connection = connection or socket.create_connection(self._address, _PATIENCE)
@@ -143,7 +144,7 @@ class _Watcher:
             if not alive and connection is not None:
                 connection.close()
                 connection = None
-            took, waited = time.monotonic() - began, self._processor_waits() - waited
+            took, waited = time.monotonic() - began, processor_waits(*threads) - waited
             with self._changed:
                 self._probes += 1
                 self._silence = max(self._silence, took)
@@ -151,16 +152,17 @@ class _Watcher:
                 self._changed.notify_all()
             time.sleep(_INTERVAL)
 
-    def _processor_waits(self) -> float:
-        """Return the seconds that the loop's thread and this one waited for a processor."""
-        waited = 0
-        for thread in (f"{self._pid}/task/{self._pid}", "thread-self"):
-            with (
-                contextlib.suppress(OSError),
-                open(f"/proc/{thread}/schedstat", encoding="ascii") as file,
-            ):
-                waited += int(file.read().split()[1])
-        return waited / 1e9
+
+def processor_waits(*threads: str) -> float:
+    """Return the seconds that threads, named by paths below /proc, waited for a processor."""
+    waited = 0
+    for thread in threads:
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{thread}/schedstat", encoding="ascii") as file,
+        ):
+            waited += int(file.read().split()[1])
+    return waited / 1e9
 
 
 def _read_answer(connection: socket.socket) -> bool:

@@ -4,15 +4,17 @@ import logging
 import time
 from collections.abc import Callable
 
+from engine.batch.executor import Executor, GroupExecutor
 from engine.core.events import (
     AdaptersSettled,
     CoreEvent,
     FrontEndJoined,
     FrontEndLeft,
-    GrammarsSettled,
+    PrerequisitesSettled,
     Rejoined,
 )
-from engine.core.halting import Halting
+from engine.core.extensions import Extensions, Worker
+from engine.core.halting import FLEET, Halting
 from engine.core.held_adapters import HeldAdapters
 from engine.core.load_reports import LoadReports, engine_setup
 from engine.core.operations import Operations
@@ -21,9 +23,10 @@ from engine.core.profiles import Profiles
 from engine.core.receive_counts import FrontEndCounts
 from engine.core.shared_sampling import SharedSampling
 from engine.core.steps import Steps
-from engine.core.utilities import call_utility
+from engine.core.utilities import carry_out
 from engine.core.wave_clock import OwnClock, WaveClock
-from engine.executor.interface import Executor, GroupExecutor
+from engine.kv_events.events import KvEventLog
+from engine.kv_tiers.tiers import KvTiers
 from engine.scheduler.admission import AdmissionPolicy
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import EngineConfig
@@ -33,11 +36,13 @@ from engine.shared.messages import (
     AddRequest,
     EngineSetup,
     EngineStats,
+    FleetOrder,
     HeldAdapter,
     HoldAdapters,
     RequestOutput,
     StartDpWave,
     UtilityCall,
+    WeightsSource,
 )
 
 logger = logging.getLogger(__name__)
@@ -58,12 +63,23 @@ class EngineCore:
         rank: int,
         incarnation: int,
         admission: AdmissionPolicy | None = None,
+        tiers: KvTiers | None = None,
+        kv_events: KvEventLog | None = None,
         clock: WaveClock | None = None,
         now: Callable[[], float] = time.monotonic,
         on_adapters: Callable[[AdapterSheet, list[HeldAdapter]], None] = lambda *_: None,
+        on_setup: Callable[[EngineSetup], None] = lambda _: None,
+        weight_version: str = "",
     ) -> None:
-        """Wire the owners; `on_adapters` is called with the adapters that the engine has."""
+        """Wire the owners.
+
+        Args:
+            on_adapters: is called with the adapters that the engine has.
+            on_setup: is called with its setup, when its weights have been replaced.
+            weight_version: what the weights of the settings are called.
+        """
         self.clock: WaveClock = clock or OwnClock()
+        self._kv_events = kv_events
         self._rank = rank
         self._now = now
         self._scheduler = Scheduler(
@@ -72,6 +88,8 @@ class EngineCore:
             executor.info,
             executor.grammars,
             max_loras=0 if executor.adapters is None else config.lora.max_loras,
+            tiers=tiers,
+            events=kv_events,
         )
         self.adapters = HeldAdapters(config.lora, executor.adapters, self._scheduler, on_adapters)
         self._front_ends = FrontEndCounts()
@@ -97,6 +115,7 @@ class EngineCore:
             front_ends=self._front_ends,
             adapters=self.adapters,
             experts=executor.expert_balance if isinstance(executor, GroupExecutor) else None,
+            weight_version=lambda: self.operations.weights.version,
         )
         self.setup: EngineSetup = engine_setup(
             executor.info,
@@ -113,8 +132,16 @@ class EngineCore:
             scheduler=self._scheduler,
             executor=executor,
             adapters=self.adapters,
+            outbox=self._outbox,
+            weights=WeightsSource(config.model.model, config.model.revision, weight_version),
+            weights_dir=config.model.weights_dir,
+            is_divided=config.parallel.processes > 1 or config.parallel.enable_expert_parallel,
+            on_setup=on_setup,
             profiles=Profiles(
                 config.executor.torch_profiler_dir, executor, engine=f"{rank}-{incarnation:x}"
+            ),
+            extensions=Extensions(
+                config.executor.worker_extensions, Worker(rank, incarnation, executor)
             ),
         )
 
@@ -150,6 +177,11 @@ class EngineCore:
         """Whether anybody is there who could send requests."""
         return self._front_ends.any_present
 
+    @property
+    def next_tokens(self) -> int:
+        """Maximum tokens that the next step can compute."""
+        return self.steps.next_tokens
+
     def stats(self) -> EngineStats:
         """Return load and counters as of now, newer than all stats returned before."""
         return self._reports.stats()
@@ -168,15 +200,17 @@ class EngineCore:
                 self._add(self._sampling.shared(event))
             case AbortRequests():
                 self._scheduler.abort(event.ids)
-            case UtilityCall():
-                if self._is_present(event.front_end, event.name):
-                    result = call_utility(self.operations, event, self._rank)
-                    self._outbox.results.append((event.front_end, result))
+            case UtilityCall(_, front_end, name) if front_end != FLEET and not self._is_present(
+                front_end, name
+            ):
+                pass
+            case UtilityCall() | FleetOrder():
+                self._outbox.results += carry_out(self.operations, event, self._rank)
             case FrontEndJoined(index, incarnation):
                 self.front_end_joined(index, incarnation)
             case FrontEndLeft(index):
                 self.front_end_left(index)
-            case GrammarsSettled():
+            case PrerequisitesSettled():
                 self._outbox.collect(self._scheduler.queue_compiled())
             case HoldAdapters():
                 self.adapters.take(event.sheet)
@@ -193,7 +227,7 @@ class EngineCore:
             self._drop_requests(index)
 
     def front_end_left(self, index: int) -> None:
-        """A front end is gone: nobody waits for its requests any more."""
+        """A front end is gone: its requests are obsolete."""
         if self._front_ends.left(index):
             self._drop_requests(index)
 
@@ -228,6 +262,8 @@ class EngineCore:
     def _take(self) -> CoreStep:
         if self.adapters.lingers:
             self.adapters.sweep()
+        if self._kv_events is not None:
+            self._kv_events.flush()
         was_alone = self._front_ends.told.alone
         for front_end in self._front_ends.to_tell(self._reports.news):
             self._outbox.address(front_end)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.shared.messages import CoreInput, HoldAdapters, StartDpWave
+from engine.shared.messages import CoreInput, FleetOrder, HoldAdapters, StartDpWave
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class FrontEndJoined:
 
 @dataclass(frozen=True)
 class FrontEndLeft:
-    """A front end has gone; nobody waits for its requests any more."""
+    """A front end has gone: its requests are obsolete."""
 
     index: int
 
@@ -28,8 +28,8 @@ class Rejoined:
 
 
 @dataclass(frozen=True)
-class GrammarsSettled:
-    """Grammars have been compiled, or could not be, since the message before."""
+class PrerequisitesSettled:
+    """What requests wait for is there, or cannot be had: grammars, or KV blocks from a tier."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,6 @@ class AdaptersSettled:
 
 
 CoreEvent = (
-    CoreInput | FrontEndJoined | FrontEndLeft | GrammarsSettled | AdaptersSettled | StartDpWave
-    | HoldAdapters | Rejoined
+    CoreInput | FrontEndJoined | FrontEndLeft | PrerequisitesSettled | AdaptersSettled | StartDpWave
+    | HoldAdapters | FleetOrder | Rejoined
 )  # fmt: skip

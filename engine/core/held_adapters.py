@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.executor.interface import CannotDo
+from engine.batch.executor import CannotDo
 from engine.lora.store import AdapterLoading, AdapterStore
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import LoraConfig

@@ -1,11 +1,13 @@
 """What an engine tells of itself: its setup once, then its load and counters."""
 
+from collections.abc import Callable
+
+from engine.batch.executor import ExecutorInfo, ExpertLoads
 from engine.core.halting import Halting
 from engine.core.held_adapters import HeldAdapters
 from engine.core.receive_counts import FrontEndCounts, News
 from engine.core.steps import Steps
 from engine.core.wave_clock import WaveClock
-from engine.executor.interface import ExecutorInfo, ExpertLoads
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import CacheConfig
 from engine.shared.messages import EngineSetup, EngineStats, ExpertLoad
@@ -28,6 +30,7 @@ def engine_setup(
         len(info.cache_windows),
         cache.kv_cache_dtype,
         info.is_batch_invariant,
+        images=info.vision is not None,
     )
 
 
@@ -46,6 +49,7 @@ class LoadReports:
         front_ends: FrontEndCounts,
         adapters: HeldAdapters,
         experts: ExpertLoads | None,
+        weight_version: Callable[[], str],
     ) -> None:
         self.clock = clock
         self._rank = rank
@@ -56,13 +60,14 @@ class LoadReports:
         self._front_ends = front_ends
         self._adapters = adapters
         self._experts = experts
+        self._weight_version = weight_version
         self._version = 0
 
     @property
     def news(self) -> News:
         """What all front ends have to know at once when it changes."""
         halting = self._halting
-        return News(halting.is_halted, halting.hands_over, self._scheduler.alone)
+        return News(self._is_halted, halting.hands_over, self._scheduler.alone)
 
     def stats(self) -> EngineStats:
         """Return load and counters as of now."""
@@ -84,14 +89,19 @@ class LoadReports:
             clock.topology,
             clock.running,
             clock.hold_epoch,
-            halting.is_halted,
+            self._is_halted,
             scheduler.num_deferred,
             scheduler.alone,
             halting.hands_over,
             self._adapters.load(),
             halting.sleep_level,
             self._expert_load(),
+            self._weight_version(),
         )
+
+    @property
+    def _is_halted(self) -> bool:
+        return self._halting.is_halted or not self._scheduler.admits
 
     def _expert_load(self) -> ExpertLoad | None:
         experts = self._experts

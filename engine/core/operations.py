@@ -1,13 +1,31 @@
 """What operators may look at and do while an engine serves."""
 
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from engine.batch.executor import CannotDo, Executor
+from engine.core.extensions import Extensions
 from engine.core.halting import Halting
 from engine.core.held_adapters import HeldAdapters
 from engine.core.load_reports import LoadReports
+from engine.core.outbox import Outbox
 from engine.core.profiles import Profiles
 from engine.core.steps import Steps
-from engine.executor.interface import Executor
 from engine.scheduler.scheduler import Scheduler
-from engine.shared.messages import EngineSetup, EngineStats
+from engine.shared.messages import (
+    ASLEEP_TAGS,
+    EngineSetup,
+    EngineStats,
+    PauseMode,
+    SleepMode,
+    WeightsSource,
+)
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 
 class Operations:
@@ -23,17 +41,33 @@ class Operations:
         scheduler: Scheduler,
         executor: Executor,
         adapters: HeldAdapters,
+        outbox: Outbox,
+        weights: WeightsSource,
+        weights_dir: str | None,
+        is_divided: bool,
+        on_setup: Callable[[EngineSetup], None],
         profiles: Profiles,
+        extensions: Extensions,
     ) -> None:
         self.setup = setup
         self.halting = halting
         self.profiles = profiles
+        self.extensions = extensions
         self.adapters = adapters
         self.vocab_size = executor.info.vocab_size
         self._reports = reports
         self._steps = steps
         self._scheduler = scheduler
         self._executor = executor
+        self._outbox = outbox
+        self.weights = weights
+        """What the engine computes with."""
+        self.weight_updates = 0
+        """How often they have been replaced."""
+        self._own_weights = weights
+        self._weights_dir = weights_dir
+        self._is_divided = is_divided
+        self._on_setup = on_setup
 
     def stats(self) -> EngineStats:
         """Return load and counters as of now, newer than all stats returned before."""
@@ -41,27 +75,101 @@ class Operations:
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes and return how many blocks they had."""
-        return self._scheduler.reset_prefix_cache()
+        return self._scheduler.reset_prefix_cache(tiers=True)
 
-    def sleep(self, level: int, *, hand_over: bool = False) -> None:
+    def reset_encoder_cache(self) -> int:
+        """Forget encoded images but those that are being computed, and return how many."""
+        return self._scheduler.reset_encoder_cache()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing runs until `resume`."""
+        return self.halting.is_paused or not (self._scheduler.admits or self._scheduler.runs_any)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Launch no step, or with `wait` no request: the pause begins when those that run end."""
+        if mode == "wait":
+            self._scheduler.admits = False
+            return
+        if mode == "abort":
+            self._outbox.collect(self._scheduler.abort_all())
+        self.halting.pause(hand_over=mode == "move")
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._scheduler.admits = True
+        self.halting.resume()
+
+    def sleep(self, level: int, mode: SleepMode = "keep") -> None:
         """Give the executor's memory back; all requests wait and will be computed again.
 
-        Level 1 keeps the weights where they are quick to have again, level 2 does not.
-        With `hand_over` requests go to other engines as soon as one can take them.
+        Level 0 gives nothing back, level 1 keeps the weights where they are quick to have again,
+        level 2 does not. With `move` requests go to other engines as soon as one can take them,
+        with `abort` they end.
 
         Raises:
             CannotDo: a step that its group gave up has to be taken again first.
             StepFailed: a step in flight failed; the engine cannot go on.
         """
-        self._steps.vacate()
-        self.halting.sleep(level, hand_over=hand_over)
-        self._executor.sleep(level)
+        began = time.monotonic()
+        if level:
+            self._steps.vacate()
+        if mode == "abort":
+            self._outbox.collect(self._scheduler.abort_all())
+        self.halting.sleep(level, hand_over=mode == "move")
+        if level:
+            self._executor.sleep(level)
+            self._scheduler.counters.count_sleep(time.monotonic() - began)
 
-    def wake_up(self) -> None:
-        """End a sleep.
+    def wake_up(self, tags: set[str] | None = None) -> None:
+        """Have back what these tags name, by default everything; with the last of it a sleep ends.
 
         Raises:
+            CannotDo: the KV cache needs the weights.
             Exception: the executor cannot; the engine sleeps on.
         """
-        self._executor.wake_up()
-        self.halting.wake_up()
+        wanted = set(ASLEEP_TAGS) if tags is None else tags
+        asleep = self.halting.asleep
+        left = asleep - wanted
+        if "weights" in left and "kv_cache" in asleep & wanted:
+            raise CannotDo("the KV cache needs the weights: wake up weights first, or both")
+        began = time.monotonic()
+        if asleep & wanted or not asleep:
+            self._executor.wake_up(kv_cache="kv_cache" not in left)
+        if asleep & wanted:
+            self._scheduler.counters.count_wake_up(time.monotonic() - began)
+        self.halting.wake_up(wanted)
+
+    def load_weights(self, source: WeightsSource, after: int) -> WeightsSource:
+        """Compute with other weights from the next step on; return those before.
+
+        Only if they have been replaced as often as whoever asks has seen: of two who replace them
+        at the same time one is refused.
+
+        All requests go on from their tokens so far, which are computed again, and no cached prefix
+        outlives its weights.
+
+        Raises:
+            CannotDo: they cannot be loaded; everything is as it was.
+            StepFailed: a step in flight failed; the engine cannot go on.
+        """
+        if after != self.weight_updates:
+            raise CannotDo("its weights were replaced meanwhile")
+        if self._is_divided:
+            raise CannotDo(
+                "weights are replaced in engines of one process only: start engines of "
+                "--tensor-parallel-size, --pipeline-parallel-size and --enable-expert-parallel anew"
+            )
+        model, place = Path(source.model).expanduser().resolve(), self._weights_dir
+        is_below = place is not None and model.is_relative_to(Path(place).expanduser().resolve())
+        is_hub_id = HUB_ID.fullmatch(source.model) and not model.exists()
+        if not (is_below or is_hub_id or source == self._own_weights):
+            raise CannotDo(f"{source.model} is no hub id, and not below --weights-dir")
+        self._steps.vacate()
+        self._executor.load_weights(source.model, source.revision)
+        before, self.weights = self.weights, source
+        self.weight_updates += 1
+        fingerprint = self._executor.info.model_fingerprint
+        self.setup = replace(self.setup, model_fingerprint=fingerprint)
+        self._on_setup(self.setup)
+        return before

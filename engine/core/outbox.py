@@ -42,7 +42,7 @@ class Outbox:
         return self._outputs.setdefault(front_end, [])
 
     def drop(self, front_end: int) -> None:
-        """Nobody waits there any more."""
+        """A front end has gone."""
         self._outputs.pop(front_end, None)
         self.results = [entry for entry in self.results if entry[0] != front_end]
 

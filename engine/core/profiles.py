@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engine.executor.interface import CannotDo, Executor
+from engine.batch.executor import CannotDo, Executor
 from engine.shared.writable import writable_directory
 
 

@@ -1,4 +1,4 @@
-"""An engine's books about its front ends: who is there, and how much came from and went to each."""
+"""Which front ends an engine has, and how much came from and went to each."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -67,7 +67,7 @@ class FrontEndCounts:
         return [index for index, entry in self._entries.items() if entry.present]
 
     def is_present(self, index: int) -> bool:
-        """Return whether a front end is there, so that somebody waits for its answers."""
+        """Return whether a front end is there to take answers."""
         entry = self._entries.get(index)
         return entry is not None and entry.present
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import CannotDo, Executor, PendingResult
 from engine.core.outbox import Outbox
 from engine.distributed.spec import GroupBroken
-from engine.executor.interface import CannotDo, Executor, PendingResult
 from engine.scheduler.admission import (
     NO_LOAD,
     UNLIMITED,
@@ -18,7 +19,6 @@ from engine.scheduler.admission import (
     Grant,
     RankState,
 )
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.scheduler.policies import build_admission_policy
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import SchedulerConfig
@@ -92,10 +92,11 @@ class Steps:
 
     @property
     def next_tokens(self) -> int:
-        """Maximum tokens that the next step can compute."""
+        """Maximum tokens that the next step can compute, and patches of images."""
         gauges = self._scheduler.gauges()
         tokens = gauges.running + gauges.queued_prefill_tokens
-        return min(tokens, self._scheduler.max_step_tokens)
+        scheduler = self._scheduler
+        return min(tokens, scheduler.max_step_tokens) + scheduler.max_step_patches
 
     # -- of an engine that steps alone -----------------------------------------------------------
 

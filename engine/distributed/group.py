@@ -73,10 +73,7 @@ class Transfer:
 
 
 class Group:
-    """One process's end of a group; made by `join_group`.
-
-    More than 20 methods: one for each collective, and few others.
-    """
+    """One process's end of a group; made by `join_group`."""
 
     def __init__(
         self,

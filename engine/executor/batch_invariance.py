@@ -4,9 +4,9 @@ import logging
 
 import torch
 
-from engine.models.kernels.choice import FusedKernels
+from engine.kernels.processor import is_invariance_cheap, is_invariance_free
+from engine.kernels.registry import FusedKernels
 from engine.models.loading.invariance import has_invariant_kernels
-from engine.models.products.processor import is_invariance_cheap
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
 from engine.shared.config import EngineConfig
@@ -58,7 +58,8 @@ def _reason_against(
     by_kernels = has_invariant_kernels(spec, kernels)
     if not by_kernels and types.activations != torch.float32:
         return "no kernels compute its products and its attention row by row"
-    if not by_kernels and not is_invariance_cheap():
+    is_cheap = is_invariance_free() if by_kernels else is_invariance_cheap()
+    if not is_cheap:
         return "that costs time on this processor"
     unmeasured = {
         "capped scores": not by_kernels and spec.attention_softcap is not None,

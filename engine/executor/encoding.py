@@ -4,15 +4,16 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from engine.batch.batch import BatchPlan
+from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.environment import num_cores
-from engine.executor.interface import ExecutorInfo, PendingResult
-from engine.executor.loading import device_for, set_threads
+from engine.executor.loading import set_threads, take_device
+from engine.executor.offloading import OffloadedWeights, offload
 from engine.executor.step_thread import StepThread
 from engine.models.encoders.loading import LoadedEncoder, load_encoder
 from engine.runner.encoder_runner import EncoderRunner
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.pooler import Pooler
-from engine.scheduler.batch import BatchPlan
 from engine.shared.config import EngineConfig
 from engine.shared.model_files import model_directory
 from engine.shared.pooling import PoolingSpec
@@ -48,7 +49,7 @@ class EncoderExecutor:
         self._config = config
         self._pooling = pooling
         self._report = progress or logger.info
-        self._device = device_for(config)
+        self._device = take_device(config)
         set_threads(config, engines_on_node, cores=num_cores())
         loaded = self._load()
         self.info = ExecutorInfo(
@@ -62,8 +63,10 @@ class EncoderExecutor:
             has_kv=False,
         )
         """What was found while loading."""
-        self._steps = StepThread(own=config.scheduler.steps_overlap)
+        self._steps = StepThread(self._device, own=config.scheduler.steps_overlap)
         self._runner: EncoderRunner | None = self._new_runner(loaded)
+        self._asleep: tuple[EncoderRunner, OffloadedWeights] | None = None
+        """What computes, while its weights are not on the device."""
         keep_freed_memory()
 
     def submit(self, plan: BatchPlan) -> PendingResult:
@@ -78,22 +81,34 @@ class EncoderExecutor:
         return self._steps.submit(runner.run, plan)
 
     def sleep(self, level: int) -> None:
-        """Free the weights, at level 1 only those on an accelerator."""
-        if level > 1 or self._device.type != "cpu":
-            self._runner = None
+        """Free the weights; at level 1 those of an accelerator wait in the host's memory."""
+        if level > 1:
+            self._runner = self._asleep = None
+        elif self._device.type != "cpu" and self._runner is not None:
+            runner, self._runner = self._runner, None
+            offloaded = offload([runner], self._device)
+            self._asleep = None if offloaded is None else (runner, offloaded)
         give_back_freed_memory(self._device)
 
-    def wake_up(self) -> None:
-        """Load the weights again if they are gone.
+    def wake_up(self, *, kv_cache: bool = True) -> None:
+        """Load the weights again if they are gone; there is no KV cache.
 
         Raises:
             CannotDo: the model has changed since the start.
         """
+        if self._asleep is not None:
+            runner, offloaded = self._asleep
+            offloaded.restore()
+            self._runner, self._asleep = runner, None
         if self._runner is not None:
             return
         loaded = self._load()
         self.info.check_unchanged(loaded.fingerprint)
         self._runner = self._new_runner(loaded)
+
+    def load_weights(self, model: str, revision: str | None) -> None:
+        """Raise CannotDo."""
+        raise CannotDo("weights are replaced in engines that generate only")
 
     def start_profile(self) -> None:
         """Begin to record what steps do; raises as `StepThread.start_profile`."""
@@ -106,7 +121,7 @@ class EncoderExecutor:
     def shutdown(self) -> None:
         """Free the model."""
         self._steps.shutdown()
-        self._runner = None
+        self._runner = self._asleep = None
 
     def _load(self) -> LoadedEncoder:
         directory = model_directory(

@@ -7,24 +7,28 @@ from pathlib import Path
 from socket import socket
 
 import torch
+from msgspec.structs import replace
 
+from engine.batch.batch import BatchPlan
+from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
 from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupSpec
 from engine.executor.draft_loading import load_draft
 from engine.executor.draft_price import draft_price
-from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.kv_sizing import KvSizing
 from engine.executor.leader import Leader
 from engine.executor.loading import (
-    device_for,
     load_model,
     max_head_threads,
     set_threads,
+    take_device,
 )
+from engine.executor.offloading import OffloadedWeights, offload
 from engine.executor.pipelining import PipelinedSteps
 from engine.executor.step_thread import StepThread
 from engine.grammar.masks import GrammarTable, grammar_table
+from engine.kernels.processor import row_price
 from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
 from engine.lora.weights import adapter_weights
@@ -35,13 +39,11 @@ from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
-from engine.models.products.processor import row_price
 from engine.models.settings import model_length
 from engine.runner.head_threads import keeps_bits
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.pooler import Pooler
-from engine.scheduler.batch import BatchPlan
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
 from engine.shared.config import EngineConfig
 from engine.shared.model_files import model_directory
@@ -54,9 +56,6 @@ class InProcessExecutor:
 
     Where steps overlap they run in a thread of their own and `submit` returns at once (torch
     releases the GIL while it computes); else `submit` returns when the step is done.
-
-    More than 15 attributes: it holds what has to be made anew when the group or the model's memory
-    changes.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class InProcessExecutor:
         self._report = progress or logger.info
         set_threads(config, engines_on_node)
         processes = config.parallel.processes_on_node
-        self._device = device_for(config)
+        self._device = take_device(config)
         self._leader = leader
         self._shard = None
         if leader is not None and config.parallel.tensor_parallel_size > 1:
@@ -110,7 +109,9 @@ class InProcessExecutor:
         self._report("allocating the KV cache")
         self.info = self._size_cache(model, fingerprint, engines_on_node * processes)
         """What was found while loading."""
-        self._steps = StepThread(own=config.scheduler.steps_overlap or self._num_stages > 1)
+        self._steps = StepThread(
+            self._device, own=config.scheduler.steps_overlap or self._num_stages > 1
+        )
         self._grammars = grammar_table(
             model_directory(config.model, weights=False),
             spec.vocab_size,
@@ -120,6 +121,8 @@ class InProcessExecutor:
         self._model: Decoder | None = model
         self._runner: ModelRunner | None = self._new_runner(model)
         self._pipelined = self._pipeline(self._runner)
+        self._offloaded: OffloadedWeights | None = None
+        """The weights, while they are not on the device."""
         self._was_shut_down = False
         if config.parallel.data_parallel_size == 1:
             self._share_experts(Group.alone() if self._shard is None else self._shard.group)
@@ -156,6 +159,8 @@ class InProcessExecutor:
         if self._balance is not None:
             self._balance.form(size * self._num_shards)
         is_new = place != before or self._balance is not None
+        if self._offloaded is not None and is_new:  # they are of another place
+            self._model = self._draft = self._vision = self._offloaded = None
         if self._model is not None and is_new:
             self._steps.call(partial(self._spread_experts, self._model, place))
 
@@ -173,6 +178,27 @@ class InProcessExecutor:
         self._share_experts(group.processes)
         return group
 
+    @property
+    def device_type(self) -> str:
+        """Where the KV cache is."""
+        return self._device.type
+
+    @property
+    def block_format(self) -> str:
+        """Shape and type of a block of the KV cache; it may not sleep, as in the two below."""
+        assert self._runner is not None
+        return self._runner.block_format
+
+    def read_block(self, block_id: int) -> bytes:
+        """Return what a block of the KV cache holds; no step may write to it."""
+        assert self._runner is not None
+        return self._runner.read_block(block_id)
+
+    def write_block(self, block_id: int, content: bytes) -> None:
+        """Replace what a block holds by what another one held; no step may use it."""
+        assert self._runner is not None
+        self._runner.write_block(block_id, content)
+
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Run a step, or have the worker thread run it after those before it.
 
@@ -188,32 +214,71 @@ class InProcessExecutor:
         return self._steps.submit(runner.run, plan)
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, at level 2 and on accelerators the weights too.
+        """Free the KV cache, at level 2 the weights too.
 
-        After level 1 on a CPU the weights are still in memory. An accelerator reads them again from
-        the checkpoint's files, at level 1 as at 2; these are usually still in the page cache.
+        At level 1 the weights of an accelerator wait in the host's memory; where that has no room
+        for them they are freed and read again from the checkpoint's files.
         """
         self._runner = self._pipelined = None
-        if level > 1 or self._device.type != "cpu":
-            self._model = self._draft = None
+        if level > 1:
+            self._model = self._draft = self._vision = self._offloaded = None
+        elif self._device.type != "cpu" and self._model is not None and self._offloaded is None:
+            roots = [self._model, self._draft, self._vision]
+            self._offloaded = offload(roots, self._device, [self._balance])
+            if self._offloaded is None:
+                self._model = self._draft = self._vision = None
         give_back_freed_memory(self._device)
 
-    def wake_up(self) -> None:
-        """Load the weights again if they are gone, and allocate the KV cache.
+    def wake_up(self, *, kv_cache: bool = True) -> None:
+        """Load the weights again if they are gone, and allocate the KV cache if it is wanted.
 
         Raises:
             CannotDo: the model has changed since the start.
         """
         if self._runner is not None:
             return
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
         if self._model is None:
             model, fingerprint = self._load()
             self.info.check_unchanged(fingerprint)
             self._model = model
             if self._experts is not None:
                 self._share_experts(self._experts)
+        if not kv_cache:
+            return
         self._runner = self._new_runner(self._model)
         self._pipelined = self._pipeline(self._runner)
+
+    def load_weights(self, model: str, revision: str | None) -> None:
+        """Compute with another checkpoint from now on, with an empty KV cache.
+
+        The weights before stay until the others are there, so both need memory.
+
+        Raises:
+            CannotDo: it cannot be loaded, or has another shape.
+        """
+        if self._runner is None or self._model is None:
+            raise CannotDo("the engine sleeps: wake it up before its weights are replaced")
+        before, of_before = self._model, dict(self.__dict__)
+        chosen = replace(self._config.model, model=model, revision=revision)
+        self._config = replace(self._config, model=chosen)
+        try:
+            loaded, fingerprint = self._load()
+            if loaded.spec != before.spec:
+                raise CannotDo(f"{model} is a model of another shape")
+        except Exception as error:
+            self.__dict__.update(of_before)
+            if isinstance(error, CannotDo):
+                raise
+            raise CannotDo(f"{model} cannot be loaded: {error}") from error
+        self._runner = self._pipelined = None  # which holds the KV cache
+        self._model = loaded
+        self.info = replace(self.info, model_fingerprint=fingerprint)
+        self._runner = self._new_runner(loaded)
+        self._pipelined = self._pipeline(self._runner)
+        give_back_freed_memory(self._device)
 
     def start_profile(self) -> None:
         """Begin to record what steps do; raises as `StepThread.start_profile`."""
@@ -231,7 +296,8 @@ class InProcessExecutor:
             self._grammars.shutdown()
         if self._adapters is not None:
             self._adapters.shutdown()
-        self._runner = self._pipelined = self._model = self._draft = None
+        self._runner = self._pipelined = self._offloaded = None
+        self._model = self._draft = self._vision = None
 
     def _load(self) -> tuple[Decoder, str]:
         """Load the weights, and a draft model's; return the first with their fingerprint."""
@@ -243,11 +309,13 @@ class InProcessExecutor:
             shard=self._shard,
             stage=self._num_stages - 1,
             balance=self._balance,
+            sees=True,
         )
         if loaded.model.expert_group is not None:
             self._balance = loaded.model.expert_group.balance
         self._loader = loaded.loader
         self._pooling = loaded.pooling
+        self._vision = loaded.vision
         self._is_batch_invariant = loaded.is_batch_invariant
         longest = model_length(loaded.model.spec, self._config.model)
         self._draft = load_draft(self._config, loaded.model, longest, self._report)
@@ -279,7 +347,8 @@ class InProcessExecutor:
                 row if given is None else given,
                 draft,
             )
-        sizing = KvSizing(self._config, self._device, processes, self._leader, self._draft)
+        kept = 0 if self._vision is None else self._config.cache.encoder_cache_bytes
+        sizing = KvSizing(self._config, self._device, processes, self._leader, self._draft, kept)
         return ExecutorInfo(
             num_kv_blocks=sizing.num_blocks(model, max_model_len, shape),
             max_model_len=max_model_len,
@@ -293,6 +362,8 @@ class InProcessExecutor:
             is_batch_invariant=self._is_batch_invariant,
             row_price=row,
             draft_price=draft,
+            vision=None if self._vision is None else self._vision.spec,
+            embedding_bytes=spec.hidden_size * model.dtype.itemsize,
         )
 
     @property
@@ -329,6 +400,7 @@ class InProcessExecutor:
             adapters=self._adapters,
             earlier=None if self._leader is None else self._leader.earlier(model),
             draft=self._draft,
+            vision=self._vision,
         )
 
     def _pipeline(self, runner: ModelRunner) -> PipelinedSteps | None:

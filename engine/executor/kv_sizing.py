@@ -23,6 +23,7 @@ class KvSizing:
         processes: int,
         leader: Leader | None = None,
         draft: Decoder | DraftHead | None = None,
+        kept_bytes: int = 0,
     ) -> None:
         """Keep what the size depends on beside the model.
 
@@ -30,7 +31,9 @@ class KvSizing:
             processes: how many share this node's memory.
             leader: leads the processes that hold the other parts of the model.
             draft: the draft model or head, whose keys and values lie in the same blocks.
+            kept_bytes: what the engine keeps besides, later on.
         """
+        self._kept_bytes = kept_bytes
         self._config = config
         self._device = device
         self._processes = processes
@@ -93,14 +96,18 @@ class KvSizing:
         On CUDA the largest step is tried first.
         """
         cache = self._config.cache
-        budget = cache.kv_cache_memory_bytes or available_memory(self._device, self._processes)
-        free = budget // self._block_bytes(model)
+        kept = self._kept_bytes
+        budget = cache.kv_cache_memory_bytes or (
+            available_memory(self._device, self._processes) - kept
+        )
+        free = max(0, budget) // self._block_bytes(model)
         if self._leader is not None:
             free = self._leader.min_blocks(free)
         is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
         if self._device.type != "cuda" or is_given:
             return free
-        return self.blocks_after_trial(model, max_model_len)
+        after_trial = self.blocks_after_trial(model, max_model_len)
+        return max(0, after_trial - kept // self._block_bytes(model))
 
     def _block_bytes(self, model: Decoder) -> int:
         """Return the memory of one block, in the KV caches of both models if there are two."""

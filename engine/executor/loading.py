@@ -11,6 +11,8 @@ import torch
 from engine.executor.batch_invariance import is_batch_invariant
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
+from engine.kernels.processor import kernels_are_faster
+from engine.kernels.registry import fused_kernels
 from engine.models.cache_groups import CacheGroups, divide, one_group
 from engine.models.decoder import Decoder
 from engine.models.fallback.choice import implementation
@@ -18,7 +20,6 @@ from engine.models.fallback.loading import load_fallback
 from engine.models.formats.fingerprint import computed_fingerprint
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.hf_config import read_config, read_spec
-from engine.models.kernels.choice import fused_kernels
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
 from engine.models.loading.kernels_ahead import compile_ahead
 from engine.models.loading.mlps import GroupPlace
@@ -27,14 +28,16 @@ from engine.models.parallel.stages import divide_layers
 from engine.models.settings import (
     compute_types,
     fits_caches,
+    losses,
     model_length,
     open_checkpoint,
     quantization,
 )
 from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.models.vision.siglip import VisionEncoder, load_vision
 from engine.shared.config import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from engine.shared.cpu.machine import usable_cores
-from engine.shared.model_files import model_directory
+from engine.shared.model_files import model_directory, served_names
 from engine.shared.pooling import PoolingSpec, read_pooling
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,8 @@ class LoadedModel(msgspec.Struct, frozen=True):
     pooling: PoolingSpec | None = None
     """How sequences are made into vectors; None: tokens are drawn."""
     is_batch_invariant: bool = False
+    vision: VisionEncoder | None = None
+    """None where images are refused."""
 
 
 def load_model(
@@ -65,12 +70,14 @@ def load_model(
     stage: int = 0,
     balance: ExpertBalance | None = None,
     served: CacheGroups | None = None,
+    sees: bool = False,
 ) -> LoadedModel:
     """Load the weights: all of them, the experts of one place, or one shard of each layer.
 
     Of a model with several pipeline stages only those of the given stage. With --enable-eplb, what
     is known of the experts' load since the model was loaded before is taken over. A draft model is
-    told the groups of the model that is `served`.
+    told the groups of the model that is `served`. A vision encoder is loaded only where the
+    process `sees` images.
 
     Raises:
         ModelNotFound: there is no such model.
@@ -101,14 +108,18 @@ def load_model(
     if balance is None and place is not None and parallel.enable_eplb:
         balance = _new_balance(spec, parallel, place.size, device)
     is_eager = device.type == "cpu" and config.executor.enforce_eager
-    kernels = None if is_eager else fused_kernels(types.activations, device)
+    is_stock = is_eager or not kernels_are_faster(device)
+    kernels = None if is_stock else fused_kernels(types.activations, device)
     rounding = quantization(settings, types, device=device, is_alone=is_alone)
     is_part = place is not None or shard is not None
     is_plain = rounding is None and types.kept == "auto" and not config.lora.enable_lora
     if kernels is not None and device.type == "cpu" and is_plain and not is_part:
         report("preparing kernels: the first start on a machine compiles them")
         compile_ahead(spec, draws_tokens=pooling is None)
-    report(f"loading weights of {directory.name}")
+    what = f"loading weights of {served_names(settings)[0]}"
+    report(what)
+    for loss in losses(spec, model_length(spec, settings), rounding):
+        logger.warning("%s", loss)
     is_invariant = is_batch_invariant(
         config, spec, types, device, kernels=kernels, is_quantized=rounding is not None
     )
@@ -128,9 +139,13 @@ def load_model(
         kernels=kernels,
     )
     with torch.inference_mode():
-        model = loader.load()
+        model = loader.load(lambda layer, layers: report(f"{what}: layer {layer} of {layers}"))
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
-        return LoadedModel(model, fingerprint, loader, pooling, is_invariant)
+        vision = None
+        if spec.vision is not None and sees and pooling is None:
+            report(f"loading the vision encoder of {served_names(settings)[0]}")
+            vision = load_vision(directory, spec, settings, types.activations, device)
+        return LoadedModel(model, fingerprint, loader, pooling, is_invariant, vision)
 
 
 def _load_with_transformers(
@@ -294,8 +309,11 @@ def device_number(parallel: ParallelConfig, worker: int, count: int) -> int:
     return first + worker
 
 
-def device_for(config: EngineConfig, rank: int = 0) -> torch.device:
+def take_device(config: EngineConfig, rank: int = 0) -> torch.device:
     """Return where one of an engine's processes computes; the leader's rank is 0.
+
+    It becomes the current device of the calling thread: kernels are launched on that, and graphs
+    recorded, wherever their tensors are.
 
     Raises:
         ValueError: CUDA is asked for and there is none, or not for all engines of the node.
@@ -309,4 +327,6 @@ def device_for(config: EngineConfig, rank: int = 0) -> torch.device:
         raise ValueError("--device cuda: no CUDA device was found")
     worker = Layout.of(config.parallel).number(rank)
     # torch numbers the devices of CUDA_VISIBLE_DEVICES, where that is set.
-    return torch.device("cuda", device_number(config.parallel, worker, torch.cuda.device_count()))
+    number = device_number(config.parallel, worker, torch.cuda.device_count())
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)

@@ -10,14 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
 from engine.distributed.engines import EngineGroup
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import Transfer
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.layout import Layout
-from engine.executor.loading import device_for
+from engine.executor.loading import take_device
 from engine.executor.team import Team, UnlikeWorkers
 from engine.executor.team_messages import (
     Allocate,
@@ -39,14 +40,13 @@ from engine.grammar.masks import GrammarTable
 from engine.lora.store import AdapterStore
 from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import Decoder, StepTokens
+from engine.models.decoder import Decoder, ImageTokens, StepTokens
 from engine.models.hf_config import read_spec
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.experts import ExpertsLost
 from engine.models.parallel.stages import Stage, divide_layers
 from engine.runner.inputs import BatchRows
 from engine.runner.model_runner import EarlierStages
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import EngineConfig
 from engine.shared.model_files import model_directory
 
@@ -82,6 +82,8 @@ class TeamLeader:
         token_ids, positions, slots = map(_array, (step.token_ids, step.positions, step.slots))
         others = [_array(each.slots) for each in step.others]
         command = _forward(token_ids, positions, slots, step.rows, _slots(step.adapters), others)
+        if self._layout.stages == 1:  # else the first stage has the embeddings
+            command = _with_images(command, step.images)
         self._team.tell(command, self._layout.mates)
 
     def dummy_step(self) -> None:
@@ -153,7 +155,7 @@ class _TeamStages:
         self._dtype = model.dtype
         self._device = model.device
 
-    def begin(self, rows: BatchRows, shape: AttentionRows) -> Transfer:
+    def begin(self, rows: BatchRows, shape: AttentionRows, images: ImageTokens | None) -> Transfer:
         """Have them run their layers on these tokens; return the states that will come."""
         states = torch.empty(
             len(rows.token_ids), self._width, dtype=self._dtype, device=self._device
@@ -163,7 +165,7 @@ class _TeamStages:
         command = _forward(
             rows.token_ids, rows.positions, rows.cache_slots, shape, adapters, rows.other_slots
         )
-        self._team.tell(command, self._layout.earlier)
+        self._team.tell(_with_images(command, images), self._layout.earlier)
         return arriving
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
@@ -229,7 +231,7 @@ class MultiProcessExecutor:
         self._on_failure = on_failure
         team.on_failure = self._failed
         try:
-            layout, device = Layout.of(config.parallel), device_for(config)
+            layout, device = Layout.of(config.parallel), take_device(config)
             team.meet(device.type)
             self._grid = self._join(layout, device)
             self._leader = TeamLeader(team, self._grid, layout, device, _stages(config))
@@ -301,17 +303,23 @@ class MultiProcessExecutor:
         return group
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, at level 2 and on accelerators the weights too, in all processes."""
+        """Free the KV cache, at level 2 the weights too, in all processes."""
         self._inner.sleep(level)
         self._leader.call(Sleep(level))
 
-    def wake_up(self) -> None:
+    def wake_up(self, *, kv_cache: bool = True) -> None:
         """Load the weights again if they are gone, and allocate the KV cache.
+
+        Workers do both when the KV cache is allocated.
 
         Raises:
             CannotDo: the model has changed since the start.
         """
-        self._inner.wake_up()
+        self._inner.wake_up(kv_cache=kv_cache)
+
+    def load_weights(self, model: str, revision: str | None) -> None:
+        """Raise CannotDo."""
+        raise CannotDo("weights are replaced in engines of one process only")
 
     def start_profile(self) -> None:
         """Begin to record what steps do, in all processes.
@@ -376,8 +384,22 @@ def _shapes(weights: AdapterWeights) -> dict[str, tuple[tuple[int, int], tuple[i
 
 def _data(weights: AdapterWeights) -> bytes:
     matrices = (matrix for pair in weights.values() for matrix in pair)
-    return b"".join(
-        matrix.contiguous().view(torch.uint8).cpu().numpy().tobytes() for matrix in matrices
+    return b"".join(map(_bytes, matrices))
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    content: bytes = tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    return content
+
+
+def _with_images(command: Forward, images: ImageTokens | None) -> Forward:
+    """Return the command for a step of which some tokens may stand for images."""
+    if images is None:
+        return command
+    return msgspec.structs.replace(
+        command,
+        image_tokens=_array(images.tokens).tobytes(),
+        image_embeddings=_bytes(images.embeddings),
     )
 
 

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
+from engine.batch.batch import BatchPlan, BatchResult
 from engine.runner.model_runner import BegunStep, ModelRunner
-from engine.scheduler.batch import BatchPlan, BatchResult
 
 
 class _Step:

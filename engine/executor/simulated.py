@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.checked_memory import NOT_HERE, CheckedMemory, SimulatedSlot
-from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.simulated_time import StageTimes
-from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.models.spec import VisionSpec
 from engine.shared.config import EngineConfig, ExecutorConfig
 from engine.shared.messages import SamplingParams, TokenLogprob
 from engine.shared.pooling import PoolingSpec
@@ -114,6 +115,7 @@ class SimulatedExecutor:
         adapters: tokens depend on the adapters of requests; without it there are none.
         grammars: tokens follow the grammars of requests; without it these are refused.
         pooling: sequences get a vector each, which is a function of their tokens.
+        vision: encodes images, of which nothing is made; without it they are refused.
         cache_windows: for each group of layers how far back its tokens attend.
         check: compare every read of the KV memory with what it ought to be; costs time
             proportional to the context of every row.
@@ -131,6 +133,7 @@ class SimulatedExecutor:
         check: bool = False,
         pooling: PoolingSpec | None = None,
         cache_windows: tuple[int | None, ...] = (None,),
+        vision: VisionSpec | None = None,
     ) -> None:
         self._grammars = grammars
         self._pooling = pooling
@@ -148,6 +151,8 @@ class SimulatedExecutor:
             cache_windows=cache_windows,
             num_stages=config.parallel.pipeline_parallel_size,
             row_price=_row_price(config.executor),
+            vision=vision,
+            embedding_bytes=1024,
         )
         self.virtual_us = 0
         """Cost of all steps so far."""
@@ -155,6 +160,8 @@ class SimulatedExecutor:
         self._token_us = config.executor.simulated_token_us
         self.times = StageTimes(self._info.num_stages, virtual=timing == "virtual")
         self._slots: dict[int, SimulatedSlot] = {}
+        self._encoded: set[bytes] = set()
+        """The images that are kept encoded."""
         self._group: Group | None = None
         self._memory = None
         if check:
@@ -194,11 +201,16 @@ class SimulatedExecutor:
         """Forget all sequences and everything in the KV memory."""
         self._slots.clear()
         self._placed.clear()
+        self._encoded.clear()
         if self._memory is not None:
             self._memory = self._memory.emptied()
 
-    def wake_up(self) -> None:
+    def wake_up(self, *, kv_cache: bool = True) -> None:
         """Nothing has to be loaded."""
+
+    def load_weights(self, model: str, revision: str | None) -> None:
+        """Forget the KV memory; tokens do not depend on any weights."""
+        self.sleep(1)
 
     def start_profile(self) -> None:
         """Raise CannotDo."""
@@ -257,7 +269,10 @@ class SimulatedExecutor:
                 start.sampling,
                 start.adapter,
                 len(self._info.cache_windows),
+                start.images,
             )
+        self._encoded.difference_update(plan.forgotten)
+        self._encoded.update(image.digest for image in plan.encoded)
         for added in plan.blocks:
             block_ids = self._slots[added.slot].block_ids[added.group]
             if not block_ids:
@@ -287,7 +302,7 @@ class SimulatedExecutor:
         grammars = self._grammars
         choices = {} if grammars is None else grammars.choices(drawing, drafts)
         ends: dict[int, str | None] = {}
-        stalls: dict[int, str] = {}
+        stalls: dict[int, str | None] = {}
         drawn: list[int] = []
         logprobs: list[TokenLogprob | None] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
@@ -362,6 +377,9 @@ class SimulatedExecutor:
                 f"slot {slot}: row {start}+{count} does not fit {known} tokens"
             )
             memory.read(state, start)
+            for image in state.images:
+                if image.position < start + count and start < image.end:
+                    assert image.digest in self._encoded, f"slot {slot}: its image is not there"
         for slot, start, count, _ in rows:
             memory.write(plan.step, slot, self._slots[slot], start, count)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.executor.interface import CannotDo, PendingResult
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import CannotDo, PendingResult
 from engine.runner.profiling import StepProfiler
-from engine.scheduler.batch import BatchPlan, BatchResult
 
 
 class FinishedStep(msgspec.Struct, frozen=True):
@@ -32,9 +32,9 @@ class StepThread:
     releases the GIL while it computes); else `submit` returns when the step is done.
     """
 
-    def __init__(self, *, own: bool) -> None:
-        """Make it; `own` if steps overlap with what the caller does."""
-        self.pool = _one_thread() if own else None
+    def __init__(self, device: torch.device, *, own: bool) -> None:
+        """Make it; `own` if steps, which compute on a device, overlap with what the caller does."""
+        self.pool = _one_thread(device) if own else None
         """The thread, where there is one of its own."""
         self._in_group = False
         self._loss: Exception | None = None
@@ -105,12 +105,13 @@ class StepThread:
             self.pool.shutdown(cancel_futures=True)
 
 
-def _one_thread() -> ThreadPoolExecutor:
+def _one_thread(device: torch.device) -> ThreadPoolExecutor:
     """Return one thread that computes with as many threads as the caller would."""
-    return ThreadPoolExecutor(
-        1,
-        thread_name_prefix="executor",
-        # The libraries below torch keep this number per thread.
-        initializer=torch.set_num_threads,
-        initargs=(torch.get_num_threads(),),
-    )
+    threads = torch.get_num_threads()
+
+    def begin() -> None:  # both are each thread's own
+        torch.set_num_threads(threads)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    return ThreadPoolExecutor(1, thread_name_prefix="executor", initializer=begin)

@@ -14,7 +14,7 @@ from engine.distributed.spec import listener_address, open_listener
 from engine.executor.binding import sharers
 from engine.executor.environment import settle_environment
 from engine.executor.layout import Layout
-from engine.executor.team_messages import Answer, Command, WorkerLaunch
+from engine.executor.team_messages import Command, WorkerLaunch, WorkerReply
 from engine.executor.worker_process import StartedWorker, end_worker, spawn, start_worker
 from engine.shared.config import EngineConfig
 from engine.shared.lifeline import FrameReader, pack_frame
@@ -38,7 +38,7 @@ class UnlikeWorkers(ValueError):
     """Workers, which may be on other nodes, do not go with the engine's own process."""
 
 
-class Elsewhere(Protocol):
+class RemoteNodes(Protocol):
     """The other nodes that an engine spans."""
 
     @property
@@ -62,7 +62,7 @@ class _Worker:
         self.rank = rank
         self.process, self.lifeline, self.commands = started
         self.statuses = FrameReader(ChildStatus, _LARGEST_WORD)
-        self.answers = FrameReader(Answer, _LARGEST_WORD)
+        self.answers = FrameReader(WorkerReply, _LARGEST_WORD)
         self.lives = True
         """Until its lifeline ends."""
         self.has_answered = False
@@ -77,7 +77,7 @@ class Team:
         config: EngineConfig,
         engine: int,
         engines_on_node: int,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: RemoteNodes | None = None,
     ) -> None:
         """Start the workers, which load their libraries while the caller goes on.
 
@@ -95,7 +95,7 @@ class Team:
         address = listener_address(self.listener)
         self._failure: str | None = None
         self._closing = False
-        self._answers: SimpleQueue[Answer | None] = SimpleQueue()
+        self._answers: SimpleQueue[WorkerReply | None] = SimpleQueue()
         self.address = address
         self._workers: list[_Worker] = []
         self._thread = threading.Thread(target=self._watch, name="team", daemon=True)
@@ -153,13 +153,13 @@ class Team:
             except OSError as error:
                 raise self.failure() from error
 
-    def collect(self) -> list[Answer]:
+    def collect(self) -> list[WorkerReply]:
         """Wait for an answer of each worker; those that are only told steps give none.
 
         Raises:
             WorkerFailed: one of them will not answer.
         """
-        answers: list[Answer] = []
+        answers: list[WorkerReply] = []
         while len(answers) < len(self._workers):
             answer = self._answers.get()
             if answer is None:

@@ -42,6 +42,10 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     other_slots: tuple[bytes, ...] = ()
     """Of the groups of layers after the first, as the next."""
     other_tables: tuple[bytes, ...] = ()
+    image_tokens: bytes = b""
+    """As in `ImageTokens`; empty if no token stands for an image."""
+    image_embeddings: bytes = b""
+    """Of these tokens, in the type that the model computes in."""
 
 
 class DummyStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -133,7 +137,7 @@ Command = (
 )
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class WorkerReply(msgspec.Struct, frozen=True, array_like=True):
     """A worker has started, loaded its part, or carried out a command."""
 
     free_blocks: int

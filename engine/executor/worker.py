@@ -18,16 +18,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.batch.executor import CannotDo
 from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import Transfer
 from engine.distributed.spec import GroupBroken, GroupSpec
-from engine.executor.interface import CannotDo
 from engine.executor.layout import Layout
-from engine.executor.loading import device_for, load_model, set_threads
+from engine.executor.loading import load_model, set_threads, take_device
+from engine.executor.offloading import OffloadedWeights, offload
 from engine.executor.team_messages import (
     Allocate,
-    Answer,
     BeginTrial,
     Command,
     DummyStep,
@@ -41,10 +41,11 @@ from engine.executor.team_messages import (
     StartProfile,
     StopProfile,
     WorkerLaunch,
+    WorkerReply,
 )
 from engine.models.adapters import AdapterRows, LowRank
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import Decoder, StepTokens
+from engine.models.decoder import Decoder, ImageTokens, StepTokens
 from engine.models.loading.decoder import DecoderLoader, Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
@@ -55,6 +56,7 @@ from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_
 from engine.runner.memory_profile import MemoryTrial
 from engine.runner.profiling import StepProfiler
 from engine.runner.step_input import other_groups, plans_of
+from engine.shared.end_signals import end_signals
 from engine.shared.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
 from engine.shared.logs import name_process
 
@@ -68,10 +70,7 @@ _SENT_AHEAD = 16
 
 
 class Worker:
-    """One rank behind the leader.
-
-    More than 15 attributes: what its commands load, allocate and begin, they also free and end.
-    """
+    """One rank behind the leader."""
 
     def __init__(self, launch: WorkerLaunch, grid: Grid, device: torch.device) -> None:
         self._config = launch.config
@@ -91,6 +90,8 @@ class Worker:
         self._engines: EngineGroup | None = None
         self._loader: DecoderLoader | None = None
         self._model: Decoder | None = None
+        self._offloaded: OffloadedWeights | None = None
+        """The weights, while they are not on the device."""
         self._fingerprint = ""
         """Of the weights that were loaded last."""
         self._load()
@@ -188,6 +189,8 @@ class Worker:
         if self._balance is not None:
             self._balance.form(place.size * self._grid.shards.size)
         is_new = place != before or self._balance is not None
+        if self._offloaded is not None and is_new:  # they are of another place
+            self._model = self._loader = self._offloaded = None
         if self._model is not None and self._loader is not None and is_new:
             self._loader.spread_experts(self._model, place)
             give_back_freed_memory(self._device)
@@ -226,6 +229,9 @@ class Worker:
             self._leaving.popleft().wait()
 
     def _allocate(self, num_blocks: int) -> None:
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
         if self._model is None:
             self._load()
         model = self._loaded
@@ -270,8 +276,12 @@ class Worker:
 
     def _sleep(self, level: int) -> None:
         self._cache = []
-        if level > 1 or self._device.type != "cpu":
-            self._model = self._loader = None
+        if level > 1:
+            self._model = self._loader = self._offloaded = None
+        elif self._device.type != "cpu" and self._model is not None and self._offloaded is None:
+            self._offloaded = offload([self._model], self._device, [self._balance])
+            if self._offloaded is None:
+                self._model = self._loader = None
         give_back_freed_memory(self._device)
 
     def _stop_profile(self, path: Path) -> None:
@@ -304,7 +314,15 @@ class Worker:
             plans=plans_of(model, rows, 0),
             adapters=self._rows(command.adapters),
             others=other_groups(model, rows, [self._tensor(each) for each in command.other_slots]),
+            images=self._images(command),
         )
+
+    def _images(self, command: Forward) -> ImageTokens | None:
+        if not command.image_tokens:
+            return None
+        model, data = self._loaded, bytearray(command.image_embeddings)
+        embeddings = torch.frombuffer(data, dtype=model.dtype).view(-1, model.spec.hidden_size)
+        return ImageTokens(self._tensor(command.image_tokens), embeddings.to(model.device))
 
     def _rows(self, slots: bytes) -> AdapterRows | None:
         bank = self._loaded.adapters
@@ -361,8 +379,8 @@ def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
         Exception: whatever makes it impossible to go on.
     """
     set_threads(launch.config, launch.engines_on_node)
-    device = device_for(launch.config, launch.rank)
-    connection.sendall(pack_frame(Answer(0, device=device.type)))
+    device = take_device(launch.config, launch.rank)
+    connection.sendall(pack_frame(WorkerReply(0, device=device.type)))
     layout = Layout.of(launch.config.parallel)
     grid = join_grid(
         GroupSpec(launch.address, launch.rank, launch.size, 0, GROUP_TIMEOUT),
@@ -371,13 +389,13 @@ def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
         device,
     )
     worker = Worker(launch, grid, device)
-    connection.sendall(pack_frame(Answer(worker.free_blocks)))
+    connection.sendall(pack_frame(WorkerReply(worker.free_blocks)))
     for command in commands(connection, worker.expect):
         try:
             if worker.obey(command):
-                connection.sendall(pack_frame(Answer(worker.free_blocks)))
+                connection.sendall(pack_frame(WorkerReply(worker.free_blocks)))
         except (CannotDo, OSError) as error:
-            connection.sendall(pack_frame(Answer(0, str(error))))
+            connection.sendall(pack_frame(WorkerReply(0, str(error))))
 
 
 def run(launch: WorkerLaunch, lifeline: Lifeline) -> int:
@@ -385,7 +403,7 @@ def run(launch: WorkerLaunch, lifeline: Lifeline) -> int:
     log = launch.config.log
     name_process(f"engine {launch.engine} worker {launch.rank}", log.log_level, log.log_format)
     # The engine ends its workers; what a whole control group is sent is for the engine to decide.
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in end_signals():
         signal.signal(signum, signal.SIG_IGN)
     lifeline.watch(on_lost=lambda: os._exit(0))
     try:

@@ -91,7 +91,7 @@ def spawn(lifeline: int, commands: int) -> subprocess.Popen[bytes]:
         OSError: that is not possible.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", WORKER_MODULE],
+        [sys.executable, "-P", "-m", WORKER_MODULE],
         stdin=subprocess.DEVNULL,
         env={**os.environ, LIFELINE_VARIABLE: str(lifeline)},
         pass_fds=(lifeline, commands),

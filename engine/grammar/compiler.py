@@ -1,6 +1,7 @@
 """Compiles grammars beside the engine's loop, and keeps those that were used last."""
 
 import contextlib
+import json
 import logging
 import os
 import threading
@@ -11,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakSet, WeakValueDictionary
 
+from engine.grammar.mask_threads import Following
+from engine.shared.fair_threads import FairExecutor
 from engine.shared.grammar_spec import (
     BadGrammar,
     GrammarThreads,
-    grammar_error,
     grammar_size,
     grammar_text,
-    new_matcher,
 )
+from engine.shared.matchers import grammar_error, new_matcher
 from engine.shared.messages import GrammarSpec
 
 if TYPE_CHECKING:  # the library is loaded when the first grammar comes
@@ -35,7 +37,10 @@ MAX_HELD_BYTES = 1 << 30
 those that nobody uses are forgotten, and no more are compiled."""
 MAX_WAIT = 30.0
 """Seconds that a grammar waits until there is room for it."""
-COMPILE_THREADS = 2
+COMPILE_THREADS = 3
+"""One of them is not for a tenant whose grammars the others compile."""
+_MAX_WAITING = 1 << 20
+"""Grammars that wait: far more than an engine has requests."""
 
 _LOOK = 0.02
 """Seconds between looks at whether there is room."""
@@ -67,6 +72,7 @@ class CompiledGrammar:
         "_done",
         "asked_at",
         "error",
+        "following",
         "matcher",
         "no_room",
         "num_bytes",
@@ -84,6 +90,7 @@ class CompiledGrammar:
         """At the beginning of the grammar, to be copied; None until it is compiled."""
         self.num_bytes = 0
         """What the process grew by while it was compiled; known when it is settled."""
+        self.following = Following()
         self._done = threading.Event()
 
     @property
@@ -124,6 +131,12 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._threads = GrammarThreads(COMPILE_THREADS, "grammar")
+        self._queue = FairExecutor(
+            self._threads.submit,
+            COMPILE_THREADS,
+            max_waiting=_MAX_WAITING,
+            max_of_tenant=_MAX_WAITING,
+        )
         self._held: WeakSet[CompiledGrammar] = WeakSet()
         """All compiled grammars in use or cached, also those that were forgotten."""
         self._num_hurried = 0
@@ -134,13 +147,13 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._spelled: dict[str, tuple[int, ...]] = {}
 
-    def ask(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Return the grammar; if it is new, another thread begins to compile it."""
+    def ask(self, spec: GrammarSpec, tenant: int = 0) -> CompiledGrammar:
+        """Return the grammar; if it is new, another thread compiles it in its tenant's turn."""
         with self._lock:
             grammar = self._known.get(spec)
             if grammar is None:
                 grammar = self._known[spec] = CompiledGrammar(spec)
-                self._threads.submit(self._compile, grammar)
+                self._queue.submit(tenant, self._compile, grammar)
             self._keep(grammar)
         return grammar
 
@@ -188,7 +201,7 @@ class GrammarCompiler:
 
         with self._loading:
             if self._tokenizer is None:
-                text = self._file.read_text(encoding="utf-8")
+                text = _with_added_tokens(self._file)
                 self._tokenizer = LLTokenizer(
                     text, n_vocab=self._vocab_size, eos_token=self._eos or None
                 )
@@ -280,6 +293,33 @@ class GrammarCompiler:
                 self._forget_oldest()
         grammar.settle(matcher, error, no_room=no_room)
         self.on_settled()
+
+
+def _with_added_tokens(file: Path) -> str:
+    """Return a tokenizer.json with the tokens that only the tokenizer_config.json beside it has.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: one of the files is not what it should be.
+    """
+    text, config_file = file.read_text(encoding="utf-8"), file.with_name("tokenizer_config.json")
+    if not config_file.is_file():
+        return text
+    described = json.loads(config_file.read_bytes()).get("added_tokens_decoder") or {}
+    tokenizer = json.loads(text) if described else {}
+    added = tokenizer.get("added_tokens") or []
+    known = {token["id"] for token in added}
+    more = [
+        {**_ADDED_TOKEN, **token, "id": int(number)}
+        for number, token in sorted(described.items(), key=lambda each: int(each[0]))
+        if int(number) not in known
+    ]
+    return json.dumps({**tokenizer, "added_tokens": added + more}) if more else text
+
+
+_ADDED_TOKEN = {
+    "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False,
+}  # fmt: skip
 
 
 def _resident_bytes() -> int:

@@ -2,15 +2,17 @@
 
 import copy
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.batch.batch import RULED_OUT
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
-from engine.scheduler.batch import RULED_OUT
-from engine.shared.grammar_spec import leads_nowhere, told_briefly
+from engine.grammar.mask_threads import MAX_SECONDS
+from engine.shared.matchers import leads_nowhere, told_briefly
 from engine.shared.messages import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TOO_SLOW = (
+    "the grammar takes too long to follow: what may come next was not known within "
+    f"{MAX_SECONDS * 1000:.0f} ms; make it simpler"
+)
 _DEAD_END = "nothing that fits the grammar can follow the output"
 _LIMITS = ("too many states", "too many expressions")
 """Errors of a matcher that a fresh one may not run into."""
@@ -35,7 +41,7 @@ class GrammarFollower:
     def __init__(
         self, grammar: CompiledGrammar, compiler: GrammarCompiler, sampling: SamplingParams
     ) -> None:
-        self._grammar = grammar
+        self.grammar = grammar
         self._compiler = compiler
         self._matcher: LLMatcher | None = None
         self._marker = sampling.grammar_after.encode()
@@ -82,6 +88,12 @@ class GrammarFollower:
         """Follow a token that was added to the output; ignored after its end, and once stalled."""
         if self.stalled is not None or self.ended:
             return
+        began = time.thread_time()
+        self._follow(token_id)
+        if time.thread_time() - began > MAX_SECONDS:
+            self.error = TOO_SLOW
+
+    def _follow(self, token_id: int) -> None:
         self._num_tokens += 1
         if self._opening:
             self._follow_opening(token_id)
@@ -126,8 +138,8 @@ class GrammarFollower:
         seen = self._seen
         for count, token_id in enumerate(proposed, start=1):
             seen += self._bytes(token_id)
-            if self._marker in seen and self._grammar.matcher is not None:
-                return count, self._grammar.matcher.deep_copy()
+            if self._marker in seen and self.grammar.matcher is not None:
+                return count, self.grammar.matcher.deep_copy()
         return len(proposed) + 1, None
 
     def mask_computed(self) -> bool:
@@ -158,10 +170,10 @@ class GrammarFollower:
             self._matcher = self._matcher if fits else None
 
     def _begin(self) -> None:
-        if self._grammar.matcher is None:
-            self.error = self._grammar.error or "the grammar was not compiled"
+        if self.grammar.matcher is None:
+            self.error = self.grammar.error or "the grammar was not compiled"
             return
-        self._matcher = self._grammar.matcher.deep_copy()
+        self._matcher = self.grammar.matcher.deep_copy()
 
     def _stop(self, matcher: "LLMatcher") -> None:
         """Note why the matcher failed.
@@ -172,7 +184,7 @@ class GrammarFollower:
         message = matcher.get_error()
         reason = f"the output cannot follow its grammar: {told_briefly(message)}"
         if any(limit in message for limit in _LIMITS):
-            self._compiler.forget(self._grammar)
+            self._compiler.forget(self.grammar)
             self.stalled = reason
         elif leads_nowhere(message):
             self.error = _DEAD_END

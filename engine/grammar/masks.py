@@ -2,27 +2,28 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.batch.batch import SlotStart
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
-from engine.grammar.follower import GrammarFollower
-from engine.scheduler.batch import SlotStart
+from engine.grammar.follower import TOO_SLOW, GrammarFollower
+from engine.grammar.mask_threads import MaskJob, MaskThreads
 from engine.shared.messages import GrammarSpec
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 IntArray = npt.NDArray[np.int64]
 
 WORD_BITS = 32
 MUCH_NS = 200_000
 """Nanoseconds from which on the time of a slot's masks is reported."""
+ADVANCE_SECONDS = 0.03
+"""What a step may take to follow all its tokens; sequences that are left over draw again."""
 _NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
@@ -61,9 +62,9 @@ class Ends(NamedTuple):
     """Why: it is complete (None), or wrong for the reason given."""
     surplus: dict[int, int]
     """How many of the last tokens came after the end, where there are any."""
-    stalls: dict[int, str]
-    """The slots whose tokens do not count, because their grammar has to be compiled anew before
-    they are drawn, and what the grammar failed for."""
+    stalls: dict[int, str | None]
+    """The slots whose tokens do not count: their masks were not ready in time (None), or their
+    grammar has to be compiled anew before they are drawn, and what it failed for."""
 
 
 class GrammarTable:
@@ -90,12 +91,15 @@ class GrammarTable:
         self._free = _all_but(eos_token_ids, vocab_size)
         self._followers: dict[int, GrammarFollower] = {}
         self._assigned: dict[int, CompiledGrammar] = {}
+        self._threads = MaskThreads()
+        self._late: set[int] = set()
+        """Slots whose masks are not ready, so that what is drawn for them does not count."""
         self.mask_us: dict[int, int] = {}
         """By slot: microseconds that the newest masks took, where that is much."""
 
-    def ask(self, spec: GrammarSpec) -> CompiledGrammar:
+    def ask(self, spec: GrammarSpec, tenant: int = 0) -> CompiledGrammar:
         """Return the grammar, compiled or not; it is kept while the answer is."""
-        return self._compiler.ask(spec)
+        return self._compiler.ask(spec, tenant)
 
     def assign(self, slot: int, grammar: CompiledGrammar) -> None:
         """The sequence that takes the slot next follows this grammar, which is settled."""
@@ -103,7 +107,7 @@ class GrammarTable:
 
     def start(self, start: SlotStart) -> None:
         """A sequence takes a slot; output that it has already is followed."""
-        self._followers.pop(start.slot, None)
+        self.release(start.slot)
         sampling = start.sampling
         grammar = self._assigned.pop(start.slot, None)
         if sampling.grammar is None:
@@ -111,6 +115,10 @@ class GrammarTable:
         if grammar is None:  # nobody compiled it before the step
             grammar = self._compiler.compiled(sampling.grammar)
         follower = GrammarFollower(grammar, self._compiler, sampling)
+        if grammar.following.lock.locked():
+            self._late.add(start.slot)
+            self._followers[start.slot] = follower
+            return
         for token_id in start.token_ids[start.num_prompt_tokens :]:
             follower.advance(token_id)
         self._followers[start.slot] = follower
@@ -118,6 +126,7 @@ class GrammarTable:
     def release(self, slot: int) -> None:
         """No step in flight uses the slot and none will, until a sequence takes it again."""
         self._followers.pop(slot, None)
+        self._late.discard(slot)
 
     @property
     def num_followed(self) -> int:
@@ -167,12 +176,16 @@ class GrammarTable:
         ends = Ends({}, {}, {})
         if not self._followers:
             return ends
+        until = time.monotonic() + ADVANCE_SECONDS
         for slot, token_id in zip(slots, token_ids, strict=True):
             follower = self._followers.get(slot)
             if follower is None:
                 continue
             if slot in ends.reasons:
                 ends.surplus[slot] = ends.surplus.get(slot, 0) + 1
+                continue
+            if slot in self._late or time.monotonic() > until:
+                ends.stalls[slot] = None
                 continue
             follower.advance(token_id)
             if follower.stalled is not None:
@@ -182,7 +195,8 @@ class GrammarTable:
         return ends
 
     def shutdown(self) -> None:
-        """Stop compiling; idempotent."""
+        """Stop compiling and computing; idempotent."""
+        self._threads.shutdown()
         self._compiler.shutdown()
 
     def _masks(self, masked: list["_Rows"]) -> TokenMasks:
@@ -190,10 +204,16 @@ class GrammarTable:
         bits = np.empty((sum(map(len, rows)), self._words), np.int32)
         bits[:] = self._free
         places = np.cumsum([0, *map(len, rows)]).tolist()
-        self._fill(bits, masked, places)
-        for each, row, place in zip(masked, rows, places, strict=False):
-            if not each.follower.mask_computed():  # what is drawn does not count
-                bits[place : place + len(row)] = self._free
+        jobs = [
+            MaskJob(each.follower.grammar.following, partial(self._fill_rows, bits, each, place))
+            for each, place in zip(masked, places, strict=False)
+        ]
+        began = [job for job, each in zip(jobs, masked, strict=True) if each.slot not in self._late]
+        self._threads.run(began)
+        for each, job, row, place in zip(masked, jobs, rows, places, strict=False):
+            self._settle(each, job)
+            if each.slot in self._late or not each.follower.mask_computed():
+                bits[place : place + len(row)] = self._free  # what is drawn does not count
         endings = {
             each.first: token_id
             for each in masked
@@ -201,21 +221,22 @@ class GrammarTable:
         }
         return TokenMasks(np.concatenate(rows), bits, endings, self._eos)
 
-    def _fill(
-        self, bits: npt.NDArray[np.int32], masked: list["_Rows"], places: Sequence[int]
-    ) -> None:
-        """Compute the rows of `bits` that grammars have begun for; others stay as they are.
-
-        One after the other: requests with one grammar share what is known of it, and threads that
-        wait for each other there take several times as long.
-        """
-        began = time.perf_counter_ns()
-        for each, place in zip(masked, places, strict=False):
-            self._fill_rows(bits, each, place)
-            ended = time.perf_counter_ns()
-            if ended - began >= MUCH_NS:
-                self.mask_us[each.slot] = (ended - began) // 1000
-            began = ended
+    def _settle(self, rows: "_Rows", job: MaskJob) -> None:
+        """Take note of how long the masks of one slot took, or of their being late."""
+        follower, seconds = rows.follower, job.seconds
+        self._late.discard(rows.slot)
+        if job.is_over:
+            follower.error = TOO_SLOW
+            if seconds is None:  # others that follow this grammar would wait for the same thread
+                follower.grammar.error = TOO_SLOW
+                self._compiler.forget(follower.grammar)
+        elif seconds is None and follower.grammar.error is not None:
+            follower.error = follower.grammar.error
+        elif seconds is None:
+            self._late.add(rows.slot)
+            seconds = max(follower.grammar.following.seconds, MUCH_NS * 1e-9)
+        if seconds is not None and seconds >= MUCH_NS * 1e-9:
+            self.mask_us[rows.slot] = int(seconds * 1e6)
 
     def _fill_rows(self, bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> None:
         """Compute the masks of one slot."""
@@ -227,10 +248,13 @@ class GrammarTable:
             return
         row_bytes = self._words * bits.itemsize
         address = bits.ctypes.data + (place + free) * row_bytes
-        matcher.unsafe_compute_mask_ptr(address, row_bytes)
-        rest = rows.proposed[free:]
-        if rest:
-            _fill_ahead(matcher, rest, address + row_bytes, row_bytes)
+        rest = list(rows.proposed[free:])
+        if rest:  # up to the first that cannot come
+            matcher.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]
+                address, row_bytes, rest
+            )
+        else:
+            matcher.unsafe_compute_mask_ptr(address, row_bytes)
 
 
 def _fill_special(bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> None:
@@ -242,18 +266,6 @@ def _fill_special(bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> Non
         if follower.ended or follower.stalled is not None:
             break
         follower.fill(bits[row])
-
-
-def _fill_ahead(matcher: "LLMatcher", proposed: Sequence[int], address: int, size: int) -> None:
-    """Compute the masks after each proposed token, up to the first that cannot come."""
-    consumed = 0
-    for token_id in proposed:
-        if matcher.is_stopped() or not matcher.try_consume_tokens([token_id]):
-            break
-        matcher.unsafe_compute_mask_ptr(address + consumed * size, size)
-        consumed += 1
-    if consumed:
-        matcher.rollback(consumed)
 
 
 class _Rows(NamedTuple):

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from engine.batch.executor import GroupExecutor
 from engine.distributed.spec import GroupBroken, GroupSpec, listener_address, open_listener
-from engine.executor.interface import GroupExecutor
 from engine.lockstep.group_connection import GroupConnection
 from engine.lockstep.group_membership import GroupMembership, Place
 from engine.shared.messages import FormGroup, GroupMember, GroupStatus

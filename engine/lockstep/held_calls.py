@@ -25,6 +25,8 @@ class HeldCalls:
 
     def take(self, call: UtilityCall) -> bool:
         """Take a call if it is one of these."""
+        if call.name == "pause" and call.arguments.get("mode") == "wait":
+            return False  # each rank runs out of work, and then the group does
         if call.name in _HOLDS:
             self._reasons.add(call.name)
             self._wave.pause_requested()
@@ -65,6 +67,8 @@ class HeldCalls:
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             self._core.handle(call)
+            if call.name == "wake_up" and self._core.halting.is_sleeping:
+                continue  # it has a part of its memory back, or none
             self._reasons.discard(_ENDS.get(call.name, ""))
             if call.name in _ENDS and not self._reasons:
                 self._wave.resume_requested()

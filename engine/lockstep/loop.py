@@ -18,21 +18,20 @@ from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
+from engine.core.inbox import Drain, InboxItem, Stop, Welcomed, receive
 from engine.core.outbox import CoreStep
+from engine.core.sender import Outlet
 from engine.core.steps import StepFailed
+from engine.core.turns import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
+from engine.core.watchdog import StepWatch
 from engine.distributed.spec import GroupBroken
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.held_calls import HeldCalls
 from engine.lockstep.wave import EngineWave, Gather, GatherRow, Land, Park, Step
-from engine.process.ending import Ending
-from engine.process.events import Drain, InboxItem, Stop, Welcomed
-from engine.process.inbox import receive
-from engine.process.sender import Outlet
-from engine.process.turns import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
-from engine.process.watchdog import StepWatch
 from engine.scheduler.admission import RankState
-from engine.shared.messages import FormGroup, UtilityCall
+from engine.shared.messages import FleetOrder, FormGroup, UtilityCall
 
 if TYPE_CHECKING:
     from engine.distributed.engines import EngineGroup
@@ -47,10 +46,7 @@ GATHER_INTERVAL = 16
 
 
 class LockstepLoop:
-    """Takes part in the steps of a group.
-
-    More than 15 attributes: it is where all parts of an engine in a group meet.
-    """
+    """Takes part in the steps of a group."""
 
     def __init__(
         self,
@@ -206,6 +202,9 @@ class LockstepLoop:
                 self._form(item)
             case UtilityCall() if self._held_calls.take(item):
                 pass
+            case FleetOrder():
+                for call in self._core.halting.take_up(item):
+                    self._take(call)
             case Welcomed():
                 pass  # it is a member already
             case _:

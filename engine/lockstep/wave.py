@@ -162,11 +162,7 @@ def is_hold(hold_epoch: int) -> bool:
 
 
 class EngineWave:
-    """What one rank knows of its group, from which follows what it does next.
-
-    More than 15 attributes and 20 methods: the methods are the events of one protocol, and most
-    change the phase, the clocks and the reports together.
-    """
+    """What one rank knows of its group, from which follows what it does next."""
 
     def __init__(
         self,

@@ -117,6 +117,15 @@ NO_TAPS = Taps(())
 """Collects nothing."""
 
 
+class ImageTokens(msgspec.Struct, frozen=True):
+    """The tokens of a step that stand for images."""
+
+    tokens: Tensor
+    """[tokens] int64: index among the tokens of the step."""
+    embeddings: Tensor
+    """[tokens, hidden]"""
+
+
 class StepTokens(msgspec.Struct, frozen=True):
     """The tokens of one step, rows one after the other."""
 
@@ -138,6 +147,8 @@ class StepTokens(msgspec.Struct, frozen=True):
     """What differs for all groups of layers but the first, which have KV blocks of their own."""
     taps: Taps = NO_TAPS
     """What states between layers are given to; those after the last layer are of final tokens."""
+    images: ImageTokens | None = None
+    """None if there are none in the step."""
 
 
 class Followers(Protocol):
@@ -255,11 +266,7 @@ class Decoder:
             self._begin_together(self.expert_group, len(step.token_ids))
         if self.adapters is not None:
             self.adapters.current = step.adapters
-        if self._weights.embed is not None:
-            x = self._weights.embed(step.token_ids)
-        else:
-            assert incoming is not None, "states come from the stage before"
-            x = incoming
+        x = self._first_states(step, incoming)
         factors = self._weights.factors(step.positions)
         last = self._weights.layers[-1]
         parts: tuple[StepTokens | GroupTokens, ...] = (step, *step.others)
@@ -290,6 +297,16 @@ class Decoder:
         if self.expert_group is not None:
             self.expert_group.end_step()
         return x if self._weights.norm is None else self._weights.norm(x)
+
+    def _first_states(self, step: StepTokens, incoming: Tensor | None) -> Tensor:
+        """Return what the first layer here gets: embeddings, or states of the stage before."""
+        if self._weights.embed is None:
+            assert incoming is not None, "states come from the stage before"
+            return incoming
+        x = self._weights.embed(step.token_ids)
+        if step.images is not None:
+            x.index_copy_(0, step.images.tokens, step.images.embeddings)
+        return x
 
     def _begin_together(self, group: ExpertGroup, num_tokens: int) -> bool:
         """Begin a step with all ranks; return whether any has tokens.

@@ -8,20 +8,27 @@ from typing import Any, cast, get_args
 
 import msgspec
 
+from engine.models.families.config import check_unread, with_defaults
 from engine.models.families.registry import architecture_of, family_of
 from engine.models.formats.quantized.scheme import read_scheme
 from engine.models.spec import DtypeName, ModelSpec, UnsupportedModel
+from engine.shared.end_tokens import end_token_ids, named_end_tokens
 
 _DTYPES: tuple[str, ...] = get_args(DtypeName)
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """Read `config.json` and, if there, `generation_config.json` of a model directory.
+    """Read `config.json` of a model directory, and its end tokens from all files that name one.
 
     Raises:
         UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
     """
-    return parse_spec(read_config(directory), read_generation(directory))
+    config, generation = read_config(directory), read_generation(directory)
+    spec = parse_spec(config, generation)
+    text = {**config, **(config.get("text_config") or {})}
+    ends = end_token_ids(directory, text, generation)
+    known = tuple([each for each in ends if each < spec.vocab_size])
+    return msgspec.structs.replace(spec, eos_token_ids=known)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -51,15 +58,20 @@ def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
     """
     architecture = architecture_of(config)
     scheme = read_scheme(config)  # refuses what the checkpoint could not read
-    text = {**config, **(config.get("text_config") or {}), "architectures": [architecture]}
-    spec = family_of(architecture).spec(text)
+    own = config.get("text_config") or config
+    given = {**config, **own, "architectures": [architecture]}
+    family = family_of(architecture)
+    keys_of = family.reads_as or architecture
+    text = with_defaults(keys_of, given)
+    spec = family.spec(text)
+    check_unread(keys_of, own, text, family.ignored)
     if scheme is not None and scheme.method == "mxfp4" and not (spec.moe and spec.moe.is_mxfp4):
         raise UnsupportedModel(
             f"the checkpoint is quantized (mxfp4), which is not read for {architecture}"
         )
     return msgspec.structs.replace(
         spec,
-        eos_token_ids=eos_token_ids(text, generation),
+        eos_token_ids=named_end_tokens(text, generation),
         dtype=_dtype(text),
     )
 
@@ -72,15 +84,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UnsupportedModel(f"{path} does not hold a JSON object")
     return content
-
-
-def eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end an answer, by the one file or by the other."""
-    for source in (generation, config):
-        eos = source.get("eos_token_id")
-        if eos is not None:
-            return (eos,) if isinstance(eos, int) else tuple(eos)
-    return ()
 
 
 def _dtype(config: dict[str, Any]) -> DtypeName | None:

@@ -7,65 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.kernels.choice import FusedKernels
+from engine.kernels.reference import rms_norm, rms_norm_heads, swiglu
+from engine.kernels.registry import FusedKernels
 from engine.models.spec import ModelSpec, NormSpec
 
 Rows = Callable[[Tensor], Tensor]
 """From [rows, in] to [rows, out]."""
-_CACHED_VALUES = 1 << 16
-"""Values that are normalized at once on a CPU, for each of its threads: in float32 they and their
-squares take half a megabyte, so that all passes but the first find them in the cache."""
-_UNCACHED_VALUES = 1 << 18
-"""Values for each thread from which on that pays."""
 _VECTOR = 64
 """Values of which a processor computes a multiple in whole vectors."""
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to a root mean square of one, then by the weights (computed in float32)."""
-    if x.device.type != "cpu":
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    if x.dtype != torch.float32:
-        return _rms_norm_16(x, weight, eps)
-    # Half as many operations as torch's composition take half of its time: see
-    # benchmarks/results/measurements.md
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return torch.mul(x, weight).mul_(scale)
-
-
-def _rms_norm_16(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Do as `rms_norm` on a CPU with values of 16 bits.
-
-    Many rows are taken some at a time, through the operations of torch's own composition, which
-    passes ten times over all of them. Each row gets the bits that it gets there.
-    """
-    threads, width = torch.get_num_threads(), x.shape[-1]
-    if x.numel() < _UNCACHED_VALUES * threads:
-        return F.rms_norm(x, (width,), weight, eps)
-    at_once = max(1, _CACHED_VALUES * threads // width)
-    out = torch.empty_like(x)
-    for some, normed in zip(torch.split(x, at_once), torch.split(out, at_once), strict=True):
-        values = some.float()
-        scale = values.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
-        normed.copy_(values.mul_(scale).mul_(weight))
-    return out
-
-
-def rms_norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize every head by itself.
-
-    Args:
-        heads: [tokens, heads, head_dim]
-        weight: [heads, head_dim]
-    """
-    return F.rms_norm(heads, (heads.shape[-1],), None, eps).mul_(weight)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up for [rows, 2 * inner] with the gates in the first half."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
 
 
 def gelu_gated(gate_up: Tensor) -> Tensor:

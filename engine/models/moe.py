@@ -2,13 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.kernels.reference import (
+    ChooseExperts,
+    Experts,
+    GateChosen,
+    choose_experts,
+    gating,
+    swiglu,
+)
 from engine.models.adapters import AdapterBank
-from engine.models.layers import Rows, sigmoid, swiglu
+from engine.models.layers import Rows, sigmoid
 from engine.models.products.dense import DenseLinear, Linear, Summand, add_to
 from engine.models.products.row_blocks import is_by_rows
 from engine.models.spec import MoeSpec
@@ -19,31 +27,6 @@ _MAX_WASTE = 4
 """Factor by which more arithmetic than that of the chosen experts may be done to save calls."""
 _SMALL_LAYER = 16 * 2**20
 """Bytes of a layer's experts that stay in a processor's cache."""
-
-
-class ChooseExperts(Protocol):
-    """See `choose_experts`."""
-
-    def __call__(self, scores: Tensor, per_token: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts and their weights."""
-        ...
-
-
-def choose_experts(scores: Tensor, per_token: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose the most likely experts of each token by the softmax of scores [tokens, experts].
-
-    Args:
-        normalize: whether the weights of a token's experts add up to one.
-
-    Returns:
-        experts: [tokens, per_token] int64
-        weights: the same shape, float32
-    """
-    probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32)
-    weights, experts = probabilities.topk(per_token, dim=-1)
-    if normalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return experts, weights
 
 
 class Router:
@@ -139,19 +122,6 @@ class Expert(Summand):
         return add_to(sums, self._down, self._gated(self._gate_up(x)))
 
 
-class Experts(Protocol):
-    """All experts of one layer."""
-
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts.
-
-        Args:
-            x: [tokens, hidden]
-            chosen, weights: [tokens, experts_per_token], from `Router`
-        """
-        ...
-
-
 class GroupedExperts:
     """Experts with weights of their own, in whatever layout is fastest."""
 
@@ -161,33 +131,6 @@ class GroupedExperts:
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         return _expert_by_expert(x, chosen, weights, self._experts, self._adapters)
-
-
-class GateChosen(Protocol):
-    """What lies between two products with all experts of a layer."""
-
-    def __call__(self, gate_up: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Gate, and weigh the experts: by nothing those that a token has not chosen.
-
-        Args:
-            gate_up: [tokens, experts, 2 * inner]
-            chosen, weights: [tokens, experts_per_token], from `Router`
-
-        Returns:
-            [tokens, experts * inner]
-        """
-        ...
-
-
-def gating(gated: Rows) -> GateChosen:
-    """Return what gates all experts, then weighs them."""
-
-    def gate(gate_up: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        shares = gate_up.new_zeros(gate_up.shape[:2])
-        shares.scatter_(1, chosen, weights.to(gate_up.dtype))
-        return gated(gate_up).mul_(shares.unsqueeze(-1)).flatten(1)
-
-    return gate
 
 
 class AllExperts:

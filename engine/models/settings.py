@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from engine.kernels.processor import float32_is_faster, has_16_bit_kernels
 from engine.models.attention.kv_format import KvCacheDtype, KvFormat, kv_format
 from engine.models.formats.checkpoint import Checkpoint, DummyCheckpoint, SafetensorsCheckpoint
-from engine.models.formats.gguf.checkpoint import GgufCheckpoint
 from engine.models.loading.products import Quantization
-from engine.models.products.processor import float32_is_faster, has_16_bit_kernels
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.models.weights import decoder_tensors
 from engine.shared.config import ModelConfig
@@ -18,6 +17,10 @@ from engine.shared.gguf.directory import is_gguf
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+_SMALL = 1_000_000_000
+"""Parameters of models that lose much by rounding."""
+_LOST = {"int8": "4.2 %", "int4": "26 % (nothing where the checkpoint has 4 bits)"}
+"""SmolLM2-135M, by the type that its weights are rounded to."""
 _CACHED_WEIGHTS = 1 << 24
 """Parameters of the largest model that counts as small: 64 MB in float32."""
 
@@ -31,6 +34,9 @@ def open_checkpoint(directory: Path, spec: ModelSpec, config: ModelConfig) -> Ch
     if config.load_format == "dummy":
         return DummyCheckpoint(directory, spec, config.seed, _dummy_dtype(spec, config))
     if is_gguf(config.model):
+        # Brings a package that no other model needs.
+        from engine.models.formats.gguf.checkpoint import GgufCheckpoint
+
         dtype = None if config.dtype == "auto" else _DTYPES[config.dtype]
         return GgufCheckpoint(Path(config.model).expanduser(), spec, dtype)
     return SafetensorsCheckpoint(directory, spec)
@@ -99,6 +105,31 @@ def quantization(
         return config.quantization
     in_16_bits = device.type == "cpu" and types.activations.itemsize == 2
     return "stored" if in_16_bits and not has_16_bit_kernels() else None
+
+
+def losses(spec: ModelSpec, length: int, rounding: Quantization | None) -> list[str]:
+    """Return what makes answers worse than the model could give them, for the log at the start.
+
+    Args:
+        length: the longest sequence in tokens.
+        rounding: of weights.
+    """
+    found = []
+    stretched = [rope for rope in spec.distinct_ropes if rope.short_factor != rope.long_factor]
+    original = min((rope.original_max_position_embeddings for rope in stretched), default=length)
+    if length > original:
+        found.append(
+            f"LongRoPE: sequences of any length use the frequencies for long ones, as "
+            f"--max-model-len {length} is more than {original}; where all are shorter, "
+            f"--max-model-len {original} gives better answers"
+        )
+    parameters = sum(prod(shape) for shape in decoder_tensors(spec).values())
+    if rounding in _LOST and parameters < _SMALL:
+        found.append(
+            f"--quantization {rounding} on a model of {parameters / 1e6:.0f} million parameters: "
+            f"the perplexity of one of 135 million rose by {_LOST[rounding]}"
+        )
+    return found
 
 
 def model_length(spec: ModelSpec, config: ModelConfig) -> int:

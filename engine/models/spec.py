@@ -15,10 +15,7 @@ class UnsupportedModel(ValueError):
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding: the base and, if stretched, by which scheme and how far.
-
-    More than 15 attributes: the parameters of all schemes.
-    """
+    """Rotary position embedding: the base and, if stretched, by which scheme and how far."""
 
     theta: float
     kind: RopeKind = "default"
@@ -142,11 +139,38 @@ QkNorm = Literal["none", "head", "each_head", "width", "unit"]
 all queries together, and all keys; every head without weights, in layers that know positions."""
 
 
-class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the decoder has to know; sizes in elements.
+class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A vision encoder: layers over patches of an image, of which each square becomes a token."""
 
-    More than 15 attributes: one for each way in which families of models differ.
-    """
+    token_id: int
+    """Stands in prompts where an embedding of an image goes."""
+    image_size: int
+    """Longest side of an image in pixels."""
+    patch_size: int
+    scale_factor: int
+    """Patches on a side of the square that becomes one token."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    activation: str
+    eps: float
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Return how many tokens stand for an image; 0 for a size that is not taken."""
+        side = self.patch_size * self.scale_factor
+        if height != width or not 0 < height <= self.image_size or height % side:
+            return 0
+        return (height // side) * (width // side)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest image."""
+        return self.num_tokens(self.image_size, self.image_size)
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the decoder has to know; sizes in elements."""
 
     architecture: str
     vocab_size: int
@@ -194,6 +218,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each head has a score that takes attention from all keys and gives nothing."""
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    vision: VisionSpec | None = None
+    """Of a model that sees images."""
     num_outputs: int | None = None
     """Labels of a classifier, which has outputs for them in place of an LM head; 0: neither."""
     eos_token_ids: tuple[int, ...] = ()
@@ -231,3 +257,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer's MLP is a mixture of experts."""
         return self.moe is not None and self.moe.layers[layer]
+
+
+def check_heads(spec: ModelSpec, size: int) -> None:
+    """Check that the attention heads of a model can be dealt out to so many processes.
+
+    Raises:
+        UnsupportedModel: they cannot.
+    """
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if spec.qk_norm == "width":
+        raise UnsupportedModel(
+            f"--tensor-parallel-size: {spec.architecture} normalizes the queries of all heads "
+            "together, which no process has"
+        )
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise UnsupportedModel(
+            f"--tensor-parallel-size {size} does not suit a model with {heads} attention heads "
+            f"and {kv_heads} key-value heads: it has to divide the former, and to divide or be "
+            "a multiple of the latter"
+        )

@@ -240,5 +240,5 @@ def rotated_order(rope: RopeSpec, head_dim: int) -> tuple[int, ...] | None:
 
 
 def rotated_dims(rope: RopeSpec, head_dim: int) -> int:
-    """Return how many dimensions of each head are rotated."""
-    return int(head_dim * rope.share)
+    """Return how many dimensions of each head are rotated: an odd number is rounded up."""
+    return -(-int(head_dim * rope.share) // 2) * 2

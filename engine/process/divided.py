@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.executor.interface import Executor
+from engine.batch.executor import Executor
 from engine.executor.team import Team
 from engine.process.early_stop import EarlyStop
 from engine.shared.config import EngineConfig

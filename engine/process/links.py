@@ -1,11 +1,11 @@
 """Which front ends an engine is connected to, as the coordinator's lists say: no I/O.
 
 The shell connects and disconnects what `update` and `tick` return, and sends each hello on the
-request connection of its front end. Greetings are repeated, as a sign of life that takes the very
-way that requests and answers take; losing one costs an interval.
+request connection of its front end. Hellos are repeated, as a sign of life over the connections of
+requests and answers; a lost one costs an interval.
 
-An engine that has just become able to serve asks with its hellos who routes to it already.
-Whoever starts it waits for that before it ends another engine, so that no front end is without.
+An engine that has just become ready asks in its hellos which front ends route to it already. Its
+supervisor waits for that before it ends another engine, so that no front end is left without one.
 """
 
 from typing import NamedTuple

@@ -8,22 +8,33 @@ threads: the sender, the health and the watch over a step's time, the connection
 import logging
 import secrets
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-import msgspec
 import zmq
+from msgspec.structs import replace
 
+from engine.batch.executor import Executor, GroupExecutor
+from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
-from engine.core.events import AdaptersSettled, GrammarsSettled
+from engine.core.events import AdaptersSettled, PrerequisitesSettled
+from engine.core.hosted import Backend, HostedEngine
+from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
+from engine.core.sender import Sender
 from engine.core.steps import StepFailed
+from engine.core.turns import Turns
+from engine.core.watchdog import StepWatch, Watchdog
 from engine.core.wave_clock import OwnClock
 from engine.executor.binding import bound, sharers
 from engine.executor.draft_rules import check_draft_settings
 from engine.executor.environment import settle_environment
-from engine.executor.interface import Executor, GroupExecutor
 from engine.executor.pooling_rules import check_pooling
+from engine.kv_events.events import KvEventLog
+from engine.kv_events.publisher import KvEventPublisher, check_events, read_settings
+from engine.kv_tiers.opening import KvMemory, check_tiers, model_name, open_tiers
+from engine.kv_tiers.tiers import KvTiers
 from engine.lockstep.group_connection import GroupConnection
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.loop import LockstepLoop
@@ -31,29 +42,33 @@ from engine.lockstep.wave import EngineWave, Phase
 from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
 from engine.models.fallback.choice import check_fallback, implementation
-from engine.models.hf_config import read_spec
+from engine.models.hf_config import read_config, read_spec
+from engine.models.spec import check_heads
 from engine.process.divided import divided_executor
 from engine.process.early_stop import EarlyStop
-from engine.process.ending import Ending
-from engine.process.events import Drain, InboxItem, Stop, Welcomed
 from engine.process.loop import EngineLoop
 from engine.process.receiver import Receiver, build_reception
 from engine.process.reception import HaveAdapters, Serve, StandInGroup, WantNothingNew
-from engine.process.sender import Sender
-from engine.process.turns import Turns
-from engine.process.watchdog import StepWatch, Watchdog
 from engine.shared.adapters import configured_adapters
 from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.config import EngineConfig
+from engine.shared.end_signals import end_signals
 from engine.shared.health import Health, serve_health
 from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, Lifeline
 from engine.shared.logs import name_process
-from engine.shared.membership import JOIN_TIMEOUT
-from engine.shared.messages import AdapterSheet, EngineDead, GroupMember, HeldAdapter
+from engine.shared.messages import (
+    AdapterSheet,
+    EngineDead,
+    EngineSetup,
+    GroupMember,
+    HeldAdapter,
+)
 from engine.shared.model_files import model_directory
+from engine.shared.plugins import load_plugin
 from engine.shared.pooling import PoolingSpec, read_pooling
 from engine.shared.transport import Transport, advertised_host, make_context
+from engine.vllm.arguments import check_settings
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +85,15 @@ def steps_together(config: EngineConfig) -> bool:
         UnsupportedModel: its config asks for something that is not implemented.
     """
     parallel = config.parallel
+    if config.executor.engine_backend == "vllm":
+        check_settings(config)
+        return False
     if not parallel.enable_expert_parallel or parallel.data_parallel_size == 1:
         return False
+    if config.executor.engine_backend != "swell":
+        raise ValueError(
+            "--enable-expert-parallel over several engines needs --engine-backend swell"
+        )
     directory = model_directory(config.model, weights=False)
     if implementation(directory, config.model) == "transformers":
         check_fallback(config)
@@ -100,6 +122,8 @@ def build_executor(
     if pooling is not None:
         check_pooling(config, pooling)
     check_draft_settings(config)
+    check_tiers(config, pools=pooling is not None)
+    check_events(config, pools=pooling is not None)
     if config.executor.executor == "simulated":
         if config.cache.kv_cache_dtype != "auto":
             raise CannotStart(
@@ -109,6 +133,8 @@ def build_executor(
         return _simulated_executor(config, directory, pooling)
     if pooling is None and implementation(directory, config.model) == "transformers":
         check_fallback(config)
+    if config.parallel.tensor_parallel_size > 1 and (pooling is None or not pooling.is_encoder):
+        check_heads(read_spec(directory), config.parallel.tensor_parallel_size)
     lifeline.progress("importing torch")
     engines_on_node = max(1, config.parallel.engines_on_node)
     settle_environment(sharers(config, engines_on_node))
@@ -131,7 +157,10 @@ def _simulated_executor(
 
     if config.parallel.nnodes > 1:
         raise CannotStart("--nnodes needs --executor model: a simulated engine has no workers")
-    vocab_size = msgspec.json.decode((directory / "config.json").read_bytes())["vocab_size"]
+    described = read_config(directory)
+    vocab_size = (described.get("text_config") or described)["vocab_size"]
+    is_own = implementation(directory, config.model) == "swell" and pooling is None
+    sees = is_own and described.get("vision_config") is not None
     adapters = None
     if config.lora.enable_lora:
         modules = AdaptableModules(read_spec(directory))
@@ -142,19 +171,33 @@ def _simulated_executor(
         grammars=grammar_table(directory, vocab_size, ()),
         adapters=adapters,
         pooling=pooling,
+        vision=read_spec(directory).vision if sees else None,
     )
 
 
-def wait_for_rank(inbox: "SimpleQueue[InboxItem]", timeout: float) -> Welcomed:
-    """Wait until the coordinator has accepted this engine.
+WAITING_INTERVAL = 10.0
+"""Seconds between two log lines of an engine that waits for the coordinator."""
+
+
+def wait_for_rank(inbox: "SimpleQueue[InboxItem]", timeout: float, where: str) -> Welcomed:
+    """Wait until the coordinator at this address has accepted this engine.
 
     Raises:
-        CannotStart: refused, or nobody answered.
+        CannotStart: refused, or not answered.
     """
-    try:
-        first = inbox.get(timeout=timeout)
-    except Empty:
-        raise CannotStart(f"no coordinator answered within {timeout:.0f} s") from None
+    began = time.monotonic()
+    while True:
+        waited = time.monotonic() - began
+        try:
+            first = inbox.get(timeout=max(0.0, min(WAITING_INTERVAL, timeout - waited)))
+            break
+        except Empty:
+            waited = time.monotonic() - began
+            if waited >= timeout:
+                raise CannotStart(
+                    f"no coordinator answered at {where} within {timeout:.0f} s"
+                ) from None
+            logger.warning("no coordinator answers at %s yet, for %.0f s", where, waited)
     if isinstance(first, Stop):
         raise CannotStart(first.error or "stopped while joining")
     assert isinstance(first, Welcomed), first
@@ -162,26 +205,28 @@ def wait_for_rank(inbox: "SimpleQueue[InboxItem]", timeout: float) -> Welcomed:
 
 
 class EngineProcess:
-    """Wires the threads together and ends them in order.
-
-    More than 15 attributes: it is the one place that holds all threads and what they share.
-    """
+    """Wires the threads together and ends them in order."""
 
     def __init__(self, config: EngineConfig, lifeline: Lifeline, incarnation: int) -> None:
         self._steps_together = steps_together(config)
         self._config = config
         self._lifeline = lifeline
         self._incarnation = incarnation
-        self._health = Health(config.health.stall_timeout)
-        serve_health(config.health, self._health)
         self._watch = StepWatch(config.executor.step_timeout)
+        self._health = Health(config.health.stall_timeout, may_wait=self._watch.is_within_budget)
+        serve_health(config.health, self._health)
         self._early_stop = EarlyStop()
+        self._kv_memory: KvMemory | None = None
+        self._tiers: KvTiers | None = None
+        self._kv_events: KvEventLog | None = None
+        self._kv_publisher: KvEventPublisher | None = None
         self._serving = False
         self._summary = ""
         self._asked_to_end = False
+        self._weight_version = ""
         self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
-        transport = Transport(config.cluster, self._context)
+        self._transport = transport = Transport(config.cluster, self._context)
         self._connection = GroupConnection()
         self._sender = Sender(transport)
         self._reception = build_reception(config, incarnation, lockstep=self._steps_together)
@@ -216,9 +261,17 @@ class EngineProcess:
         executor: Executor | None = None
         try:
             self._lifeline.progress("waiting for the coordinator")
-            welcome = wait_for_rank(self._inbox, JOIN_TIMEOUT)
+            cluster = self._config.cluster
+            welcome = wait_for_rank(self._inbox, cluster.join_timeout, cluster.coordinator_address)
             log = self._config.log
             name_process(f"engine {welcome.rank}", log.log_level, log.log_format)
+            weights = self._reception.ordered_weights
+            if weights is not None:
+                chosen = replace(self._config.model, model=weights.model, revision=weights.revision)
+                self._config = replace(self._config, model=chosen)
+                self._weight_version = weights.version
+            if self._config.executor.engine_backend != "swell":
+                return self._serve_backend(welcome)
             executor = build_executor(
                 self._config,
                 welcome.rank,
@@ -227,9 +280,16 @@ class EngineProcess:
                 lambda reason: self._inbox.put(Stop(reason)),
             )
             if executor.grammars is not None:
-                executor.grammars.on_settled = lambda: self._inbox.put(GrammarsSettled())
+                executor.grammars.on_settled = lambda: self._inbox.put(PrerequisitesSettled())
             if executor.adapters is not None:
                 executor.adapters.on_settled = lambda: self._inbox.put(AdaptersSettled())
+            if isinstance(executor, KvMemory):
+                self._kv_memory = executor
+                fingerprint = executor.info.model_fingerprint
+                self._tiers = open_tiers(self._config, executor, fingerprint)
+            if self._tiers is not None:
+                self._tiers.on_settled = lambda: self._inbox.put(PrerequisitesSettled())
+            self._open_kv_events(executor, welcome.rank)
             if self._steps_together:
                 return self._serve_together(executor, welcome)
             return self._serve_alone(executor, welcome)
@@ -237,9 +297,25 @@ class EngineProcess:
             with self._early_stop.held():
                 self._receiver.stop()
                 self._sender.stop()
+                if self._tiers is not None:
+                    self._tiers.shutdown()
+                if self._kv_publisher is not None:
+                    self._kv_publisher.shutdown()
                 if executor is not None:
                     executor.shutdown()
                 self._context.destroy(linger=0)
+
+    def _open_kv_events(self, executor: Executor, rank: int) -> None:
+        """Publish what becomes of KV blocks, if that was asked for."""
+        cache = self._config.cache
+        settings = read_settings(cache.kv_events_config)
+        if settings is None:
+            return
+        publisher = self._kv_publisher = KvEventPublisher(settings, rank, self._transport)
+        logger.info("events of KV blocks: %s", ", ".join(publisher.endpoints))
+        is_on_cpu = isinstance(executor, KvMemory) and executor.device_type == "cpu"
+        medium = "CPU" if is_on_cpu or self._config.model.device == "cpu" else "GPU"
+        self._kv_events = KvEventLog(cache.block_size, medium, publisher.publish)
 
     def _serve_alone(self, executor: Executor, welcome: Welcomed) -> int:
         clock = OwnClock(welcome.wave)
@@ -248,11 +324,51 @@ class EngineProcess:
             executor,
             rank=welcome.rank,
             incarnation=self._incarnation,
+            tiers=self._tiers,
+            kv_events=self._kv_events,
             clock=clock,
             on_adapters=self._has_adapters,
+            on_setup=self._weights_changed,
+            weight_version=self._weight_version,
         )
         self._load_adapters(core)
-        self._ready(core, executor)
+        return self._serve(core, welcome.rank)
+
+    def _serve_backend(self, welcome: Welcomed) -> int:
+        name = self._config.executor.engine_backend
+        settle_environment(sharers(self._config, max(1, self._config.parallel.engines_on_node)))
+
+        def start(backend: type[Backend]) -> Backend:
+            self._lifeline.progress(f"starting the engine of {name}")
+            return backend(
+                self._config,
+                rank=welcome.rank,
+                incarnation=self._incarnation,
+                clock=OwnClock(welcome.wave),
+                on_failure=lambda reason: self._inbox.put(Stop(reason)),
+                weight_version=self._weight_version,
+            )
+
+        self._lifeline.progress(f"importing {name}")
+        if name != "vllm":
+            core = load_plugin("swell.engine_backends", name, "--engine-backend", start)
+        else:
+            try:
+                from engine.vllm.core import VllmCore  # of an environment of its own
+            except ImportError as error:
+                raise CannotStart(
+                    f"--engine-backend vllm: {error}; name the interpreter of an environment with "
+                    "vLLM in --engine-python"
+                ) from error
+            core = start(VllmCore)
+        try:
+            return self._serve(core, welcome.rank)
+        finally:
+            with self._early_stop.held():
+                core.shutdown()
+
+    def _serve(self, core: HostedEngine, rank: int) -> int:
+        self._ready(core.setup)
         loop = EngineLoop(
             core,
             Turns(core, self._config.cluster.drain_timeout),
@@ -262,7 +378,7 @@ class EngineProcess:
             on_turn=self._health.turn,
             on_drain=self._drain,
         )
-        return self._loop_until_stopped(loop, welcome.rank)
+        return self._loop_until_stopped(loop, rank)
 
     def _serve_together(self, executor: Executor, welcome: Welcomed) -> int:
         if not isinstance(executor, GroupExecutor):
@@ -280,8 +396,11 @@ class EngineProcess:
             executor,
             rank=rank,
             incarnation=incarnation,
+            kv_events=self._kv_events,
             clock=wave,
             on_adapters=self._has_adapters,
+            on_setup=self._weights_changed,
+            weight_version=self._weight_version,
         )
         self._load_adapters(core)
         grouping = Grouping(
@@ -304,7 +423,7 @@ class EngineProcess:
             on_turn=self._health.turn,
             on_drain=self._drain,
             on_wave=self._reception.note_wave,
-            on_joined=lambda: self._ready(core, executor),
+            on_joined=lambda: self._ready(core.setup),
         )
         try:
             return self._loop_until_stopped(loop, rank)
@@ -334,26 +453,29 @@ class EngineProcess:
             if not entry.confined and not entry.version:  # it has never been served
                 raise CannotStart(f"--lora-modules {entry.name}={entry.path}: {error}")
 
+    def _weights_changed(self, setup: EngineSetup) -> None:
+        """Tell the cluster of other weights, whose KV blocks are others."""
+        if self._tiers is not None and self._kv_memory is not None:
+            self._tiers.model = model_name(self._kv_memory, setup.model_fingerprint)
+        self._receiver.tell(Serve(setup))
+
     def _drain(self) -> None:
         self._health.drain()
         self._receiver.tell(WantNothingNew())
 
-    def _ready(self, core: EngineCore, executor: Executor) -> None:
+    def _ready(self, setup: EngineSetup) -> None:
         """Tell the cluster that the engine serves, the first time."""
         if self._serving:
             return
         self._serving = True
         settle_heap()
-        info = executor.info
-        num_groups = len(info.cache_windows)
-        tokens = info.num_kv_blocks // num_groups * self._config.cache.block_size
-        self._summary = f"KV cache of {info.num_kv_blocks} blocks ({tokens:,} tokens)"
+        self._summary = f"KV cache of {setup.num_kv_blocks} blocks ({setup.kv_tokens:,} tokens)"
         if self._config.executor.bound_to:
             self._summary += f", on CPUs {self._config.executor.cpu_bind}"
-        self._receiver.tell(Serve(core.setup))
+        self._receiver.tell(Serve(setup))
 
     def _routed(self) -> None:
-        """Tell whoever started the engine that it can be counted on; called by the receiver."""
+        """Tell the supervisor that front ends use the engine; called by the receiver."""
         self._health.ready()
         self._lifeline.ready(self._summary)
 
@@ -380,7 +502,7 @@ class EngineProcess:
 
 
 def run(config: EngineConfig, lifeline: Lifeline, incarnation: int | None = None) -> int:
-    """Run one engine until SIGTERM or SIGINT and return the exit code."""
+    """Run one engine until a signal and return the exit code."""
     name_process("engine", config.log.log_level, config.log.log_format)
     config = bound(config)
     lifeline.watch()
@@ -388,7 +510,7 @@ def run(config: EngineConfig, lifeline: Lifeline, incarnation: int | None = None
         incarnation = secrets.randbits(48)
     try:
         process = EngineProcess(config, lifeline, incarnation)
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in end_signals():
             signal.signal(signum, lambda *_: process.request_stop())
         return process.run()
     except (CannotStart, InsecureCluster, ValueError, OSError) as error:

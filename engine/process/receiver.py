@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import zmq
 
+from engine.core.inbox import InboxItem, Stop
+from engine.core.sender import Sender
 from engine.lockstep.group_connection import GroupConnection
-from engine.process.events import InboxItem, Stop
 from engine.process.links import FrontEndLinks
 from engine.process.reception import (
     Action,
@@ -40,6 +41,7 @@ from engine.shared.config import EngineConfig
 from engine.shared.group_config import group_config
 from engine.shared.membership import Identity, Membership
 from engine.shared.messages import CoordinatorReply, EngineInput, FrontEndEntry, GroupOrder, encode
+from engine.shared.process_use import process_use
 from engine.shared.scope import node_name
 from engine.shared.transport import Inbox, Transport
 
@@ -47,22 +49,6 @@ logger = logging.getLogger(__name__)
 
 _SUBSCRIBE_ALL = b"\x01"
 _CONTROL_ADDRESS = "inproc://receiver-control"
-
-
-class OutputLinks(Protocol):
-    """An engine's outgoing connections, opened and closed from the receiver's thread."""
-
-    def connect_coordinator(self, address: str) -> None:
-        """Open the way to the coordinator."""
-        ...
-
-    def connect_front_end(self, index: int, address: str) -> None:
-        """Open the way to a front end."""
-        ...
-
-    def disconnect_front_end(self, index: int) -> None:
-        """A front end has gone: drop what has not been sent to it."""
-        ...
 
 
 def build_reception(config: EngineConfig, incarnation: int, *, lockstep: bool) -> Reception:
@@ -77,7 +63,7 @@ def build_reception(config: EngineConfig, incarnation: int, *, lockstep: bool) -
         group_config=group_config(config, lockstep=lockstep),
         group=cluster.engine_group,
     )
-    membership = Membership(identity, cluster.heartbeat_interval)
+    membership = Membership(identity, cluster.heartbeat_interval, process_use)
     membership.adapters = configured_adapters(config.lora)
     return Reception(
         membership,
@@ -111,8 +97,12 @@ class _Sockets:
     def poll(self, seconds: float) -> None:
         """Read once, after waiting for at most so long."""
         for readable, _ in self._poller.poll(math.ceil(1000 * max(0.0, seconds))):
-            if readable in self._handlers:
-                self._handlers[readable]()
+            self.read(readable)
+
+    def read(self, socket: "zmq.Socket[bytes]") -> None:
+        """Handle what has arrived on a socket, unless it was closed meanwhile."""
+        if socket in self._handlers:
+            self._handlers[socket]()
 
     def forget(self, socket: "zmq.Socket[bytes]") -> None:
         """Close a socket."""
@@ -138,9 +128,10 @@ class Receiver:
         *,
         reception: Reception,
         inbox: "SimpleQueue[InboxItem]",
-        outputs: OutputLinks,
+        outputs: Sender,
         connection: GroupConnection,
         on_routed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wire the thread; it calls `on_routed` once, when front ends route to a ready engine."""
         self._reception = reception
@@ -150,26 +141,27 @@ class Receiver:
         self._outputs = outputs
         self._connection = connection
         self._on_routed = on_routed
+        self._clock = clock
         self._requests: dict[int, zmq.Socket[bytes]] = {}
         self._orders: zmq.Socket[bytes] | None = None
-        self._sockets = _Sockets()
+        self.sockets = _Sockets()
         self._registration = transport.connect(
             zmq.DEALER, coordinator_address, identity=f"engine-{incarnation:x}".encode()
         )
-        self._sockets.serve(
+        self.sockets.serve(
             Inbox(self._registration, CoordinatorReply, "registration"), self._handle
         )
         watch = transport.watch(self._registration, coordinator_address, binder=False)
         if watch is not None:
-            self._sockets.listen(watch.socket, watch.check)
+            self.sockets.listen(watch.socket, watch.check)
         # The loop's end of the control pair is used by the loop's thread only.
         self._control = context.socket(zmq.PAIR)
         self._control.bind(_CONTROL_ADDRESS)
         woken = context.socket(zmq.PAIR)
         woken.connect(_CONTROL_ADDRESS)
-        self._sockets.listen(woken, lambda: self._command(woken))
+        self.sockets.listen(woken, lambda: self._command(woken))
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._is_closed = False
+        self.is_closed = False
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
 
     # -- called by the engine's loop -------------------------------------------------------------
@@ -187,30 +179,35 @@ class Receiver:
         """Say goodbye, close every socket and wait for the thread; idempotent."""
         if self._control.closed:
             return
-        self.tell(Leave())
-        self._thread.join(timeout)
+        if self._thread.is_alive():  # else the command would not be read
+            self.tell(Leave())
+            self._thread.join(timeout)
         self._control.close(linger=0)
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self._is_closed:
-                self._sockets.poll(self._reception.deadline - time.monotonic())
-                if time.monotonic() >= self._reception.deadline:
-                    self._handle(Tick())
+            while not self.is_closed:
+                self.sockets.poll(self._reception.deadline - self._clock())
+                self.tick()
         except Exception as error:
             logger.exception("the receiver failed")
             self._inbox.put(Stop(f"receiver failed: {error}"))
         finally:
-            self._sockets.close(self._registration)
+            self.sockets.close(self._registration)
+
+    def tick(self) -> None:
+        """Tell `Reception` the time if it is due."""
+        if self._clock() >= self._reception.deadline:
+            self._handle(Tick())
 
     def _command(self, woken: "zmq.Socket[bytes]") -> None:
         woken.recv()
         self._handle(self._commands.get_nowait())
 
     def _handle(self, event: Event) -> None:
-        for action in self._reception.handle(event, time.monotonic()):
+        for action in self._reception.handle(event, self._clock()):
             self._do(action)
 
     def _do(self, action: Action) -> None:
@@ -224,7 +221,7 @@ class Receiver:
             case Connect(entry):
                 self._connect(entry)
             case Disconnect(front_end):
-                self._sockets.forget(self._requests.pop(front_end))
+                self.sockets.forget(self._requests.pop(front_end))
                 self._outputs.disconnect_front_end(front_end)
             case Follow(orders_address, reports_address):
                 self._follow(orders_address)
@@ -237,20 +234,20 @@ class Receiver:
                     logger.warning("ready, but front ends %s do not route here yet", names)
                 self._on_routed()
             case Close():
-                self._is_closed = True
+                self.is_closed = True
             case _:
                 assert_never(action)
 
     def _connect(self, entry: FrontEndEntry) -> None:
-        self._outputs.connect_front_end(entry.index, entry.addresses.outputs)
+        self._outputs.connect_front_end(entry.index, entry.addresses.outputs, entry.protocol)
         identity = f"{self._reception.rank}-{self._incarnation:x}".encode()
         requests = self._transport.connect(zmq.DEALER, entry.addresses.requests, identity=identity)
         self._requests[entry.index] = requests
-        self._sockets.serve(Inbox(requests, EngineInput, "requests"), self._handle)
+        self.sockets.serve(Inbox(requests, EngineInput, "requests"), self._handle)
 
     def _follow(self, address: str) -> None:
         if self._orders is not None:
-            self._sockets.forget(self._orders)
+            self.sockets.forget(self._orders)
         self._orders = self._transport.connect(zmq.XSUB, address)
         self._orders.send(_SUBSCRIBE_ALL)
-        self._sockets.serve(Inbox(self._orders, GroupOrder, "back publish"), self._handle)
+        self.sockets.serve(Inbox(self._orders, GroupOrder, "back publish"), self._handle)

@@ -1,4 +1,4 @@
-"""What an engine's receiver decides about whatever comes in: a state machine without I/O.
+"""What an engine's receiver does with what arrives: a state machine without I/O.
 
 It owns the engine's membership and its links to front ends. `handle` takes one event and returns
 what the receiver has to do, in this order; `deadline` says when it wants to hear a `Tick`.
@@ -8,7 +8,7 @@ import logging
 from typing import NamedTuple
 
 from engine.core.events import FrontEndJoined, FrontEndLeft, Rejoined
-from engine.process.events import InboxItem, Stop, Welcomed
+from engine.core.inbox import InboxItem, Stop, Welcomed
 from engine.process.links import FrontEndLinks, LinkChanges
 from engine.shared.membership import HELLO_INTERVAL, Joined, Membership, Rejected
 from engine.shared.messages import (
@@ -18,6 +18,8 @@ from engine.shared.messages import (
     CoordinatorReply,
     EngineInput,
     EngineSetup,
+    FleetOrder,
+    FollowFleet,
     FormGroup,
     FrontEndEntry,
     FrontEnds,
@@ -32,6 +34,7 @@ from engine.shared.messages import (
     RouteTaken,
     StartDpWave,
     UtilityCall,
+    WeightsSource,
     Welcome,
 )
 
@@ -119,13 +122,13 @@ class Deliver(NamedTuple):
 
 
 class Supersede(NamedTuple):
-    """Free whoever computes in a group with a smaller number."""
+    """Free a loop that waits in a group with a smaller number."""
 
     topology: int
 
 
 class Announce(NamedTuple):
-    """Tell whoever started the engine that front ends route to it, except for these."""
+    """Tell the supervisor that front ends route to the engine, except for these."""
 
     unconfirmed: list[int]
 
@@ -148,6 +151,7 @@ class Reception:
         self._membership = membership
         self._links = links
         self._followed: Follow | None = None
+        self._refusal = ""
 
     @property
     def rank(self) -> int:
@@ -165,7 +169,7 @@ class Reception:
                 return [Deliver(event)]
             case Welcome() | Refused() | HeartbeatAck():
                 actions = self._reply(event, now)
-            case StartDpWave() | FormGroup() | FrontEnds() | HoldAdapters():
+            case StartDpWave() | FormGroup() | FrontEnds() | HoldAdapters() | FollowFleet():
                 if event.group != self._membership.group:
                     return []  # published for all engine groups
                 actions = self._ordered(event, now)
@@ -209,12 +213,22 @@ class Reception:
                     return []
                 self._know(sheet)
                 return [Deliver(order)]
+            case FollowFleet(epoch, fleet):
+                return self._follow(fleet) if epoch == self._membership.epoch else []
 
     # -- the coordinator -------------------------------------------------------------------------
 
     def _reply(self, reply: CoordinatorReply, now: float) -> list[Action]:
         outcome = self._membership.receive(reply)
         if isinstance(outcome, Rejected):
+            if outcome.serving and not outcome.replaced:
+                if outcome.reason != self._refusal:
+                    logger.error(
+                        "the coordinator refused this engine, which goes on serving and keeps "
+                        "asking: %s", outcome.reason,
+                    )  # fmt: skip
+                self._refusal = outcome.reason
+                return []
             error = f"the coordinator refused this engine: {outcome.reason}"
             return [Deliver(Stop(error))]
         if isinstance(outcome, Joined):
@@ -223,6 +237,7 @@ class Reception:
 
     def _joined(self, welcome: Welcome, now: float, *, again: bool) -> list[Action]:
         actions: list[Action] = []
+        self._refusal = ""
         self._know(welcome.adapters)
         follow = Follow(welcome.publish_address, welcome.output_address)
         if follow != self._followed:
@@ -236,7 +251,21 @@ class Reception:
         else:
             logger.info("joined as rank %d", welcome.index)
             actions.append(Deliver(Welcomed(welcome.index, welcome.wave)))
+        actions += self._follow(welcome.fleet)
         return actions + self._listed(welcome.epoch, welcome.front_ends, now)
+
+    @property
+    def ordered_weights(self) -> WeightsSource | None:
+        """What the engine has to load instead of the model of its settings."""
+        order = self._membership.fleet
+        return None if order is None else order.weights
+
+    def _follow(self, order: FleetOrder | None) -> list[Action]:
+        known = self._membership.fleet
+        if order is None or order.revision <= (0 if known is None else known.revision):
+            return []
+        self._membership.fleet = order
+        return [Deliver(order)]
 
     def _know(self, sheet: AdapterSheet | None) -> None:
         if sheet is not None and (self.sheet is None or sheet.revision > self.sheet.revision):

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.models.kernels.choice import compiled_for_cpu
+from engine.kernels.registry import compiled_for_cpu
 from engine.runner.categorical import FloatArray
 from engine.runner.drawing import WITH_TORCH, Drawing
 from engine.runner.filters import Filters, draw_filtered
@@ -30,8 +30,8 @@ def drawing_for(dtype: torch.dtype, device: torch.device) -> Drawing:
 
 
 def _by_kernels() -> Drawing:
-    from engine.models.kernels import draws, filtered_draws
-    from engine.models.kernels.logits import threads_for_logits
+    from engine.kernels.cpu import draws, filtered_draws
+    from engine.kernels.cpu.logits import threads_for_logits
 
     def draw(
         logits: Tensor, temperature: FloatArray, uniforms: FloatArray, *, consume: bool = False

@@ -63,6 +63,8 @@ class DecodeGraphs:
         self._sizes = graph_sizes(max_num_seqs)
         self._graphs: dict[int, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        """Recordings need one beside the current stream."""
 
     def run(self, rows: BatchRows, shape: AttentionRows) -> Tensor | None:
         """Return the final states [tokens, hidden] of a step, None if it is no recorded kind."""
@@ -83,15 +85,17 @@ class DecodeGraphs:
 
     def _record(self, padded: PaddedDecode, shape: AttentionRows) -> _Graph:
         step, plan = self._inputs(padded, shape)
-        side = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self._model.device))
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream(self._model.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):  # writes what the replay will write again
                 self._model.hidden_states(step, self._cache)
-        torch.cuda.current_stream(self._model.device).wait_stream(side)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Graphs run one after the other, so they share their work space.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             hidden = self._model.hidden_states(step, self._cache)
         logger.debug("recorded a decode step of %d rows", len(padded.token_ids))
         return _Graph(graph, step, plan, hidden)

@@ -6,6 +6,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.batch.batch import BatchPlan
 from engine.models.decoder import Taps
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
@@ -17,7 +18,6 @@ from engine.runner.sampler import draft
 from engine.runner.slots import SlotTable
 from engine.runner.step_input import step_tokens
 from engine.runner.verification import Draws
-from engine.scheduler.batch import BatchPlan
 
 IntArray = npt.NDArray[np.int64]
 

@@ -5,6 +5,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from engine.batch.batch import BatchPlan
 from engine.models.decoder import Decoder
 from engine.runner.drawing import Drawing
 from engine.runner.inputs import attention_rows, batch_rows
@@ -13,7 +14,6 @@ from engine.runner.sampler import draft
 from engine.runner.slots import SlotTable
 from engine.runner.step_input import step_tokens
 from engine.runner.verification import Draws
-from engine.scheduler.batch import BatchPlan
 
 IntArray = npt.NDArray[np.int64]
 

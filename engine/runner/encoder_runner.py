@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
+from engine.batch.batch import BatchPlan, BatchResult
 from engine.models.device_copies import to_device
 from engine.models.encoders.encoder import Encoder, EncoderBatch, groups_of
 from engine.runner.pooler import IntArray, Pooler
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.messages import PoolingParams
 
 

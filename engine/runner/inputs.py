@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.batch.batch import BatchPlan
 from engine.models.attention.rows import AttentionRows
 from engine.runner.slots import SlotTable
-from engine.scheduler.batch import BatchPlan
 
 IntArray = npt.NDArray[np.int64]
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 
+from engine.batch.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.models.decoder import Decoder
 from engine.runner.kv_memory import available_memory, bytes_per_block
 from engine.runner.model_runner import EarlierStages, ModelRunner
-from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.shared.config import CacheConfig, SchedulerConfig
 from engine.shared.messages import SamplingParams
 

@@ -8,18 +8,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.batch.batch import BatchPlan, BatchResult
 from engine.grammar.masks import Ends, GrammarTable
+from engine.kernels.processor import kernels_are_faster
 from engine.models.adapters import AdapterRows, AdapterWeights
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import NO_TAPS, Decoder
+from engine.models.decoder import NO_TAPS, Decoder, ImageTokens
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
+from engine.models.vision.siglip import VisionEncoder
 from engine.runner.compiled_draws import drawing_for
 from engine.runner.cuda_graphs import DecodeGraphs, recordable_attention
 from engine.runner.draft_head import HeadDrafts
 from engine.runner.draft_model import DraftModel
 from engine.runner.drawing import WITH_TORCH, Drawing
 from engine.runner.head_threads import head_threads
+from engine.runner.image_embeddings import ImageEmbeddings
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.logprobs import token_logprobs
@@ -33,7 +37,6 @@ from engine.runner.verification import (
     verified,
     write_proposed,
 )
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.messages import PoolingParams, TokenLogprob
 
 _PROMPT_LOGPROB_ROWS = 256
@@ -51,7 +54,7 @@ class Incoming(Protocol):
 class EarlierStages(Protocol):
     """The processes that have the layers before those of this process."""
 
-    def begin(self, rows: BatchRows, shape: AttentionRows) -> Incoming:
+    def begin(self, rows: BatchRows, shape: AttentionRows, images: ImageTokens | None) -> Incoming:
         """Have them compute these tokens, after those of all steps begun before."""
         ...
 
@@ -71,6 +74,7 @@ class BegunStep(NamedTuple):
     placed: dict[int, AdapterWeights]
     """What slots of adapters get before it is computed here: steps before it need what they had."""
     incoming: Incoming | None
+    images: ImageTokens | None = None
 
 
 class ModelRunner:
@@ -95,6 +99,7 @@ class ModelRunner:
         adapters: Mapping[str, AdapterWeights] | None = None,
         earlier: EarlierStages | None = None,
         draft: Decoder | DraftHead | None = None,
+        vision: VisionEncoder | None = None,
     ) -> None:
         """Allocate the KV cache. Unless told not to, record decode steps on CUDA as graphs, draw
         by a kernel on a CPU.
@@ -102,9 +107,10 @@ class ModelRunner:
         `max_head_threads` is how many the LM head of a large batch may have, should that be more
         than the layers have. A `pooler` makes vectors of sequences in place of tokens. `adapters`
         has those that plans may name, by their versions. `draft` chooses tokens that plans leave
-        to it.
+        to it. `vision` encodes the images that plans show.
         """
         self.model = model
+        self._images = None if vision is None else ImageEmbeddings(vision)
         self._pooler = pooler
         self._params: dict[int, PoolingParams] = {}
         self._max_head_threads = max_head_threads
@@ -118,6 +124,10 @@ class ModelRunner:
         self._cache = allocate_cache(
             model.spec, num_kv_blocks + on_cuda, block_size, model.kv_format, model.device
         )
+        # Groups of layers share tensors.
+        different = {each.data_ptr(): each for each in self._cache if not on_cuda}
+        self._blocks = [each.view(torch.uint8) for each in different.values()]
+        """The same as bytes, [num_blocks, block_size, ...], where the CPU can read them."""
         self._table = SlotTable(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -126,7 +136,8 @@ class ModelRunner:
             eos_token_ids=model.spec.eos_token_ids,
             num_groups=len(model.spec.cache_groups.windows),
         )
-        draws_plainly = enforce_eager or pooler is not None  # a pooler's model draws nothing
+        is_stock = enforce_eager or not kernels_are_faster(model.device)
+        draws_plainly = is_stock or pooler is not None  # a pooler's model draws nothing
 
         def drawing_of(each: Decoder) -> Drawing:
             return WITH_TORCH if draws_plainly else drawing_for(each.dtype, each.device)
@@ -176,13 +187,15 @@ class ModelRunner:
         rows = batch_rows(plan, self._table)
         shape = attention_rows(rows, self._table)
         placed, self._placed = self._placed, {}
+        images = None if self._images is None else self._images.of_step(rows)
         incoming = None
         if self._earlier is not None:
             for adapter_slot, weights in placed.items():
                 self._earlier.load_adapter(adapter_slot, weights)
-            incoming = self._earlier.begin(rows, shape)
+            incoming = self._earlier.begin(rows, shape, images)
         adapters = self._row_adapters(rows)
-        return BegunStep(plan, rows, shape, draws_of(plan, rows), adapters, placed, incoming)
+        draws = draws_of(plan, rows)
+        return BegunStep(plan, rows, shape, draws, adapters, placed, incoming, images)
 
     @torch.inference_mode()
     def finish(self, begun: BegunStep | None) -> BatchResult:
@@ -275,6 +288,8 @@ class ModelRunner:
             self._table.start(start)
         for blocks in plan.blocks:
             self._table.append_blocks(blocks)
+        if self._images is not None:
+            self._images.update(plan)
         if self._head is not None:
             return self._head.propose(plan)
         if self._draft is not None:
@@ -296,17 +311,43 @@ class ModelRunner:
             hidden = hidden.index_select(0, self._tensor(draws.tokens))
         return hidden, prompt_logprobs
 
+    def read_block(self, block_id: int) -> bytes:
+        """Return what a block of the KV cache holds, of all layers; no step may write to it."""
+        return b"".join([each[block_id].numpy().data for each in self._blocks])
+
+    def write_block(self, block_id: int, content: bytes) -> None:
+        """Replace what a block holds by what another one held; no step may use it."""
+        source, start = np.frombuffer(content, np.uint8), 0
+        for each in self._blocks:
+            target = each[block_id].numpy()
+            target[...] = source[start : start + target.size].reshape(target.shape)
+            start += target.size
+
+    @property
+    def block_format(self) -> str:
+        """Shape and type of what a block holds."""
+        first = self._cache[0]
+        return f"{len(self._blocks)} x {tuple(first.shape[1:])} {first.dtype}"
+
     def _compute(self, begun: BegunStep, draws: Draws | None) -> Tensor:
         """Return the states of all tokens; with `draws`, where they can be told apart, of those."""
         model, rows, shape = self.model, begun.rows, begun.shape
         for adapter_slot, weights in begun.placed.items():
             model.load_adapter(adapter_slot, weights)
-        recorded = self._graphs if begun.adapters is None else None
+        is_plain = begun.adapters is None and begun.images is None
+        recorded = self._graphs if is_plain else None
         if recorded is not None and (hidden := recorded.run(rows, shape)) is not None:
             return hidden
         taps = NO_TAPS if self._head is None else self._head.new_taps()
         step = step_tokens(
-            model, self._table, rows, shape, draws=draws, adapters=begun.adapters, taps=taps
+            model,
+            self._table,
+            rows,
+            shape,
+            draws=draws,
+            adapters=begun.adapters,
+            taps=taps,
+            images=begun.images,
         )
         incoming = None if begun.incoming is None else begun.incoming.wait()
         hidden = model.hidden_states(step, self._cache, incoming)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from engine.batch.batch import SlotBlocks, SlotStart
 from engine.runner.bad_words import NO_BAD_WORDS, BadWords
-from engine.scheduler.batch import SlotBlocks, SlotStart
 from engine.shared.messages import SamplingParams
 
 NO_LOGPROBS = -1
@@ -16,10 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class SamplingTable:
-    """Sampling parameters of every slot, laid out so that a batch reads them by fancy index.
-
-    More than 15 attributes: an array for each parameter.
-    """
+    """Sampling parameters of every slot, laid out so that a batch reads them by fancy index."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from engine.models.adapters import AdapterRows
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import NO_TAPS, Decoder, FinalTokens, GroupTokens, StepTokens, Taps
+from engine.models.decoder import (
+    NO_TAPS,
+    Decoder,
+    FinalTokens,
+    GroupTokens,
+    ImageTokens,
+    StepTokens,
+    Taps,
+)
 from engine.models.device_copies import to_device
 from engine.runner.inputs import BatchRows
 from engine.runner.slots import SlotTable
@@ -23,6 +31,7 @@ def step_tokens(
     draws: Draws | None,
     adapters: AdapterRows | None = None,
     taps: Taps = NO_TAPS,
+    images: ImageTokens | None = None,
 ) -> StepTokens:
     """Return what the model computes.
 
@@ -34,6 +43,7 @@ def step_tokens(
         draws: the only states that are needed; None for those of all tokens.
         adapters: of each token.
         taps: what states between layers are given to.
+        images: the tokens that stand for some.
     """
     device, final = model.device, None
     if draws is not None:
@@ -50,6 +60,7 @@ def step_tokens(
         adapters=adapters,
         others=other_groups(model, shape, [to_device(each, device) for each in rows.other_slots]),
         taps=taps,
+        images=images,
     )
 
 

@@ -4,12 +4,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.batch.batch import BatchPlan, BatchResult
 from engine.grammar.masks import Ends, GrammarTable
 from engine.models.attention.rows import AttentionRows
 from engine.runner.inputs import BatchRows
 from engine.runner.sampler import Sampled
 from engine.runner.slots import SlotTable
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.messages import TokenLogprob
 
 IntArray = npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Which adapters can be computed with in the next step: `max_loras` of them, whoever waits.
+"""Which adapters, at most `max_loras`, the next step can use.
 
 An adapter takes a slot with its first sequence that runs and keeps it afterwards until another
 needs it: the least recently used one goes, unless it is pinned. While adapters wait for a slot,

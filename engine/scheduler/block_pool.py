@@ -12,7 +12,7 @@ class BlockPool:
     is called just before such a block gets new content. Every operation is O(1) per block.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], object]) -> None:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._references = [0] * num_blocks

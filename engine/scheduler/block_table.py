@@ -9,8 +9,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from engine.batch.batch import SlotImage
 from engine.scheduler.prefix_cache import ROOT_DIGEST
 from engine.shared.config import SchedulerConfig
+from engine.shared.messages import EncoderInput
 
 NEVER = sys.maxsize
 FREED = -1
@@ -102,13 +104,15 @@ class BlockTable:
     """The KV blocks of one sequence; written by `KVCacheManager` only."""
 
     __slots__ = (
-        "capacity", "digests", "generation", "groups", "next_commit", "next_release",
+        "capacity", "digests", "generation", "groups", "images", "next_commit", "next_release",
         "num_admitted", "num_blocks", "num_committed", "num_untold", "root",
     )  # fmt: skip
 
-    def __init__(self, root: bytes = ROOT_DIGEST) -> None:
+    def __init__(self, root: bytes = ROOT_DIGEST, images: Sequence[EncoderInput] = ()) -> None:
         self.root = root
         """Parent of its first block: tables with different ones share nothing."""
+        self.images = [SlotImage(each.position, each.num_tokens, each.digest) for each in images]
+        """What the sequence shows: blocks with the same tokens and other images are others."""
         self.groups: list[GroupTable] = []
         """Empty for a sequence that holds no blocks."""
         self.num_blocks = 0

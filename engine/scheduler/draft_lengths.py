@@ -30,7 +30,7 @@ PROBED = 0.01
 MARGIN = 1.25
 """What is added to a step for drafts counts as so many times its price."""
 
-_MOST_SAVED = 1.0
+_MAX_CREDIT = 1.0
 """Price that probes may save up: steps without anything to probe make no flood of them."""
 
 
@@ -43,7 +43,7 @@ class Prices(NamedTuple):
     """Of a draft model's pass over one token."""
 
     def step(self, rows: int) -> float:
-        """Return the price of a step of so many tokens, 1 or more."""
+        """Return the price of a step of this many tokens, at least 1."""
         return 1 + self.row * (rows - 1)
 
     def more(self, *, opens: bool) -> float:
@@ -134,7 +134,7 @@ class DraftLengths:
         choice = choose(decodes, chances, self._prices)
         self._credit += PROBED * choice.price
         self._probe(choice, offers)
-        self._credit = min(self._credit, max(_MOST_SAVED, self._prices.more(opens=True)))
+        self._credit = min(self._credit, max(_MAX_CREDIT, self._prices.more(opens=True)))
         return choice.lengths
 
     def observe(self, id: int, proposed: int, accepted: int) -> None:

@@ -1,191 +1,285 @@
-"""How much of an engine each tenant has used, and uses now.
+"""The fairness policy of an engine: who goes first, who gives way, and how much each may have.
 
-Every tenant has a count of the work that was done for it (a virtual token counter): prompt tokens
-as they are computed, and each token decoded. The one that has had least comes next. Whoever comes
-anew, or back, starts at the *virtual time*: what each would have had by now if all who were there
-had had equal parts. So nobody saves up while away, and a tenant that waits is overtaken by others
-for a bounded amount of work only, however many they are. A tenant alone is not counted at all.
+Requests go by priority, then between tenants by the work done for them (`Shares`), then by arrival.
+While others decode, one party (a client's request, which may be thousands of sequences, or a
+tenant) may lengthen a step by a fraction only (`Parties`); a tenant's prompts are limited by its
+credit (`PrefillQuota`). What rows and prompt tokens cost is measured (`StepCosts`), masks of
+grammars included. If slots or blocks run short, requests that hold much are preempted for others
+(`engine.scheduler.preemption`). A tenant or request that is alone is not limited.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 
-from engine.scheduler.request import Request
-from engine.scheduler.tally import add_one, take_one
+from engine.scheduler.parties import Parties
+from engine.scheduler.preemption import (
+    Engine,
+    Room,
+    choose_crowding,
+    choose_heaviest,
+    choose_victims,
+)
+from engine.scheduler.request import Request, precedence
+from engine.scheduler.shares import Shares, add_one, take_one
+from engine.scheduler.step_costs import StepCosts
 
-DECODE_WEIGHT = 2
-"""Work of a decoded token in prompt tokens: it has to read all weights for few rows."""
+_COSTLY_US = 100
+"""Microseconds from which the time for a mask is taken into account."""
 
-GUARDED_STEPS = 256
-"""Steps for which an engine keeps its steps short after the last request of another tenant: who
-sends now and then does not find it in the middle of a long one."""
-
-_NOTHING: Mapping[int, int] = MappingProxyType({})
-
-_FEW = 256
-"""Number of absent tenants from which on their counts are searched for ones to forget."""
+_arrival = attrgetter("arrival")
+_priority = attrgetter("priority")
 
 
-class PrefillParts:
-    """How many prompt tokens each tenant may still have in one step.
-
-    A prompt that the tenant has saved enough for is computed at once. One that has to be cut waits
-    for a step without prompt tokens of others, whose first tokens it would hold up, and until
-    a good part of what it costs goes into the prompt itself; its tenant goes on saving meanwhile.
+class Fairness:
+    """What one engine's requests may have, step by step.
 
     Args:
-        most: what each may have.
-        saved: what some may have, where that is less.
-        mixed: what it costs a tenant to have any prompt tokens in this step, in tokens.
+        costs: what steps take.
+        engine: what there is to share.
+        max_prefill: maximum prompt tokens of one tenant in a step while others are present.
+        max_slowdown: factor by which a party may lengthen steps for others; None: any.
+        by_priority: whether requests have priorities.
     """
 
-    def __init__(self, most: int, saved: Mapping[int, int] = _NOTHING, mixed: int = 0) -> None:
-        self._max = most
-        self._saved = saved
-        self._mixed = mixed
-        self._taken: dict[int, int] = {}
+    def __init__(
+        self,
+        costs: StepCosts,
+        engine: Engine,
+        *,
+        max_prefill: int = sys.maxsize,
+        max_slowdown: float | None = None,
+        by_priority: bool = False,
+    ) -> None:
+        self.shares = Shares(max_prefill)
+        self._costs = costs
+        self._engine = engine
+        self._by_priority = by_priority
+        self._fraction = None if max_slowdown is None else max_slowdown - 1
+        self._groups = Parties(attrgetter("group"), costs, self._fraction or 0.0)
+        self._tenants = Parties(attrgetter("tenant"), costs, self._fraction or 0.0)
+        self._quota = self.shares.quota()
+        self._running: dict[int, int] = {}
+        """Running sequences by group."""
+        self._num_followers = 0
+        """Sequences beside the first ones of their requests."""
+        self._mask_us: dict[int, int] = {}
+        """Microseconds of the newest mask, by id, where it took long."""
+        self._turn = 0
+        self._heavy: set[int] = set()
+        """Tenants that hold more blocks than the average while blocks may run short."""
+        self._short = False
 
-    def left(self, tenant: int, wanted: int) -> int:
-        """Return how many of the tokens that a tenant wants for a prompt it may have."""
-        taken = self._taken.get(tenant, 0)
-        room = self._max - taken
-        if tenant in self._saved:
-            room = min(room, self._saved[tenant] - self._mixed - taken)
-            if wanted > room and (room < self._mixed or len(self._taken) > (taken > 0)):
-                return 0
-        return max(0, min(wanted, room))
+    # -- who is here -----------------------------------------------------------------------------
 
-    def take(self, tenant: int, wanted: int) -> int:
-        """Take for a tenant what is left for it; return how many tokens."""
-        count = self.left(tenant, wanted)
-        if count:
-            self._taken[tenant] = self._taken.get(tenant, 0) + count
+    def come(self, request: Request) -> None:
+        """A sequence has arrived."""
+        self.shares.come(request.tenant)
+        self._num_followers += not request.leads
+
+    def leave(self, request: Request) -> None:
+        """A sequence has ended."""
+        self.shares.leave(request.tenant)
+        self._num_followers -= not request.leads
+
+    def start(self, request: Request) -> None:
+        """A sequence runs now."""
+        self.shares.start(request.tenant)
+        add_one(self._running, request.group)
+
+    def stop(self, request: Request) -> None:
+        """A sequence no longer runs."""
+        self.shares.stop(request.tenant)
+        take_one(self._running, request.group)
+        self._mask_us.pop(request.id, None)
+
+    def masked(self, request: Request, mask_us: int) -> None:
+        """The newest masks of a running sequence took this long; 0: not long."""
+        mask_us = max(mask_us, self._mask_us.pop(request.id, 0) // 2)
+        if mask_us >= _COSTLY_US:
+            self._mask_us[request.id] = mask_us
+
+    @property
+    def any_costly_masks(self) -> bool:
+        """Whether the masks of a sequence took long."""
+        return bool(self._mask_us)
+
+    # -- order -----------------------------------------------------------------------------------
+
+    def look(self, running: Iterable[Request], *, short: bool) -> None:
+        """Begin a step: note which tenants hold much if blocks may run `short` in it.
+
+        These come after the others, so that their requests are preempted first.
+        """
+        self._heavy = set()
+        self._short = short
+        if not short or not self.shares.contended:
+            return
+        held: Counter[int] = Counter()
+        for request in running:
+            held[request.tenant] += request.table.num_blocks
+        average = held.total() / max(1, len(held))
+        self._heavy = {tenant for tenant, blocks in held.items() if blocks > average}
+
+    def standing(self, request: Request) -> tuple[int, bool, int]:
+        """Return what running requests are ordered by: the largest is preempted first."""
+        return request.priority, request.tenant in self._heavy, request.arrival
+
+    def in_order(self, running: Iterable[Request]) -> list[Request]:
+        """Return running requests, which are in order of admission, in that of `standing`.
+
+        Without priorities the order only matters if a request may have to give way: it must then
+        come after all that stay, since planned requests cannot be preempted.
+        """
+        ordered = list(running)
+        if not self._by_priority and not self._short:
+            return ordered
+        ordered.sort(key=_arrival)  # stable sorts by one field each cost less than one by three
+        heavy = self._heavy
+        if heavy:
+            ordered.sort(key=lambda each: each.tenant in heavy)
+        if self._by_priority:
+            ordered.sort(key=_priority)
+        return ordered
+
+    def sort_prefills(self, partials: list[Request]) -> None:
+        """Order prefills that have begun: tenants with the least work so far come first."""
+        if len(partials) > 1 and self.shares.contended:
+            served = self.shares.served
+            partials.sort(key=lambda each: (each.priority, served(each.tenant), each.arrival))
+
+    def goes_before(self, waiting: Request, begun: Request) -> bool:
+        """Whether a waiting request goes before the rest of a prefill that has begun."""
+        if waiting.priority == begun.priority and waiting.tenant != begun.tenant:
+            return self.shares.served(waiting.tenant) < self.shares.served(begun.tenant)
+        return precedence(waiting) < precedence(begun)
+
+    # -- preemption ------------------------------------------------------------------------------
+
+    def victims(
+        self,
+        waiting: Iterable[Request],
+        running: Iterable[Request],
+        room: Room,
+        blocks_needed: Callable[[Request], int],
+        *,
+        short: bool,
+    ) -> list[Request]:
+        """Return the running requests to preempt for waiting ones, last first.
+
+        `short`: waiting requests have no slot, or were passed over.
+        """
+        unfair = short and self.shares.contended
+        if not self._by_priority and not unfair:
+            return []
+        ordered = self.in_order(running)
+        if self._by_priority:
+            urgent = choose_victims(waiting, ordered, room, blocks_needed)
+            if urgent or not unfair:
+                return urgent
+        return choose_heaviest(waiting, ordered, room, blocks_needed, self._engine)
+
+    def crowds(self) -> Collection[int]:
+        """Return the groups of which as many sequences run as can be decoded beside others."""
+        if not self._num_followers:
+            return ()
+        limit = self._max_beside_others
+        return {group for group, running in self._running.items() if running >= limit > 1}
+
+    def crowding(
+        self,
+        newcomer: Request,
+        running: Iterable[Request],
+        room: Room,
+        blocks_needed: Callable[[Request], int],
+    ) -> list[Request]:
+        """Return sequences of crowds to preempt for the first one of another request."""
+        return choose_crowding(
+            newcomer,
+            self.in_order(running),
+            self.crowds(),
+            self._max_beside_others,
+            room,
+            blocks_needed,
+        )
+
+    @property
+    def _max_beside_others(self) -> int:
+        """Sequences of a group that may be decoded in a step beside one of others."""
+        if self._fraction is None:
+            return sys.maxsize
+        return max(1, int(self._fraction * self._costs.base))
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def hold(self, ready: Sequence[Request]) -> Collection[int]:
+        """Begin the decodes of a step; return the ids of the ready sequences that are held back."""
+        self._turn += 1
+        limited = self._fraction is not None
+        weights = {id: 1 + self._costs.of_masks(us) for id, us in self._mask_us.items()}
+        held: set[int] = set()
+        if limited and (self._num_followers or self._mask_us):
+            held = self._groups.hold(ready, weights, self._turn)
+        else:
+            self._groups.free()
+        if limited and self.shares.contended:
+            left = [each for each in ready if each.id not in held] if held else ready
+            held |= self._tenants.hold(left, weights, self._turn, alone=True)
+        else:
+            self._tenants.free()
+        return held
+
+    def begin_prefill(self, rows: int) -> None:
+        """Begin the prefill of a step with this many decodes."""
+        refill = sys.maxsize
+        if self._fraction is not None:
+            refill = int(self._fraction * (self._costs.base + rows) / self._costs.prefill)
+        self.shares.begin_step(max(1, refill), self.mixed_tokens(rows))
+        self._quota = self.shares.quota()
+
+    def mixed_tokens(self, rows: int) -> int:
+        """Return what any prompt tokens cost beside this many decodes, in prompt tokens."""
+        if self._fraction is None or not rows:
+            return 0
+        return int(self._costs.mixed / self._costs.prefill)
+
+    def begin_alone(self) -> None:
+        """Begin a step of one request, whose tenant pays no credit for it."""
+        self._quota = self.shares.quota(by_credit=False)
+
+    def tenant_tokens(self, request: Request, wanted: int) -> int:
+        """Return how many of `wanted` prompt tokens the tenant of a sequence may have."""
+        return self._quota.left(request.tenant, wanted)
+
+    def group_tokens(self, request: Request) -> int:
+        """Return how many prompt tokens the group of a sequence may have.
+
+        The first sequence of a request is not limited, the others share the request's credit.
+        """
+        return sys.maxsize if request.leads else self._groups.tokens(request)
+
+    def prefill(self, request: Request, tokens: int) -> None:
+        """This many prompt tokens of a sequence are computed."""
+        self.shares.prefill(request.tenant, tokens)
+        if not request.leads:
+            self._groups.prefill(request, tokens)
+        self._quota.take(request.tenant, tokens)
+
+    def drafts(self, request: Request, wanted: int) -> int:
+        """Take up to `wanted` rows for drafts of a sequence that is decoded; return how many."""
+        count = min(wanted, self._groups.rows(request), self._tenants.rows(request))
+        self._groups.take(request, count)
+        self._tenants.take(request, count)
         return count
 
-
-class Shares:
-    """The books of one engine about its tenants.
-
-    While there are others a tenant has a purse of prompt tokens: it is filled a little with every
-    step, and what is computed is taken out, with what it costs to have prompt tokens beside decodes
-    at all. So short prompts now and then do not wait, and long ones without end make no step long.
-
-    Args:
-        max_prefill: prompt tokens of one tenant in a step, while there are others; also what its
-            purse holds.
-    """
-
-    def __init__(self, max_prefill: int = sys.maxsize) -> None:
-        self._max_prefill = max_prefill
-        self._quiet_steps = GUARDED_STEPS
-        self._time = 0.0
-        self._served: dict[int, float] = {}
-        self._present: dict[int, int] = {}
-        self._running: dict[int, int] = {}
-        self._purses: dict[int, int] = {}
-        """Prompt tokens that each may have; who is not in it has as many as a purse holds."""
-        self._mixed = 0
-        self._mixing: set[int] = set()
-        """Tenants that have prompt tokens in this step: what any cost is taken from them."""
-
-    @property
-    def contended(self) -> bool:
-        """Whether more than one tenant has requests here, running or waiting."""
-        return len(self._present) > 1
-
-    def served(self, tenant: int) -> float:
-        """Return the work done for a tenant, as far as it counts against others."""
-        return self._served.get(tenant, 0.0)
-
-    def holds(self, tenant: int) -> bool:
-        """Whether requests of a tenant run."""
-        return tenant in self._running
-
-    def come(self, tenant: int) -> None:
-        """A request of a tenant has arrived."""
-        here = self._present.get(tenant, 0)
-        self._present[tenant] = here + 1
-        if not here:
-            self._served[tenant] = max(self._served.get(tenant, 0.0), self._time)
-
-    def leave(self, tenant: int) -> None:
-        """A request of a tenant has ended."""
-        take_one(self._present, tenant)
-        if len(self._served) > 2 * len(self._present) + _FEW:
-            present, time = self._present, self._time
-            self._served = {
-                each: served
-                for each, served in self._served.items()
-                if each in present or served > time
-            }
-
-    def start(self, tenant: int) -> None:
-        """A request of a tenant runs now."""
-        add_one(self._running, tenant)
-
-    def stop(self, tenant: int) -> None:
-        """A request of a tenant runs no longer."""
-        take_one(self._running, tenant)
-
-    def charge(self, tenant: int, tokens: int) -> None:
-        """Count work that is done for a tenant."""
-        if self.contended:
-            self._served[tenant] += tokens
-            self._time += tokens / len(self._present)
-
-    def prefill(self, tenant: int, tokens: int) -> None:
-        """Count prompt tokens that are computed for a tenant."""
-        self.charge(tenant, tokens)
-        if self._guarded:
-            if tenant not in self._mixing:
-                tokens += self._mixed
-                self._mixing.add(tenant)
-            self._purses[tenant] = self._purses.get(tenant, self._max_prefill) - tokens
-
-    def parts(self, *, saved: bool = True) -> PrefillParts:
-        """Return what each tenant may have of a step's prefill, purses left out if not `saved`."""
-        if not self._guarded:
-            return PrefillParts(sys.maxsize)
-        if not saved:
-            return PrefillParts(self._max_prefill)
-        return PrefillParts(self._max_prefill, self._purses.copy(), self._mixed)
-
-    @property
-    def _guarded(self) -> bool:
-        return self.contended or self._quiet_steps < GUARDED_STEPS
-
-    def begin_step(self, refill: int = sys.maxsize, mixed: int = 0) -> None:
-        """Count a step's decodes: one token for each request that runs.
-
-        Args:
-            refill: prompt tokens that each tenant's purse gets.
-            mixed: what it costs to have any prompt tokens in this step, in tokens.
-        """
-        # A full purse has to be worth more than that, however small it is.
-        self._mixed = min(mixed, self._max_prefill // 4)
-        self._mixing.clear()
-        self._purses = {
-            tenant: tokens + refill
-            for tenant, tokens in self._purses.items()
-            if tokens + refill < self._max_prefill
-        }
-        if not self.contended:
-            self._quiet_steps += 1
-            return
-        self._quiet_steps = 0
-        for tenant, running in self._running.items():
-            self.charge(tenant, DECODE_WEIGHT * running)
-
-    def check_integrity(self, present: Iterable[Request], running: Iterable[Request]) -> None:
+    def check_integrity(self, present: Collection[Request], running: Collection[Request]) -> None:
         """Compare with all requests there are, and with those that run.
 
         Raises:
-            AssertionError: a tenant is counted wrongly.
+            AssertionError: something is counted wrongly.
         """
-        for requests, counts in ((present, self._present), (running, self._running)):
-            found: dict[int, int] = {}
-            for request in requests:
-                found[request.tenant] = found.get(request.tenant, 0) + 1
-            assert found == counts, "tenants' requests are counted wrongly"
-        assert self._present.keys() <= self._served.keys()
+        self.shares.check_integrity(present, running)
+        assert self._num_followers == sum(not each.leads for each in present)
+        assert self._running == Counter(each.group for each in running)
+        assert self._mask_us.keys() <= {each.id for each in running}

@@ -10,7 +10,7 @@ class Isolation:
     """Gives suspects their turns, one after the other.
 
     A suspect waits until the steps in flight are done: `is_due` asks for empty plans until then.
-    From `begin` until its steps are over it is `current`, and nobody else is planned.
+    From `begin` until its steps are over it is `current`, and no other request is planned.
     """
 
     def __init__(self) -> None:

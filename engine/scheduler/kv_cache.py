@@ -1,11 +1,13 @@
 """The KV cache as the scheduler sees it: block tables of sequences, with shared prefixes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from engine.kv_events.events import KvEventLog
+from engine.kv_tiers.tiers import BlockName, Fetch, KvTiers
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.block_table import FREED, NEVER, BlockTable, CacheShape, GroupTable
 from engine.scheduler.known_digests import KnownDigests
-from engine.scheduler.prefix_cache import PrefixCache, block_digest
+from engine.scheduler.prefix_cache import PrefixCache, block_digest, shown_in
 
 
 class KVCacheManager:
@@ -22,8 +24,14 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool,
         shape: CacheShape | None = None,
+        tiers: KvTiers | None = None,
+        events: KvEventLog | None = None,
     ) -> None:
-        """Own so many blocks; without a shape, of one group that keeps all positions."""
+        """Own so many blocks; without a shape, of one group that keeps all positions.
+
+        `tiers` is where prefixes are stored that should outlive their blocks, `events` is told
+        which blocks can be found.
+        """
         self.block_size = block_size
         self.caching = enable_prefix_caching
         self._shape = shape or CacheShape(block_size)
@@ -33,8 +41,12 @@ class KVCacheManager:
         self._sliding = self._shape.sliding
         self._keeping = [n for n in range(len(self._caches)) if n not in self._sliding]
         self._known = KnownDigests(block_size)
+        self._tiers = tiers
+        self._events = events
+        stores_evicted = tiers is not None and not tiers.stores_all
+        is_plain = self.num_groups == 1 and not stores_evicted and events is None
         self._pool = BlockPool(
-            num_blocks, on_evict=self._evict if self.num_groups > 1 else self._caches[0].evict
+            num_blocks, on_evict=self._caches[0].evict if is_plain else self._evict
         )
         # Blocks that were (partly) written before a reset must never be found after it.
         self._generation = 0
@@ -75,7 +87,7 @@ class KVCacheManager:
                     break
                 found.append(block_id)
             limit = len(found)
-        self._known.remember(table.digests, token_ids, num_hashed)
+        self._remember(table, token_ids, num_hashed)
         return self._match_windows(table, limit, matched) if self._sliding else matched
 
     def try_admit(
@@ -125,6 +137,81 @@ class KVCacheManager:
         num_new = sum(self._wanted(matched, len(token_ids)))
         return len(matched[0]) * self.block_size, num_new + self._pool.count_free(cached)
 
+    def fetch(self, table: BlockTable, token_ids: Sequence[int]) -> Fetch | None:
+        """Begin to read what the tiers may have of a prompt's prefix and the KV cache has not.
+
+        Returns:
+            None if there is nothing to wait for.
+        """
+        limit = (len(token_ids) - 1) // self.block_size
+        if self._tiers is None or limit < 1:
+            return None
+        self._extend_digests(table, token_ids, limit)
+        digests = table.digests[:limit]
+        missing = [{d for d in digests if d not in cache} for cache in self._caches]
+        if not any(missing):
+            return None
+
+        def read_wanted(read: Callable[[BlockName], bool]) -> None:
+            end = limit
+            for group in self._keeping:
+                for index, digest in enumerate(digests[:end]):
+                    if digest in missing[group] and not read((group, digest)):
+                        end = index
+                        break
+            for group in self._sliding:
+                first = self._shape.first_needed(group, end * self.block_size)
+                for digest in digests[first:end]:
+                    if digest in missing[group]:
+                        read((group, digest))
+
+        fetch = Fetch(read_wanted, self._generation)
+        self._tiers.fetch(fetch)
+        return fetch
+
+    def restore(
+        self, fetch: Fetch, table: BlockTable, token_ids: Sequence[int], *, headroom: int
+    ) -> int:
+        """Make cached prefixes of what was read, as far as there are free blocks.
+
+        Args:
+            fetch: what was read; it is used up.
+            table: of the sequence it was read for, whose cached blocks stay.
+            token_ids: all tokens known so far.
+            headroom: blocks that must stay free.
+
+        Returns:
+            How many tokens' keys and values there are now that were not.
+        """
+        assert self._tiers is not None
+        taken = self._cached(self.match(table, token_ids))
+        num_cached = len(taken)
+        self._pool.acquire(taken)
+        num_tokens = 0
+        if fetch.generation == self._generation:
+            index_of = {digest: index for index, digest in enumerate(table.digests)}
+            for (group, digest), content in fetch.blocks:
+                if self._pool.num_free <= headroom:
+                    break
+                if digest in self._caches[group]:
+                    continue
+                ids = self._pool.allocate(1)
+                assert ids is not None
+                self._tiers.write_block(ids[0], content)
+                self._caches[group].insert(digest, ids[0])
+                self._pool.keep(ids[0])
+                self._tell_stored(group, table, index_of[digest], token_ids)
+                taken += ids
+                num_tokens += self.block_size * (group == 0)
+        self._tiers.discard(fetch)
+        self._pool.release([*reversed(taken[num_cached:]), *reversed(taken[:num_cached])])
+        return num_tokens
+
+    def discard(self, fetch: Fetch) -> None:
+        """Forget what was read for a sequence that will not use it."""
+        assert self._tiers is not None
+        self._tiers.discard(fetch)
+
     def try_grow(self, table: BlockTable, num_tokens: int, headroom: int = 0) -> bool:
         """Append blocks until the table has room for `num_tokens` positions.
 
@@ -162,11 +249,15 @@ class KVCacheManager:
             return
         num_full = num_computed // self.block_size
         num_hashed = self._extend_digests(table, token_ids, num_full)
-        self._known.remember(table.digests, token_ids, num_hashed)
-        for cache, group in zip(self._caches, table.groups, strict=True):
+        self._remember(table, token_ids, num_hashed)
+        tiers = self._tiers if self._tiers is not None and self._tiers.stores_all else None
+        for number, (cache, group) in enumerate(zip(self._caches, table.groups, strict=True)):
             for index in range(table.num_committed, num_full):
                 if cache.insert(table.digests[index], group.ids[index]):
                     self._pool.keep(group.ids[index])
+                    self._tell_stored(number, table, index, token_ids)
+                    if tiers is not None:
+                        tiers.store((number, table.digests[index]), group.ids[index])
         table.num_committed = num_full
         table.next_commit = (num_full + 1) * self.block_size
 
@@ -216,6 +307,8 @@ class KVCacheManager:
             cache.clear()
         self._pool.forget_contents()
         self._generation += 1
+        if self._events is not None:
+            self._events.cleared()
         return num_forgotten
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
@@ -239,7 +332,22 @@ class KVCacheManager:
                 assert len(group.ids) - group.first <= span, "a group holds too many blocks"
 
     def _evict(self, block_id: int) -> None:
-        next(cache for cache in self._caches if block_id in cache.blocks()).evict(block_id)
+        for number, cache in enumerate(self._caches):
+            if block_id in cache.blocks():
+                digest = cache.evict(block_id)
+                if self._events is not None:
+                    self._events.removed(number, digest)
+                if self._tiers is not None and not self._tiers.stores_all:
+                    self._tiers.store((number, digest), block_id)
+
+    def _tell_stored(
+        self, group: int, table: BlockTable, index: int, token_ids: Sequence[int]
+    ) -> None:
+        """Tell of a sequence's block that can be found from now on."""
+        if self._events is not None:
+            digests, start = table.digests[max(0, index - 1) : index + 1], index * self.block_size
+            shown = shown_in(table.images, start, start + self.block_size)
+            self._events.stored(group, table.root, digests, start, token_ids, shown)
 
     def _cached(self, matched: list[list[int]]) -> list[int]:
         """Return the blocks of a match."""
@@ -295,7 +403,14 @@ class KVCacheManager:
         while len(digests) < num_blocks:
             start = len(digests) * size
             parent = digests[-1] if digests else table.root
-            digest = block_digest(parent, token_ids[start : start + size])
+            shown = shown_in(table.images, start, start + size) if table.images else ()
+            digest = block_digest(parent, token_ids[start : start + size], shown)
             num_hashed += 1
-            digests += [digest] if digests else self._known.beginning(digest, token_ids)
+            is_known = not digests and not table.images
+            digests += self._known.beginning(digest, token_ids) if is_known else [digest]
         return num_hashed
+
+    def _remember(self, table: BlockTable, token_ids: Sequence[int], num_hashed: int) -> None:
+        """Let others with the same tokens know a sequence's digests, unless it shows images."""
+        if not table.images:
+            self._known.remember(table.digests, token_ids, num_hashed)

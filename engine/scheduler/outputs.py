@@ -2,8 +2,8 @@
 
 import msgspec
 
-from engine.scheduler.batch import RULED_OUT
-from engine.scheduler.grammars import Grammar
+from engine.batch.batch import RULED_OUT
+from engine.batch.grammars import Grammar
 from engine.scheduler.request import Request
 from engine.shared.messages import FinishReason, RequestOutput, TokenLogprob
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
+from engine.batch.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.scheduler.request import Request
+from engine.shared.messages import EncoderInput
 
 
 class _Row(NamedTuple):
@@ -32,6 +33,10 @@ class PlanBuilder:
     """Draft tokens by request."""
     adapters: dict[int, str] = field(default_factory=dict)
     """Versions of adapters by the slots that they are put into."""
+    encoded: list[EncoderInput] = field(default_factory=list)
+    """Images to be encoded."""
+    forgotten: list[bytes] = field(default_factory=list)
+    """Digests of images of which the executor keeps nothing any longer."""
     short_of_blocks: bool = False
     """A running request did not get its block: no time to admit others."""
 
@@ -47,6 +52,7 @@ class PlanBuilder:
                 request.sampling,
                 request.pooling,
                 request.adapter_slot,
+                request.table.images,
             )
         )
         self.tell_blocks(request)
@@ -106,6 +112,8 @@ class PlanBuilder:
                 i: list(row.proposed) for i, row in enumerate(longer, num_plain) if row.proposed
             },
             adapters=self.adapters,
+            encoded=self.encoded,
+            forgotten=self.forgotten,
         )
         return plan, requests
 

@@ -4,18 +4,17 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.scheduler.adapter_slots import AdapterSlots
-from engine.scheduler.admission import StepBudget
-from engine.scheduler.books import RequestBooks
-from engine.scheduler.fairness import Shares
+from engine.scheduler.admission import RankState, StepBudget
+from engine.scheduler.encoder_cache import EncoderCache
+from engine.scheduler.fairness import Fairness
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.microbatches import Microbatches
 from engine.scheduler.plan_builder import PlanBuilder
-from engine.scheduler.precedence import Precedence
-from engine.scheduler.preemption import Room, choose_crowding
+from engine.scheduler.preemption import Room
 from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.request_table import RequestTable
 from engine.scheduler.slots import Slots
-from engine.scheduler.turns import Turns
 from engine.shared.messages import EngineCounters
 
 
@@ -33,36 +32,29 @@ class StepLimits(NamedTuple):
 
 
 class Planner:
-    """Fills the plan of a step within its budget, the slots and the KV blocks.
-
-    More than 20 methods: the passes over running and waiting requests, and the small questions that
-    these share.
-    """
+    """Fills the plan of a step within its budget, the slots and the KV blocks."""
 
     def __init__(
         self,
-        books: RequestBooks,
+        books: RequestTable,
         isolation: Isolation,
-        precedence: Precedence,
+        fairness: Fairness,
         kv: KVCacheManager,
         slots: Slots,
-        shares: Shares,
-        turns: Turns,
         adapters: AdapterSlots,
+        encoder: EncoderCache,
         limits: StepLimits,
         microbatches: Microbatches,
         counters: EngineCounters,
     ) -> None:
         self._books = books
         self._isolation = isolation
-        self._precedence = precedence
+        self._fairness = fairness
         self._kv = kv
         self._slots = slots
         self._num_slots = slots.num_free
-        self._shares = shares
-        self._parts = shares.parts()
-        self._turns = turns
         self._adapters = adapters
+        self._encoder = encoder
         self._limits = limits
         self._microbatches = microbatches
         self._counters = counters
@@ -77,36 +69,95 @@ class Planner:
         """
         alone = self._isolation.current
         self._adapters.begin_step(self._books.waiting.adapters)
+        self._encoder.begin_step()
         if alone is None:
             self._schedule_all(plan, budget, passed_over)
         else:
             self._schedule_alone(plan, budget, alone)
         plan.adapters = self._adapters.take_placed()
+        plan.encoded, plan.forgotten = self._encoder.take_changes()
 
     def preempt_all(self) -> None:
         """Give up all slots and blocks; the requests wait to be computed again, in their order."""
-        for request in self._precedence.in_order(self._books.running.values()):
+        for request in self._fairness.in_order(self._books.running.values()):
             self._books.preempt(request)
+
+    # -- what the next step has room for ---------------------------------------------------------
+
+    def rank_state(
+        self, passed_over: int, last_step_us: int, last_prefill_tokens: int
+    ) -> RankState:
+        """Return what an admission policy is told about this rank before the next step.
+
+        Its prefill is estimated: sequences that take turns count as if they did not, since it is
+        known only during planning whose turn it is.
+
+        Args:
+            passed_over: waiting requests that the newest plan did not admit.
+            last_step_us: duration of the newest step that is over, for policies that weigh costs.
+            last_prefill_tokens: prefill tokens of that step.
+        """
+        books, limit = self._books, self._limits.prefill
+        quota = self._fairness.shares.quota()
+        running = self._isolation.planned(books.running.values())
+        partials = [
+            quota.take(each.tenant, min(each.queued_tokens, limit))
+            for each in running
+            if each.queued_tokens
+        ]
+        decodes = len(running) - len(partials)
+        room = max(0, self._limits.tokens - decodes)
+        tokens, requests = sum(partials), len(partials)
+        slots = self._slots.num_free
+        blocks = self._kv.num_free_blocks - (self._limits.headroom if books.running else 0)
+        for request in self._isolation.admissible(books.waiting, books.compiling):
+            if not self._adapters.admits(request.adapter):
+                continue
+            if tokens >= room or slots == 0 or request.num_steps_in_flight:
+                break
+            cached, needed = self._kv.needs(
+                request.table, request.token_ids, use_cache=not request.lacks_prompt_logprobs
+            )
+            if needed > blocks:
+                break
+            slots -= 1
+            blocks -= needed
+            tokens += quota.take(request.tenant, min(request.queued_tokens - cached, limit))
+            requests += 1
+        return RankState(
+            running=len(books.running),
+            waiting=len(books.waiting),
+            queued_prefill_tokens=books.queued_tokens,
+            free_kv_blocks=self._kv.num_free_blocks,
+            decodes=decodes,
+            ready_prefill_tokens=min(tokens, room),
+            ready_prefills=requests,
+            passed_over=passed_over,
+            last_step_us=last_step_us,
+            last_prefill_tokens=last_prefill_tokens,
+        )
+
+    # -- planning --------------------------------------------------------------------------------
 
     def _schedule_all(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
         if budget.can_admit and self._books.waiting:
             self._end_turns()
             self._make_room(short=passed_over > 0 or not self._slots.num_free)
         short = self._kv.num_free_blocks < len(self._books.running) * self._kv.num_groups
-        self._precedence.look(self._books.running.values(), short=short)
+        self._fairness.look(self._books.running.values(), short=short)
         partials = self._schedule_decodes(plan, budget)
-        rows = len(plan.decodes)
-        self._shares.begin_step(self._turns.part_of_prefill(rows), self._turns.mixed_tokens(rows))
-        self._parts = self._shares.parts()
+        self._fairness.begin_prefill(len(plan.decodes))
         self._schedule_partials(plan, budget, partials)
         self._schedule_waiting(plan, budget)
 
     def _schedule_alone(self, plan: PlanBuilder, budget: StepBudget, request: Request) -> None:
         """Plan the next step of a suspect; others keep what they hold unless it needs that."""
-        self._parts = self._shares.parts(saved=False)
+        self._fairness.begin_alone()
         for partial in self._schedule_decodes(plan, budget):
             if self._is_stuck(partial) and not self._grow(plan, partial):
                 continue
+            if partial.images and not self._chunk(partial):
+                self._free_images(partial)
             count = budget.try_continue(self._chunk(partial))
             if count:
                 self._plan_prefill(plan, partial, count)
@@ -121,18 +172,27 @@ class Planner:
         ):
             self._books.preempt(self._last_to_run())
         self._start(plan, request, cached)
-        self._plan_prefill(plan, request, self._admitted(budget, request))
+        count = self._admitted(budget, request)
+        if count:
+            self._plan_prefill(plan, request, count)
+
+    def _free_images(self, request: Request) -> None:
+        """Preempt others that are in the middle of images: there may be no room for its own."""
+        others = [each for each in self._books.running.values() if each.image is not None]
+        for each in self._fairness.in_order(others):
+            if each is not request:
+                self._books.preempt(each)
 
     def _last_to_run(self) -> Request:
         """Return the running request that is preempted first."""
         running = self._isolation.others(self._books.running.values())
-        return max(running, key=self._precedence.standing)
+        return max(running, key=self._fairness.standing)
 
     def _end_turns(self) -> None:
         """Preempt the sequences of adapters that have to leave their slots to others."""
         overdue = self._adapters.overdue()
         if overdue:
-            running = self._precedence.in_order(self._books.running.values())
+            running = self._fairness.in_order(self._books.running.values())
             for request in [each for each in running if each.adapter in overdue]:
                 self._books.preempt(request)
 
@@ -151,7 +211,7 @@ class Planner:
             headroom=self._limits.headroom,
             tokens=self._limits.tokens,
         )
-        victims = self._precedence.victims(
+        victims = self._fairness.victims(
             self._admissible(),
             self._books.running.values(),
             room,
@@ -165,13 +225,12 @@ class Planner:
 
     def _crowding(self, room: Room) -> list[Request]:
         """Return sequences of large requests that give way to the first one of another request."""
-        crowds = self._turns.crowds()
+        crowds = self._fairness.crowds()
         newcomer = self._books.waiting.first((), crowds) if crowds else None
         if newcomer is None or not self._adapters.admits(newcomer.adapter):
             return []
-        running = self._precedence.in_order(self._books.running.values())
-        most = self._turns.most_beside_others
-        return choose_crowding(newcomer, running, crowds, most, room, self._blocks_needed)
+        running = self._books.running.values()
+        return self._fairness.crowding(newcomer, running, room, self._blocks_needed)
 
     def _blocks_needed(self, request: Request) -> int:
         use_cache = not request.lacks_prompt_logprobs
@@ -180,10 +239,10 @@ class Planner:
     def _schedule_decodes(self, plan: PlanBuilder, budget: StepBudget) -> list[Request]:
         """Plan one token for each decode and return the requests that are still in prefill."""
         running = self._isolation.planned(self._books.running.values())
-        ordered = self._precedence.in_order(running)
+        ordered = self._fairness.in_order(running)
         ready = [request for request in ordered if request.can_decode]
         ready = self._microbatches.of_step(plan.step, ready, ordered)
-        held = self._turns.begin(ready)
+        held = self._fairness.hold(ready)
         for request in ready:
             if request.id in held or request.status is not RequestStatus.RUNNING:
                 continue
@@ -198,7 +257,7 @@ class Planner:
     def _schedule_partials(
         self, plan: PlanBuilder, budget: StepBudget, partials: list[Request]
     ) -> None:
-        self._precedence.sort_prefills(partials)
+        self._fairness.sort_prefills(partials)
         for request in partials:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by a decode of this step
@@ -221,7 +280,7 @@ class Planner:
         """Start waiting requests, or only those that go before a running one."""
         passed: set[int] = set()
         adapters: set[str] = set()
-        crowds = set(self._turns.crowds())  # others first
+        crowds = set(self._fairness.crowds())  # others first
         groups = set(crowds)
         while budget.can_admit and self._slots.num_free and not plan.short_of_blocks:
             request = self._books.waiting.first(passed, groups, adapters)
@@ -231,29 +290,31 @@ class Planner:
                 continue
             if request is None:
                 return
-            if before is not None and not self._precedence.before(request, before):
+            if before is not None and not self._fairness.goes_before(request, before):
                 return
             if not self._adapters.admits(request.adapter):
                 adapters.add(request.adapter)
                 continue
-            if not self._parts.left(
-                request.tenant, min(request.queued_tokens, self._limits.prefill)
-            ):
+            wanted = min(request.queued_tokens, self._limits.prefill)
+            if not self._fairness.tenant_tokens(request, wanted):
                 passed.add(request.tenant)
                 continue
-            if not self._turns.tokens(request):
+            if not self._fairness.group_tokens(request):
                 groups.add(request.group)
                 continue
             if self._limits.in_one_step and not budget.fits_whole(request.queued_tokens):
                 return
             cached = self._try_admit(request)
             if cached is None:
-                if not self._shares.holds(request.tenant):
+                if not self._fairness.shares.holds(request.tenant):
                     return
                 passed.add(request.tenant)  # it waits for what it holds itself
                 continue
             self._start(plan, request, cached)
-            self._plan_prefill(plan, request, self._admitted(budget, request))
+            count = self._admitted(budget, request)
+            if not count:
+                return  # its image is encoded in one of the next steps
+            self._plan_prefill(plan, request, count)
 
     def _admitted(self, budget: StepBudget, request: Request) -> int:
         """Reserve tokens for a request that has just got its blocks; return how many."""
@@ -265,18 +326,28 @@ class Planner:
         """Get a waiting request its blocks; return how many cached tokens are in them."""
         if request.num_steps_in_flight:
             return None
+        table, headroom = request.table, self._limits.headroom if self._books.running else 0
+        if request.fetch is not None:
+            self._counters.kv_tier_hits += self._kv.restore(
+                request.fetch, table, request.token_ids, headroom=headroom
+            )
+            request.fetch = None
         return self._kv.try_admit(
-            request.table,
+            table,
             request.token_ids,
             use_cache=not request.lacks_prompt_logprobs,
-            headroom=self._limits.headroom if self._books.running else 0,
+            headroom=headroom,
         )
 
     def _chunk(self, request: Request) -> int:
         """Return how much of its prompt a request may have computed in this step."""
-        most = min(request.queued_tokens, self._limits.prefill, self._turns.tokens(request))
         room = request.table.capacity - request.num_computed_tokens
-        return self._parts.left(request.tenant, min(most, room))
+        most = min(request.queued_tokens, self._limits.prefill, room)
+        of_group = self._fairness.group_tokens(request)
+        count = self._fairness.tenant_tokens(request, min(most, of_group))
+        if not request.images:
+            return count
+        return self._encoder.reach(request.images, request.num_computed_tokens, count)
 
     def _is_stuck(self, request: Request) -> bool:
         """Whether a prefill lacks blocks: those behind its window are still used by others."""
@@ -285,9 +356,9 @@ class Planner:
 
     def _plan_prefill(self, plan: PlanBuilder, request: Request, count: int) -> None:
         self._books.planned(count)
-        self._shares.prefill(request.tenant, count)
-        self._turns.prefill(request, count)
-        self._parts.take(request.tenant, count)
+        self._fairness.prefill(request, count)
+        if request.images:
+            self._encoder.take(request, count)
         plan.prefill(request, count)
 
     def _start(self, plan: PlanBuilder, request: Request, cached: int) -> None:

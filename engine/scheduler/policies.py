@@ -5,10 +5,18 @@ stalls the decodes of all others, so what counts is that ranks prefill equal amo
 time, and that work which waits for its like does not wait too long.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from engine.scheduler.admission import UNLIMITED, AdmissionPolicy, AdmitAll, Grant, RankState
+from engine.scheduler.admission import (
+    NO_LOAD,
+    UNLIMITED,
+    AdmissionPolicy,
+    AdmitAll,
+    Grant,
+    RankState,
+)
 from engine.shared.config import SchedulerConfig
+from engine.shared.plugins import load_plugin
 
 _SCALE = 1 << 10
 """Durations are kept as integers in 1/1024 us."""
@@ -28,6 +36,9 @@ def build_admission_policy(config: SchedulerConfig, lockstep_size: int) -> Admis
 
     An engine that steps alone is a group of 1. Without a configured policy it gets `none`, a
     larger group `level`.
+
+    Raises:
+        BadPlugin: the policy is of a plugin that cannot be used.
     """
     name = config.admission_policy or ("level" if lockstep_size > 1 else "none")
     match name:
@@ -43,6 +54,14 @@ def build_admission_policy(config: SchedulerConfig, lockstep_size: int) -> Admis
                 wait_weight=config.level_wait_weight,
                 hold_per_rank=config.level_hold_per_rank,
             )
+        case _:
+
+            def built(policy: Callable[[SchedulerConfig, int], AdmissionPolicy]) -> AdmissionPolicy:
+                made = policy(config, lockstep_size)
+                Grant(*made.decide(0, [NO_LOAD] * (lockstep_size if made.exchanges else 1)))
+                return policy(config, lockstep_size)
+
+            return load_plugin("swell.admission_policies", name, "--admission-policy", built)
 
 
 class Balance:
@@ -58,7 +77,7 @@ class Balance:
         self._max_num_seqs = max_num_seqs
 
     def decide(self, step: int, table: Sequence[RankState]) -> Grant:
-        """Return a grant that is unlimited or admits nobody."""
+        """Return a grant that is unlimited or admits no new request."""
         if max(state.running for state in table) >= self._max_num_seqs:
             return Grant(admit_new=False)  # a rank is full
         return UNLIMITED

@@ -1,4 +1,4 @@
-"""Which running requests give way to waiting ones: to more urgent ones, and to other tenants'."""
+"""Which running requests are preempted for waiting ones: more urgent ones, and other tenants'."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
@@ -7,8 +7,8 @@ from typing import NamedTuple
 from engine.scheduler.request import Request
 
 MARGIN = 2
-"""How many times the part of another tenant somebody has to hold to give way to it: computing a
-preempted request again costs something, so small differences are left to even out."""
+"""How many times as much as another tenant one has to hold to give way to it: recomputing a
+preempted request has a cost, so small differences are left to even out."""
 
 
 class Room(NamedTuple):
@@ -31,8 +31,8 @@ def choose_victims(
     """Return the running requests to preempt so that more urgent ones can start, last first.
 
     Only requests of strictly lower priority (a larger number) give way, the lowest and latest
-    first, so that equals never displace each other. Nobody is preempted for a request that would
-    not fit even then.
+    first, so that equals never displace each other. No request is preempted for one that would
+    still not fit.
 
     Args:
         waiting: in the order of admission.
@@ -78,7 +78,7 @@ class _Holding:
         self.blocks = sum([each.table.num_blocks for each in running])
 
     def part(self, of: Engine, slots: int = 0, blocks: int = 0) -> float:
-        """Return the share of slots or of blocks, whichever is larger, with so many more."""
+        """Return the larger of the shares of slots and blocks, with this many more."""
         return max((self.slots + slots) / of.slots, (self.blocks + blocks) / of.blocks)
 
 
@@ -93,7 +93,7 @@ def choose_heaviest(
 
     The tenant that holds most gives way, with the request that came last, but only while it still
     holds `MARGIN` times what the other one gets: tenants that are about equal never displace each
-    other. Nobody is preempted for a request that would not fit even then, or for a less urgent one.
+    other. No request is preempted for one that would still not fit, or for a less urgent one.
 
     Args:
         waiting: in the order of admission.
@@ -141,7 +141,7 @@ def choose_crowding(
 ) -> list[Request]:
     """Return sequences of large requests to preempt so that another request can start, last first.
 
-    They would only take turns beside it. Nobody is preempted if it would still not fit.
+    They would only take turns beside it. None is preempted if it would still not fit.
 
     Args:
         newcomer: waits, and is of none of the crowds.

@@ -4,19 +4,34 @@ from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from struct import pack
 
+from engine.batch.batch import SlotImage
 from engine.shared.messages import ROOT_SIZE
 
 ROOT_DIGEST = bytes(ROOT_SIZE)
 """Parent of the first block of every sequence that has no root of its own."""
 
 
-def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def block_digest(parent: bytes, token_ids: Sequence[int], shown: Sequence[bytes] = ()) -> bytes:
     """Return the 16-byte name of a full block after the prefix that `parent` names.
 
-    A pure function of the sequence's root and the tokens from position 0 on: the same in every
-    process and on every machine. Token ids have to fit in an int32.
+    A pure function of the sequence's root, its tokens from position 0 on and what these show: the
+    same in every process and on every machine. Token ids have to fit in an int32.
     """
-    return blake2b(parent + pack(f"<{len(token_ids)}i", *token_ids), digest_size=16).digest()
+    tokens = pack(f"<{len(token_ids)}i", *token_ids)
+    return blake2b(b"".join((parent, tokens, *shown)), digest_size=16).digest()
+
+
+def shown_in(images: Sequence[SlotImage], start: int, end: int) -> list[bytes]:
+    """Return what the tokens from `start` to `end` show: which images, and which part of each.
+
+    That is an image's digest, and how many of its tokens come before `start` (or, if negative, of
+    the others from there before it), in 8 bytes.
+    """
+    return [
+        image.digest + pack("<q", start - image.position)
+        for image in images
+        if image.position < end and start < image.end
+    ]
 
 
 def adapter_root(root: bytes, adapter: str) -> bytes:
@@ -57,9 +72,11 @@ class PrefixCache:
         self._digest_of[block_id] = digest
         return True
 
-    def evict(self, block_id: int) -> None:
-        """Forget a block whose content is about to be overwritten."""
-        del self._block_of[self._digest_of.pop(block_id)]
+    def evict(self, block_id: int) -> bytes:
+        """Forget a block whose content is about to be overwritten; return its name."""
+        digest = self._digest_of.pop(block_id)
+        del self._block_of[digest]
+        return digest
 
     def clear(self) -> None:
         """Forget all blocks."""

@@ -6,8 +6,10 @@ another version, must fail alone: here, before it shares a step with others.
 
 import math
 
-from engine.shared.grammar_spec import MAX_GRAMMAR_SIZE, MAX_MARKER_SIZE, grammar_size
-from engine.shared.messages import ROOT_SIZE, AddRequest, SamplingParams
+from engine.models.spec import VisionSpec
+from engine.shared.grammar_spec import MAX_MARKER_SIZE, grammar_size
+from engine.shared.matchers import MAX_GRAMMAR_SIZE
+from engine.shared.messages import ROOT_SIZE, AddRequest, EncoderInput, SamplingParams
 
 _LARGEST = 2**31 - 1
 """Largest count that executors keep in their arrays."""
@@ -62,6 +64,46 @@ def _bad_pooling(
     if message.output_token_ids or pooling.dimensions < 0 or pooling.types_from < 0:
         return "there is output so far, or dimensions or types_from are below 0"
     return _bad_root(message)
+
+
+def bad_images(message: AddRequest, vision: VisionSpec | None) -> str | None:
+    """Return what is wrong with what a prompt shows.
+
+    Args:
+        vision: what encodes images here; None where they are refused.
+    """
+    if vision is None:
+        return "this engine's model has no vision encoder, or one that is not implemented"
+    before = 0
+    for number, image in enumerate(message.encoder_inputs):
+        problem = _bad_image(image, before, message.prompt_token_ids, vision)
+        if problem is not None:
+            return f"encoder_inputs[{number}]: {problem}"
+        before = image.position + image.num_tokens
+    return None
+
+
+def _bad_image(
+    image: EncoderInput, before: int, tokens: list[int], vision: VisionSpec
+) -> str | None:
+    """Return what is wrong with an image; the one before it ends at token `before`."""
+    size, wanted = f"{image.height} x {image.width}", vision.num_tokens(image.height, image.width)
+    start, end = image.position, image.position + wanted
+    others = wanted - tokens[max(0, start) : end].count(vision.token_id)
+    problems = {
+        f"the model's encoder takes no image of {size} pixels": not wanted,
+        f"{size} pixels are {wanted} tokens, not {image.num_tokens}": image.num_tokens != wanted,
+        f"{len(image.pixels)} bytes are not those of {size} pixels": (
+            len(image.pixels) != 3 * image.height * image.width
+        ),
+        f"its digest has {len(image.digest)} bytes instead of {ROOT_SIZE}": (
+            len(image.digest) != ROOT_SIZE
+        ),
+        f"it begins at token {start}, before the end of what is before it": start < before,
+        f"it ends at token {end}, but the prompt has {len(tokens)}": end > len(tokens),
+        f"{others} of its tokens do not stand for an image": others > 0,
+    }
+    return next((problem for problem, is_there in problems.items() if is_there), None)
 
 
 def _bad_root(message: AddRequest) -> str | None:

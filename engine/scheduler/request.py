@@ -3,12 +3,14 @@
 import enum
 from dataclasses import dataclass, field
 
+from engine.batch.grammars import Grammar
+from engine.kv_tiers.tiers import Fetch
 from engine.scheduler.adapter_slots import NO_ADAPTER
 from engine.scheduler.block_table import BlockTable
-from engine.scheduler.grammars import Grammar
 from engine.scheduler.prefix_cache import ROOT_DIGEST, adapter_root
 from engine.shared.messages import (
     AddRequest,
+    EncoderInput,
     PoolingParams,
     RequestTiming,
     SamplingParams,
@@ -35,8 +37,6 @@ class Request:
 
     `num_computed_tokens` runs ahead of the executor: it counts tokens whose computation was
     planned. A token that a planned step will draw is *pending* until the step's result is known.
-
-    More than 15 attributes: all parts of the scheduler know a sequence by this record.
     """
 
     id: int
@@ -63,6 +63,10 @@ class Request:
     pooling: PoolingParams | None = None
     """What it wants that gets a vector instead of tokens."""
 
+    images: list[EncoderInput] = field(default_factory=list)
+    """What its prompt shows, by position."""
+    image: EncoderInput | None = None
+    """The one of them of which some tokens are computed and others not, while it runs."""
     adapter: str = ""
     """Version of the adapter that it is computed with; empty for none."""
     adapter_slot: int = NO_ADAPTER
@@ -97,10 +101,16 @@ class Request:
     """When the first token drawn here was known."""
     grammar: Grammar | None = None
     """What its output has to follow."""
+    fetch: Fetch | None = None
+    """What is read for it that the KV cache has not, until it is in there."""
     num_renewals: int = 0
     """How often the grammar was compiled anew for it."""
     renewed_at: int = -1
     """Output tokens that it had at the last time."""
+    late_at: int = -1
+    """Output tokens that it had when it was not known in time what its grammar allows."""
+    late_since: float = 0.0
+    """When that was so at first."""
 
     @property
     def leads(self) -> bool:
@@ -193,7 +203,11 @@ def request_from_message(
         was_taken_over=bool(message.output_token_ids),
         pooling=message.pooling,
         adapter=message.adapter,
-        table=BlockTable(adapter_root(message.cache_root or ROOT_DIGEST, message.adapter)),
+        images=message.encoder_inputs.copy(),
+        table=BlockTable(
+            adapter_root(message.cache_root or ROOT_DIGEST, message.adapter),
+            message.encoder_inputs,
+        ),
         steps_alone=message.alone,
         queued_tokens=len(token_ids),
         queued_at=now,

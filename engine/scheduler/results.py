@@ -1,15 +1,15 @@
 """What the result of a step means for the requests that it computed."""
 
-from engine.scheduler.accounts import InFlight
+from engine.batch.batch import BatchResult
 from engine.scheduler.arrivals import Arrivals
-from engine.scheduler.batch import BatchResult
-from engine.scheduler.books import RequestBooks
+from engine.scheduler.fairness import Fairness
+from engine.scheduler.gauges import InFlight
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output, pooled_output
 from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.request_table import RequestTable
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
-from engine.scheduler.turns import Turns
 from engine.shared.messages import EngineCounters, RequestOutput
 
 
@@ -18,11 +18,11 @@ class Results:
 
     def __init__(
         self,
-        books: RequestBooks,
+        books: RequestTable,
         arrivals: Arrivals,
         kv: KVCacheManager,
         slots: Slots,
-        turns: Turns,
+        fairness: Fairness,
         speculator: Speculator | None,
         counters: EngineCounters,
     ) -> None:
@@ -30,7 +30,7 @@ class Results:
         self._arrivals = arrivals
         self._kv = kv
         self._slots = slots
-        self._turns = turns
+        self._fairness = fairness
         self._speculator = speculator
         self._counters = counters
 
@@ -42,7 +42,7 @@ class Results:
                 requests[row].add_prompt_logprobs(plan.starts[row], logprobs)
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         slides = self._kv.slides
-        masked = bool(result.mask_us) or self._turns.any_costly
+        masked = bool(result.mask_us) or self._fairness.any_costly_masks
         first = 0
         for row, (request, start, count, sampled) in enumerate(
             zip(requests, plan.starts, plan.counts, plan.samples, strict=True)
@@ -51,22 +51,22 @@ class Results:
             first = drawn.stop
             request.num_steps_in_flight -= 1
             if masked and sampled and request.status is running:
-                self._turns.masked(request, result.mask_us.get(request.slot, 0))
+                self._fairness.masked(request, result.mask_us.get(request.slot, 0))
             if request.status is not finished:
-                stall = result.grammar_stalls.get(request.slot) if sampled else None
+                stalled = sampled and request.slot in result.grammar_stalls
                 if row in result.accepted:
-                    accepted = result.accepted[row] if stall is None else 0
+                    accepted = 0 if stalled else result.accepted[row]
                     self._settle_proposal(request, accepted)
                     count = 1 + accepted  # the others have to be computed again
-                counts = sampled and stall is None
+                counts = sampled and not stalled
                 vector = result.pooled.get(row)
                 output = self._accept(request, result, drawn, vector, now) if counts else None
                 computed = min(start + count, len(request.token_ids))
                 table = request.table
                 if computed >= table.next_commit or (slides and computed >= table.next_release):
                     self._settle_blocks(request, computed)
-                if stall is not None:
-                    output = self._arrivals.renew_grammar(request, stall)
+                if stalled:
+                    output = self._arrivals.stall(request, result.grammar_stalls[request.slot], now)
                 if output is not None:
                     step_tokens += len(output.token_ids)
                     outputs.setdefault(request.front_end, []).append(output)

@@ -9,30 +9,30 @@ the result of the plan before is known; everything a plan in flight uses stays r
 import sys
 from collections import deque
 
-from engine.executor.interface import ExecutorInfo
-from engine.scheduler.accounts import Gauges, InFlight
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import ExecutorInfo
+from engine.batch.grammars import Grammars
+from engine.kv_events.events import KvEventLog
+from engine.kv_tiers.tiers import KvTiers
 from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.arrivals import Arrivals
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
-from engine.scheduler.books import RequestBooks
-from engine.scheduler.fairness import Shares
-from engine.scheduler.grammars import Grammars
+from engine.scheduler.encoder_cache import EncoderCache
+from engine.scheduler.fairness import Fairness
+from engine.scheduler.gauges import Gauges, InFlight
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.load import Load
 from engine.scheduler.microbatches import Microbatches
 from engine.scheduler.outputs import Outputs
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.planner import Planner, StepLimits
-from engine.scheduler.precedence import Precedence
 from engine.scheduler.preemption import Engine
+from engine.scheduler.request_table import RequestTable
 from engine.scheduler.results import Results
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator, draft_prices
 from engine.scheduler.step_costs import StepCosts
-from engine.scheduler.turns import Turns
 from engine.shared.config import CacheConfig, SchedulerConfig
 from engine.shared.messages import AddRequest, EngineCounters, RequestOutput
 
@@ -43,8 +43,7 @@ ADMISSION_HEADROOM = 0.01
 class Scheduler:
     """Continuous batching of requests over one executor's slots and KV blocks.
 
-    It composes the parts that decide: arrivals, the planner of steps, and what results mean. It has
-    more attributes and methods than others because it is the only door to these parts.
+    It composes the parts that decide: arrivals, the planner of steps, and what results mean.
     """
 
     def __init__(
@@ -55,8 +54,16 @@ class Scheduler:
         grammars: Grammars | None = None,
         *,
         max_loras: int = 0,
+        tiers: KvTiers | None = None,
+        events: KvEventLog | None = None,
     ) -> None:
-        """Plan for an executor; `max_loras` is how many adapters a step may be computed with."""
+        """Plan for an executor.
+
+        Args:
+            max_loras: how many adapters a step may be computed with.
+            tiers: where KV blocks are stored beyond the executor's memory.
+            events: is told which KV blocks can be found.
+        """
         # Where nothing is kept of a sequence, a block is no more than its place.
         block_size = cache.block_size if executor.has_kv else executor.max_model_len
         lookahead = lookahead_tokens(
@@ -68,7 +75,8 @@ class Scheduler:
         shape = CacheShape(block_size, executor.cache_windows, lookahead)
         self.max_model_len = shape.longest(executor.num_kv_blocks, executor.max_model_len)
         """Longest sequence that the model takes and that fits into the KV cache alone."""
-        self.counters = counters = EngineCounters()
+        counters = EngineCounters() if tiers is None else tiers.counters
+        self.counters = counters
         self._limits = limits = _step_limits(scheduling, executor)
         by_priority = scheduling.scheduling_policy == "priority"
         self._kv = kv = KVCacheManager(
@@ -76,28 +84,38 @@ class Scheduler:
             block_size,
             enable_prefix_caching=cache.enable_prefix_caching and not executor.in_one_step,
             shape=shape,
+            tiers=tiers,
+            events=events,
         )
+        self._tiers = tiers
         self.adapters = adapters = AdapterSlots(max_loras)
         slots = Slots(scheduling.max_num_seqs, kv, grammars, adapters)
-        shares = Shares(scheduling.max_tenant_prefill)
         self._costs = StepCosts()
-        self._turns = turns = Turns(shares, self._costs, scheduling.max_slowdown or None)
+        self._fairness = fairness = Fairness(
+            self._costs,
+            Engine(scheduling.max_num_seqs, executor.num_kv_blocks),
+            max_prefill=scheduling.max_tenant_prefill,
+            max_slowdown=scheduling.max_slowdown or None,
+            by_priority=by_priority,
+        )
         self._speculator = None
         if scheduling.max_draft_tokens:
             prices = draft_prices(scheduling, executor)
             self._speculator = Speculator(scheduling, prices, counters)
         self._isolation = isolation = Isolation()
-        self._books = books = RequestBooks(
-            shares, turns, slots, isolation, self._speculator, counters
+        self._encoder = encoder = EncoderCache(
+            executor,
+            counters,
+            step_tokens=scheduling.encoder_budget,
+            num_bytes=cache.encoder_cache_bytes,
         )
-        precedence = Precedence(
-            shares,
-            Engine(scheduling.max_num_seqs, executor.num_kv_blocks),
-            by_priority=by_priority,
+        self._books = books = RequestTable(
+            fairness, slots, isolation, encoder, self._speculator, counters
         )
         self._arrivals = Arrivals(
             books,
             isolation,
+            kv,
             grammars,
             adapters,
             counters,
@@ -108,25 +126,26 @@ class Scheduler:
         self._planner = Planner(
             books,
             isolation,
-            precedence,
+            fairness,
             kv,
             slots,
-            shares,
-            turns,
             adapters,
+            encoder,
             limits,
             Microbatches(executor.num_stages),
             counters,
         )
-        self._results = Results(books, self._arrivals, kv, slots, turns, self._speculator, counters)
-        self._load = Load(
-            books, isolation, kv, slots, shares, adapters, limits, has_kv=executor.has_kv
+        self._results = Results(
+            books, self._arrivals, kv, slots, fairness, self._speculator, counters
         )
+        self._has_kv = executor.has_kv
         self._refused: Outputs = {}  # answers to suspects whose turn ended before its first step
         self._in_flight: deque[InFlight] = deque()
         self._num_plans = 0
         self._num_passed_over = 0
         self._ended_at = 0.0
+        self.admits = True
+        """Whether waiting requests begin; if not, those that run end and the others wait."""
 
     # -- what is there ---------------------------------------------------------------------------
 
@@ -136,14 +155,30 @@ class Scheduler:
         return self._limits.tokens
 
     @property
+    def max_step_patches(self) -> int:
+        """Maximum patches of images that the next step encodes, each at about a token's cost."""
+        return self._encoder.max_patches
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished or any plan's result is not known."""
         return bool(self._books.all or self._in_flight)
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is unfinished, or its end not said."""
-        return bool(self._books.all or self._refused)
+        """Whether any request is unfinished that will be computed, or its end not said."""
+        return bool((self._books.all if self._may_admit else self._books.running) or self._refused)
+
+    @property
+    def runs_any(self) -> bool:
+        """Whether any request has a slot, or is in a plan in flight."""
+        in_flight = any(each.requests for each in self._in_flight)
+        return bool(self._books.running or in_flight or self._isolation.current_id)
+
+    @property
+    def _may_admit(self) -> bool:
+        """A suspect whose turn has begun holds up what runs: it begins in any case."""
+        return self.admits or bool(self._isolation.current_id)
 
     @property
     def needs_plan(self) -> bool:
@@ -154,7 +189,7 @@ class Scheduler:
         books = self._books
         if self._isolation.current_id in books.compiling:
             return False
-        others = len(books.all) - len(books.compiling)
+        others = len(books.all) - len(books.compiling) if self._may_admit else len(books.running)
         if not self._in_flight or others > len(books.running):
             return others > 0
         return any(each.queued_tokens or each.can_decode for each in books.running.values())
@@ -171,7 +206,8 @@ class Scheduler:
 
     def gauges(self) -> Gauges:
         """Return the load right now."""
-        return self._load.gauges()
+        books, usage = self._books, self._kv.usage if self._has_kv else 0.0
+        return Gauges(books.num_waiting, len(books.running), usage, books.queued_tokens)
 
     @property
     def num_deferred(self) -> int:
@@ -183,7 +219,7 @@ class Scheduler:
 
         The arguments describe the newest step that is over, for policies that weigh costs.
         """
-        return self._load.rank_state(self._num_passed_over, last_step_us, last_prefill_tokens)
+        return self._planner.rank_state(self._num_passed_over, last_step_us, last_prefill_tokens)
 
     def describe_in_flight(self) -> str:
         """Return what was scheduled and is not done, in numbers and names only, for the log."""
@@ -204,7 +240,7 @@ class Scheduler:
         return self._arrivals.add(message, now)
 
     def queue_compiled(self) -> Outputs:
-        """Queue the requests whose grammars have been compiled meanwhile.
+        """Queue the requests whose grammars were compiled, and blocks read, meanwhile.
 
         Returns:
             The answers to those whose grammars cannot be compiled.
@@ -218,6 +254,15 @@ class Scheduler:
             if request is not None:
                 self._books.retire(request)
 
+    def abort_all(self) -> Outputs:
+        """Drop all requests; return what says so to those who wait for them."""
+        outputs: Outputs = {}
+        for request in list(self._books.all.values()):
+            output = RequestOutput(request.id, [], "abort")
+            outputs.setdefault(request.front_end, []).append(output)
+            self._books.retire(request)
+        return outputs
+
     def abort_front_end(self, front_end: int) -> None:
         """Drop all requests of a front end."""
         self.abort([r.id for r in self._books.all.values() if r.front_end == front_end])
@@ -230,6 +275,7 @@ class Scheduler:
         assert not self._in_flight
         self._planner.preempt_all()
         self.adapters.vacate()
+        self._encoder.reset()
 
     @property
     def waiting_adapters(self) -> list[str]:
@@ -241,9 +287,15 @@ class Scheduler:
         in_flight = (r for entry in self._in_flight for r in entry.requests)
         return any(r.adapter == version for r in (*self._books.all.values(), *in_flight))
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes and return how many blocks they had."""
+    def reset_prefix_cache(self, *, tiers: bool = False) -> int:
+        """Forget all cached prefixes, those in the tiers on demand; return how many blocks."""
+        if tiers and self._tiers is not None:
+            self._tiers.clear()
         return self._kv.reset_prefix_cache()
+
+    def reset_encoder_cache(self) -> int:
+        """Forget all encoded images but those that are being computed; return how many."""
+        return self._encoder.reset()
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -251,14 +303,16 @@ class Scheduler:
         """Plan the next step; every plan has to be given to `update`, in order."""
         self._num_plans += 1
         building = PlanBuilder(self._num_plans, now)
+        if not self._may_admit:
+            grant = grant._replace(admit_new=False)
         budget = StepBudget(self._limits.tokens, grant)
-        if self._isolation.is_due:
+        if self._isolation.is_due and self.admits:
             self._begin_turn()  # an empty step: whoever runs alone is announced before it runs
         else:
             self._planner.plan(building, budget, self._num_passed_over)
         if self._speculator is not None:
             headroom = self._limits.headroom
-            self._speculator.propose(building, budget, self._kv, self._turns, headroom=headroom)
+            self._speculator.propose(building, budget, self._kv, self._fairness, headroom=headroom)
         self._num_passed_over = len(self._books.waiting)
         plan, requests = building.seal()
         self._in_flight.append(InFlight(plan, requests, plan.num_prefill_tokens, now))
@@ -293,6 +347,8 @@ class Scheduler:
         seconds = now - max(entry.planned_at, self._ended_at)
         self._ended_at = now
         plan = entry.plan
+        if plan.encoded:
+            return  # what rows cost cannot be told from it
         prefill = entry.num_prefill_tokens - sum(plan.counts[row] for row in plan.proposed)
         rows = plan.num_tokens - prefill
         self._costs.observe(rows, prefill, seconds, sum(result.mask_us.values()))

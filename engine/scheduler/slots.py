@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
+from engine.batch.grammars import Grammars
 from engine.scheduler.adapter_slots import NO_ADAPTER, AdapterSlots
-from engine.scheduler.grammars import Grammars
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.request import NO_SLOT, Request, RequestStatus
 
@@ -27,7 +27,7 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody holds."""
+        """Free slots."""
         return len(self._free)
 
     def take(self, request: Request) -> None:
@@ -36,6 +36,12 @@ class Slots:
         request.adapter_slot = self._adapters.take(request.adapter)
         if request.grammar is not None and self._grammars is not None:
             self._grammars.assign(request.slot, request.grammar)
+
+    def discard_fetch(self, request: Request) -> None:
+        """A request will not use what is read, or was, for it."""
+        if request.fetch is not None:
+            self._kv.discard(request.fetch)
+            request.fetch = None
 
     def vacate(self, request: Request) -> None:
         """Release slot and blocks of a request that runs no longer, at once or when it is idle."""

@@ -3,15 +3,15 @@
 import sys
 from typing import Protocol
 
-from engine.executor.interface import ExecutorInfo
+from engine.batch.batch import TO_BE_DRAFTED
+from engine.batch.executor import ExecutorInfo
 from engine.scheduler.admission import StepBudget
-from engine.scheduler.batch import TO_BE_DRAFTED
 from engine.scheduler.draft_lengths import DraftLengths, Offer, Prices
+from engine.scheduler.fairness import Fairness
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.ngram import NgramIndex
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.request import Request, RequestStatus
-from engine.scheduler.turns import Turns
 from engine.shared.config import SchedulerConfig
 from engine.shared.messages import EngineCounters
 
@@ -93,7 +93,7 @@ class Speculator:
         plan: PlanBuilder,
         budget: StepBudget,
         kv: KVCacheManager,
-        turns: Turns,
+        fairness: Fairness,
         *,
         headroom: int,
     ) -> None:
@@ -103,7 +103,7 @@ class Speculator:
             plan: a step that is complete but for drafts.
             budget: what is left of its tokens.
             kv: gives blocks for drafts.
-            turns: says what others leave to the request.
+            fairness: says what others leave to the request.
             headroom: blocks that must stay free.
         """
         for request, proposed in self._chosen(plan, budget.num_tokens):
@@ -115,7 +115,7 @@ class Speculator:
                 plan.tell_blocks(request)
             proposed = proposed[: table.capacity - start]
             if proposed:
-                proposed = proposed[: turns.drafts(request, len(proposed))]
+                proposed = proposed[: fairness.drafts(request, len(proposed))]
             if proposed:
                 budget.speculate(len(proposed))
                 plan.propose(request, proposed)

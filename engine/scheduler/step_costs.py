@@ -57,7 +57,7 @@ class StepCosts:
         self._num_steps = 0
 
     def observe(self, rows: int, prefill_tokens: int, seconds: float, mask_us: int = 0) -> None:
-        """Take a step of so many decodes that is over.
+        """Take a step with this many decodes that is over.
 
         Args:
             rows: decodes, drafts included.
@@ -79,7 +79,7 @@ class StepCosts:
                 self._fit()
 
     def of_masks(self, mask_us: int) -> float:
-        """Return what masks cost that take so many microseconds."""
+        """Return what masks cost that take this many microseconds."""
         if not mask_us or not self._row_seconds:
             return 0.0
         return mask_us * 1e-6 / self._row_seconds

@@ -1,15 +1,15 @@
 """The order in which waiting requests are admitted.
 
-The lowest priority number goes first; among equals, the tenant that has had least of the engine
-(`engine.scheduler.fairness`); within a tenant, first come, first served.
+The lowest priority number goes first; among equals, the tenant with the least work so far
+(`engine.scheduler.shares`); within a tenant, first come, first served.
 """
 
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 
-from engine.scheduler.fairness import Shares
 from engine.scheduler.request import Request
+from engine.scheduler.shares import Shares
 
 
 def _arrival(request: Request) -> int:
@@ -209,7 +209,7 @@ class WaitingQueue:
 
         Nor is its adapter one of `adapters`.
 
-        Nobody goes before those of higher priority, whether they are passed over or not.
+        Requests of higher priority always go first, also while they are passed over.
         """
         if not self._priorities:
             return None

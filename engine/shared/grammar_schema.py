@@ -1,15 +1,18 @@
 """JSON schemas as they are compiled: bounded in what they cost, and without dead ends.
 
-llguidance, which enforces them, lets the output begin a key that matches a pattern even where
-`properties` has claimed that key: nothing can follow it then. It ignores what a pattern demands of
-a property that is named, and `multipleOf` takes as many states as the number is large.
+llguidance, which enforces them, refuses keywords that it does not know even where they have no
+effect. It allows a comma for a key that a pattern demands where `properties` has taken all such
+keys: nothing can follow it then. It compares all key patterns of an object with each other, and
+`multipleOf` takes as many states as the number is large.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
+
+from engine.shared.patterns import is_enforceable, keys_of
 
 MAX_SCHEMA_DEPTH = 120
 """Nesting of a schema's objects and arrays; the library reads few more."""
@@ -17,29 +20,39 @@ MAX_MULTIPLE = 100_000
 """Sum of a schema's `multipleOf`, each without its decimal point, and their least common multiple
 where they may apply to one value."""
 MAX_PATTERNS = 64
-"""Patterns of a schema's `patternProperties` objects that have properties too."""
+"""Patterns of one `patternProperties`. The library intersects each with all others: 64 take 60 ms,
+256 take 9 s. Of several, the squares of their numbers count together."""
+
+ENFORCED_FORMATS = frozenset({
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri",
+    "uuid",
+})  # fmt: skip
+"""Formats of strings that the library knows; others are annotations, as JSON Schema has it."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = (
     "items", "prefixItems", "additionalProperties", "additionalItems", "contains", "propertyNames",
     "allOf", "anyOf", "oneOf", "not", "if", "then", "else",
 )  # fmt: skip
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are no schemas."""
 _COMBINING = ("allOf", "$ref", "patternProperties")
+_ANY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})
+"""Values of `propertyNames` that all keys fit."""
+_MAYBE_IRREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9bBk]")
+"""What is in every pattern with look-around, word boundaries or back-references, and in others."""
 
 
 class BadSchema(ValueError):
     """The schema asks for more than is enforced; the message says what."""
 
 
-def prepared(
-    schema: Any, is_empty: Callable[[str, list[str]], bool], *, lenient: bool = False
-) -> Any:
+def prepared(schema: Any, *, lenient: bool = False) -> Any:
     """Return a schema that allows the same values and has no dead ends.
 
     Args:
-        schema: decoded; left as it is.
-        is_empty: whether a pattern matches no keys but those listed.
-        lenient: ignore what cannot be enforced instead of refusing it.
+        schema: decoded; not modified.
+        lenient: ignore patterns that cannot be enforced instead of refusing them.
 
     Raises:
         BadSchema: it is nested too deeply, its multiples or patterns cost too much, or a pattern
@@ -47,39 +60,113 @@ def prepared(
     """
     objects = list(_objects(schema))
     _check_multiples(objects)
+    _check_patterns(objects)
     if not lenient and any(map(_forbids_keys, objects)):
         raise BadSchema("patternProperties: a pattern that forbids keys cannot be enforced")
-    both = [each for each in objects if _has_both(each)]
-    if not both:
-        return schema
-    if sum(len(each["patternProperties"]) for each in both) > MAX_PATTERNS:
-        raise BadSchema(f"patternProperties beside properties: more than {MAX_PATTERNS} patterns")
-    return _prepared(schema, is_empty)
+    return _Preparation(lenient).schema(schema)
 
 
-def _prepared(schema: Any, is_empty: Callable[[str, list[str]], bool]) -> Any:
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have only the properties that it lists, where it lists any."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    changed: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword in _MAPS and isinstance(value, dict):
-            changed[keyword] = {name: _prepared(each, is_empty) for name, each in value.items()}
-        elif keyword in _SCHEMAS and isinstance(value, list):
-            changed[keyword] = [_prepared(each, is_empty) for each in value]
-        else:
-            changed[keyword] = _prepared(value, is_empty) if keyword in _SCHEMAS else value
-    return _without_dead_ends(changed, is_empty) if _has_both(changed) else changed
+    changed = {
+        key: {name: closed(each) for name, each in value.items()}
+        if key in _MAPS and isinstance(value, dict)
+        else value if key in _VALUES else closed(value)
+        for key, value in schema.items()
+    }  # fmt: skip
+    if isinstance(schema.get("properties"), dict):
+        changed.setdefault("additionalProperties", False)
+    return changed
+
+
+class _Preparation:
+    """Rewrites one schema, from the outside in."""
+
+    def __init__(self, lenient: bool) -> None:
+        self._lenient = lenient
+
+    def schema(self, schema: Any) -> Any:
+        """Return a schema within the one that is rewritten."""
+        if not isinstance(schema, dict):
+            return schema
+        changed: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            if _is_needless(keyword, value) or (keyword == "pattern" and self._is_ignored(value)):
+                continue
+            if keyword in _MAPS and isinstance(value, dict):
+                changed[keyword] = {name: self.schema(each) for name, each in value.items()}
+            elif keyword in _SCHEMAS and isinstance(value, list):
+                changed[keyword] = [self.schema(each) for each in value]
+            else:
+                changed[keyword] = self.schema(value) if keyword in _SCHEMAS else value
+        if isinstance(changed.get("patternProperties"), dict):
+            changed = self._without_dead_ends(self._without_ignored(changed))
+        return changed
+
+    def _is_ignored(self, pattern: Any) -> bool:
+        if not self._lenient or not isinstance(pattern, str):
+            return False
+        maybe = _MAYBE_IRREGULAR.search(pattern) is not None
+        return maybe and not is_enforceable(pattern)
+
+    def _without_ignored(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return an object's schema in which keys of ignored patterns may have any value."""
+        patterns = schema["patternProperties"]
+        kept = {name: each for name, each in patterns.items() if not self._is_ignored(name)}
+        if len(kept) == len(patterns):
+            return schema
+        return {**schema, "patternProperties": kept, "additionalProperties": True}
+
+    def _without_dead_ends(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return an object's schema with only those patterns that other keys may match."""
+        if not isinstance(schema.get("properties"), dict):
+            return schema
+        properties = dict(schema["properties"])
+        names = list(properties)
+        kept: dict[str, Any] = {}
+        for pattern, wanted in schema["patternProperties"].items():
+            matched = keys_of(pattern, names)
+            if matched is None:
+                kept[pattern] = wanted
+            for name in matched or ():
+                properties[name] = _both(properties[name], wanted)
+        return {**schema, "properties": properties, "patternProperties": kept}
+
+
+def _both(first: Any, second: Any) -> Any:
+    if first == second or first in (True, {}) or second in (True, {}):
+        return first if second in (True, {}) else second
+    return False if second is False else {"allOf": [first, second]}
+
+
+def _is_needless(keyword: str, value: Any) -> bool:
+    match keyword:
+        case "uniqueItems":
+            return value is False
+        case "propertyNames":
+            return value in _ANY_NAME
+        case "format":
+            return isinstance(value, str) and value not in ENFORCED_FORMATS
+    return False
+
+
+def _check_patterns(objects: list[dict[str, Any]]) -> None:
+    squares = 0
+    for each in objects:
+        patterns = each.get("patternProperties")
+        squares += len(patterns) ** 2 if isinstance(patterns, dict) else 0
+    if squares > MAX_PATTERNS**2:
+        raise BadSchema(f"patternProperties: more than {MAX_PATTERNS} patterns")
 
 
 def _forbids_keys(schema: dict[str, Any]) -> bool:
     patterns = schema.get("patternProperties")
     forbids = isinstance(patterns, dict) and any(each is False for each in patterns.values())
     return forbids and schema.get("additionalProperties") is not False
-
-
-def _has_both(schema: dict[str, Any]) -> bool:
-    maps = (schema.get("properties"), schema.get("patternProperties"))
-    return all(isinstance(each, dict) for each in maps)
 
 
 def _objects(schema: Any) -> Iterator[dict[str, Any]]:
@@ -124,35 +211,3 @@ def _without_point(multiple: Any) -> int | None:
         return number * 10 ** max(0, exponent) or None
     except (InvalidOperation, ValueError):
         return None
-
-
-def _without_dead_ends(
-    schema: dict[str, Any], is_empty: Callable[[str, list[str]], bool]
-) -> dict[str, Any]:
-    """Return the schema of an object with only those patterns that other keys may match."""
-    properties, patterns = dict(schema["properties"]), schema["patternProperties"]
-    names = list(properties)
-    kept: dict[str, Any] = {}
-    for pattern, wanted in patterns.items():
-        for name in names:
-            if wanted not in (True, {}) and _matches(pattern, name):
-                properties[name] = _both(properties[name], wanted)
-        if not is_empty(pattern, names):
-            kept[pattern] = wanted
-    changed = {**schema, "properties": properties, "patternProperties": kept}
-    if not kept:
-        del changed["patternProperties"]
-    return changed
-
-
-def _both(first: Any, second: Any) -> Any:
-    if first == second or first in (True, {}):
-        return second
-    return False if second is False else {"allOf": [first, second]}
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except (re.error, RecursionError, OverflowError):
-        return False  # no expression here: the library will say what it thinks of it

@@ -6,18 +6,24 @@ analyse, and nests deeper than an ordinary thread's stack has room for.
 """
 
 import contextlib
-import functools
 import json
 import os
 import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from engine.shared import grammar_schema
+from engine.shared.matchers import (
+    MAX_GRAMMAR_SIZE,
+    byte_tokenizer,
+    grammar_error,
+    new_matcher,
+    told_briefly,
+)
 from engine.shared.messages import (
     ChoiceGrammar,
     GrammarSpec,
@@ -26,15 +32,11 @@ from engine.shared.messages import (
     LarkGrammar,
     RegexGrammar,
 )
-
-if TYPE_CHECKING:  # only processes that meet a grammar load the library
-    from llguidance import LLMatcher, LLTokenizer
+from engine.shared.patterns import literal
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_GRAMMAR_SIZE = 128 * 1024
-"""Characters of a grammar, all its parts together."""
 MAX_GBNF_SIZE = 32 * 1024
 """Characters of a grammar in GBNF, whose conversion takes long when it is long."""
 MAX_RULES = 5000
@@ -49,23 +51,17 @@ SOME_WHITESPACE = r" |\r?\n[ \t]{0,16}"
 """Between JSON tokens unless the client says otherwise: a space, or a new line with indentation.
 Enough for readable output, too little for a model to get lost in."""
 
-_LEXER_STATES = 50_000
-"""Maximum states of one compiled grammar; each takes one or two kilobytes."""
-_BUILD_FUEL = 250_000
-"""What may be spent on a grammar's lexer, in the library's units: schemas with a thousand
-properties fit, but not repetitions of repetitions that would take hundreds of megabytes."""
-_STEP_FUEL = 100_000
-"""What may be spent on one mask, in the library's units: some ten milliseconds."""
 _NICE = 10
 _STACK_BYTES = 256 * 1024 * 1024
 """Stack of a thread that analyses grammars; only what is used of it takes memory."""
 
-_NOT_PLAIN = re.compile(r"[^A-Za-z0-9]")
-_QUOTED_LINE = re.compile(r"[ ^~]*$| *\d+ \||<non-verbose/>")
-_NOTHING_FITS = "no text fits the grammar"
-_INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
-_LARK_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*')
-_LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*[^\n:]{0,200}:", re.MULTILINE)
+# What follows is matched against texts of clients, so repetitions are possessive: nothing is
+# matched a second time, and a quote that is never closed ends with its line.
+_LARK_PART = re.compile(
+    r'"(?:[^"\\\n]|\\.)*+"?|/(?![/*])(?:[^/\\\n]|\\.)++/?|//[^\n]*+|(?P<schema>%json\s*+)(?=\{)'
+)
+"""Texts, expressions and comments of a grammar, and what stands before a schema in it."""
+_LARK_RULE = re.compile(r"^[ \t]*+[?!]?[A-Za-z_][\w-]*+[^\n:]{0,200}+:", re.MULTILINE)
 _JSON = json.JSONDecoder()
 _LARK_LINE = re.compile(r"\s*(%llguidance\b|start\s*:(?!:=))")
 
@@ -109,10 +105,9 @@ def grammar_text(spec: GrammarSpec) -> str:
         case ChoiceGrammar(choices):
             if not choices or not all(choices):
                 raise BadGrammar("there must be at least one choice, and none may be empty")
-            return _regex_grammar("|".join(map(_literal, choices)))
+            return _regex_grammar("|".join(map(literal, choices)))
         case LarkGrammar(text):
-            _check_rules(text)
-            return LLMatcher.grammar_from_lark(_with_schemas(text))
+            return LLMatcher.grammar_from_lark(_checked_lark(text))
 
 
 def _regex_grammar(pattern: str) -> str:
@@ -149,61 +144,59 @@ def _prepared_schema(text: str, *, lenient: bool) -> str:
     if not isinstance(decoded, dict):
         raise BadGrammar("a schema must be a JSON object, or true")
     schema = _prepared(decoded, lenient=lenient)
-    return text if schema is decoded else json.dumps(schema)
+    return text if schema == decoded else json.dumps(schema)
 
 
 def _prepared(decoded: Any, *, lenient: bool) -> Any:
     try:
-        return grammar_schema.prepared(decoded, _matches_only, lenient=lenient)
+        return grammar_schema.prepared(decoded, lenient=lenient)
     except grammar_schema.BadSchema as error:
         raise BadGrammar(str(error)) from error
 
 
-def _matches_only(pattern: str, names: list[str]) -> bool:
-    """Whether a pattern, searched for in keys, is found in no others than these."""
-    from llguidance import LLMatcher, regex_to_lark
+def _checked_lark(lark: str) -> str:
+    """Return a grammar in Lark's syntax with the schemas within it as they are compiled.
 
-    bare = pattern.removeprefix("^").removesuffix("$")
-    before = "" if pattern.startswith("^") else r"(.|\n)*"
-    after = "" if pattern.endswith("$") else r"(.|\n)*"
+    Raises:
+        BadGrammar: a schema is wrong, or there is more than the library can follow by recursion.
+    """
+    written, bare = [], []
+    schemas: list[Any] = []
+    position = 0
+    while (found := _LARK_PART.search(lark, position)) is not None:
+        bare.append(lark[position : found.start()])
+        end = found.end()
+        if found["schema"] is None:
+            written.append(lark[position:end])
+        else:
+            decoded, end = _schema_at(lark, end)
+            schemas.append(decoded)
+            options = decoded.get("x-guidance")
+            lenient = isinstance(options, dict) and options.get("lenient") is True
+            schema = _prepared(decoded, lenient=lenient)
+            text = lark[found.end() : end] if schema == decoded else json.dumps(schema)
+            written += [lark[position : found.end()], text]
+        position = end
+    written.append(lark[position:])
+    bare.append(lark[position:])
+    _prepared(schemas, lenient=True)  # all of them together
+    _check_rules('""'.join(bare))
+    return "".join(written)
+
+
+def _schema_at(lark: str, start: int) -> tuple[dict[str, Any], int]:
+    """Return the JSON object that begins at `start`, and where it ends."""
     try:
-        found = regex_to_lark(f"{before}({bare}){after}", use_ascii="dw")
-    except ValueError:
-        return False  # whatever is wrong with it, the library will say
-    others = "|".join(map(_literal, filter(None, names)))
-    lark = f"start: KEY\nKEY: /{found}/ & ~/({others})?/"
-    return grammar_error(new_matcher(_byte_tokenizer(()), LLMatcher.grammar_from_lark(lark))) == (
-        _NOTHING_FITS
-    )
+        decoded, end = _JSON.raw_decode(lark, start)
+    except ValueError as error:
+        raise BadGrammar(f"the schema after %json is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise BadGrammar("the grammar is nested too deeply") from error
+    return decoded, end
 
 
-def _with_schemas(lark: str) -> str:
-    """Return a grammar with the schemas within it as they are compiled."""
-    parts, position = [], 0
-    multiples: list[Any] = []
-    for found in _INLINE_SCHEMA.finditer(lark):
-        if found.end() < position:
-            continue  # in a schema
-        try:
-            decoded, end = _JSON.raw_decode(lark, found.end())
-        except ValueError:
-            continue  # no schema, or one that the library refuses
-        except RecursionError as error:
-            raise BadGrammar("the grammar is nested too deeply") from error
-        multiples.append(decoded)
-        options = decoded.get("x-guidance")
-        lenient = isinstance(options, dict) and options.get("lenient") is True
-        schema = _prepared(decoded, lenient=lenient)
-        if schema is not decoded:
-            parts += [lark[position : found.end()], json.dumps(schema)]
-            position = end
-    _prepared(multiples, lenient=True)  # all of them together
-    return "".join([*parts, lark[position:]])
-
-
-def _check_rules(lark: str) -> None:
-    """Bound what the library follows by recursion: rules, and groups within them."""
-    bare = _LARK_TEXT.sub('""', lark)
+def _check_rules(bare: str) -> None:
+    """Bound rules, and groups within them; `bare` is a grammar without texts and schemas."""
     rules = len(_LARK_RULE.findall(bare))
     if rules > MAX_RULES:
         raise BadGrammar(f"the grammar has {rules} rules, more than {MAX_RULES}")
@@ -211,11 +204,6 @@ def _check_rules(lark: str) -> None:
         raise BadGrammar(
             f"the grammar is too deeply nested: more than {MAX_GROUPS} rules and groups"
         )
-
-
-def _literal(text: str) -> str:
-    """Return a regular expression that matches this text only."""
-    return _NOT_PLAIN.sub(lambda found: f"\\x{{{ord(found.group()):x}}}", text)
 
 
 def check_grammar(spec: GrammarSpec, special_tokens: tuple[str, ...] = ()) -> str | None:
@@ -230,60 +218,10 @@ def check_grammar(spec: GrammarSpec, special_tokens: tuple[str, ...] = ()) -> st
         return told_briefly(str(error))
     except RecursionError:
         return "the grammar is nested too deeply"
-    return grammar_error(new_matcher(_byte_tokenizer(special_tokens), text))
+    return grammar_error(new_matcher(byte_tokenizer(special_tokens), text))
 
 
-def new_matcher(tokenizer: "LLTokenizer", text: str) -> "LLMatcher":
-    """Return a matcher at the beginning of a grammar; `grammar_error` says if it is one.
-
-    Copies of a matcher share what they find out about the grammar, and there is a limit to it.
-    """
-    from llguidance import LLMatcher, LLParserLimits
-
-    limits = LLParserLimits(
-        initial_lexer_fuel=_BUILD_FUEL,
-        max_lexer_states=_LEXER_STATES,
-        step_lexer_fuel=_STEP_FUEL,
-        verbose_errors=False,
-    )
-    return LLMatcher(tokenizer, text, log_level=0, limits=limits)
-
-
-def grammar_error(matcher: "LLMatcher") -> str | None:
-    """Return why no text fits the grammar of a new matcher, or None.
-
-    The first mask, which takes longest, is known afterwards.
-    """
-    begun = matcher.deep_copy()
-    begun.compute_bitmask()
-    if not begun.is_error() and len(begun.compute_ff_bytes()) > MAX_GRAMMAR_SIZE:
-        return f"the grammar leaves no choice for more than {MAX_GRAMMAR_SIZE} characters"
-    return told_briefly(begun.get_error()) if begun.is_error() else None
-
-
-class _Bytes:
-    """A vocabulary of single bytes and special tokens, the first of which ends texts."""
-
-    def __init__(self, special_tokens: tuple[str, ...]) -> None:
-        self.eos_token_id = 256
-        self.bos_token_id = None
-        specials = [token.encode() for token in ("<|end|>", *special_tokens)]
-        self.tokens = [bytes([value]) for value in range(256)] + specials
-        self.special_token_ids = list(range(256, len(self.tokens)))
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-@functools.lru_cache(maxsize=4)
-def _byte_tokenizer(special_tokens: tuple[str, ...]) -> "LLTokenizer":
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    vocabulary = _Bytes(special_tokens)
-    return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=256)
-
-
-_REPEATED_TWICE = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|[?*+]{2,}')
+_REPEATED_TWICE = re.compile(r'"(?:\\.|[^"\\])*+"?|/(?:\\.|[^/\\])*+/?|[?*+]{2,}+')
 """Texts and expressions, which stay as they are, and marks that say twice how often."""
 
 
@@ -313,20 +251,6 @@ def lark_from_ebnf(text: str) -> str:
         raise BadGrammar("the grammar is nested too deeply") from error
     except Exception as error:  # the library raises nothing more specific
         raise BadGrammar(f"neither Lark (start: ...) nor GBNF (root ::= ...): {error}") from error
-
-
-def leads_nowhere(message: str) -> bool:
-    """Whether one of the library's messages says that nothing fits the grammar any more."""
-    return "NoExtension" in message
-
-
-def told_briefly(message: str) -> str:
-    """Return one of the library's messages, which may quote whole grammars, on a short line."""
-    if leads_nowhere(message):
-        return _NOTHING_FITS
-    lines = [line.strip() for line in message.splitlines() if not _QUOTED_LINE.match(line)]
-    short = [line if len(line) <= 120 else line[:120] + "..." for line in lines]
-    return " ".join(short)[:500]
 
 
 class GrammarThreads:

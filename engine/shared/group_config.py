@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from engine.shared.config import EngineConfig, ModelConfig
@@ -11,7 +12,31 @@ from engine.shared.pooling import read_pooling
 MODEL_KEYS = ("model", "revision", "tokenizer", "runner", "pooler_config")
 """Keys on which front ends have to agree with engines; `group_config` has more."""
 
+AGREED_SETTINGS = (
+    "dtype", "quantization", "batch_invariant", "max_model_len", "block_size", "load_format",
+    "revision", "model", "runner", "pooler_config", "model_impl", "kv_cache_dtype", "enable_lora",
+    "max_cpu_loras", "max_loras", "max_lora_rank", "seed", "enable_expert_parallel",
+)  # fmt: skip
+"""The settings that decide `group_config`; the chart guards them."""
+
+AGREED_IN_LOCKSTEP = (
+    "regroup", "tensor_parallel_size", "pipeline_parallel_size", "device", "enable_eplb",
+    "num_redundant_experts", "eplb_step_interval", "async_scheduling", "speculative_ngram",
+    "speculative_model", "speculative_method", "num_speculative_tokens", "max_num_seqs",
+    "max_num_batched_tokens", "admission_policy", "admission_cadence", "level_wait_weight",
+    "level_hold_per_rank",
+)  # fmt: skip
+"""Those that engines which step together have to agree on besides."""
+
+ADDED_IN = {"tensor_parallel_size": 4, "pipeline_parallel_size": 4, "device": 4}
+"""The first protocol whose processes state these keys; older ones are not asked for them."""
+
 _SHOWN_DIGITS = 16
+
+
+def stated_in(settings: Mapping[str, str], protocol: int) -> dict[str, str]:
+    """Return the settings that processes of a protocol state."""
+    return {key: text for key, text in settings.items() if ADDED_IN.get(key, 0) <= protocol}
 
 
 def model_identity(model: ModelConfig) -> dict[str, str]:
@@ -50,6 +75,9 @@ def group_config(config: EngineConfig, *, lockstep: bool = False) -> dict[str, s
         "lockstep": "true",
         "data_parallel_size": str(config.parallel.data_parallel_size),
         "regroup": config.parallel.regroup,
+        "tensor_parallel_size": str(config.parallel.tensor_parallel_size),
+        "pipeline_parallel_size": str(config.parallel.pipeline_parallel_size),
+        "device": config.model.device,
         "enable_eplb": str(config.parallel.enable_eplb),
         "num_redundant_experts": str(config.parallel.num_redundant_experts),
         "eplb_step_interval": str(config.parallel.eplb_step_interval),

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 Phase = Literal["starting", "ready", "draining"]
 
 
-class Answer(NamedTuple):
+class HealthStatus(NamedTuple):
     """An HTTP status and the word that explains it."""
 
     status: int
@@ -28,10 +28,22 @@ class Answer(NamedTuple):
 class Health:
     """What a process's main loop last said about itself."""
 
-    def __init__(self, stall_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stall_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+        may_wait: Callable[[float], bool] = lambda now: False,
+    ) -> None:
+        """Make one that calls a loop stalled after `stall_timeout` seconds without a turn.
+
+        Args:
+            may_wait: whether at that time the loop waits for something that may take longer and
+                is watched by itself.
+        """
         self.phase: Phase = "starting"
         self._stall_timeout = stall_timeout
         self._clock = clock
+        self._may_wait = may_wait
         self._last_turn = clock()
 
     def ready(self) -> None:
@@ -48,24 +60,26 @@ class Health:
         """The main loop has made another turn."""
         self._last_turn = self._clock()
 
-    def answer(self, path: str) -> Answer:
+    def answer(self, path: str) -> HealthStatus:
         """Return what to answer to GET `path`.
 
         /health is 503 when the process has to be started again: its loop has stopped turning.
         How long starting takes is the platform's to judge. /ready is 200 while it takes work.
         """
-        stalled = self.phase != "starting" and self._clock() - self._last_turn > self._stall_timeout
+        now = self._clock()
+        late = self.phase != "starting" and now - self._last_turn > self._stall_timeout
+        stalled = late and not self._may_wait(now)
         match path:
             case "/health":
-                return Answer(503, "stalled") if stalled else Answer(200, self.phase)
+                return HealthStatus(503, "stalled") if stalled else HealthStatus(200, self.phase)
             case "/ready":
                 word = "stalled" if stalled else self.phase
-                return Answer(200 if word == "ready" else 503, word)
-        return Answer(404, "there are /health and /ready")
+                return HealthStatus(200 if word == "ready" else 503, word)
+        return HealthStatus(404, "there are /health and /ready")
 
 
 def serve_health(config: HealthConfig, health: Health) -> Callable[[], None]:
-    """Answer on the configured port; without one do nothing.
+    """HealthStatus on the configured port; without one do nothing.
 
     Returns:
         What ends it. Processes need not: it ends with them.

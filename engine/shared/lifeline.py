@@ -5,6 +5,7 @@ environment; up it the child reports progress, readiness or why it cannot start.
 tells each side that the other has died, whatever killed it.
 """
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -17,11 +18,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.shared.messages import ChildFailed, ChildProgress, ChildReady, ChildStatus
+from engine.shared.messages import (
+    ChildFailed,
+    ChildProgress,
+    ChildReady,
+    ChildStatus,
+    ChildTurn,
+)
 
 logger = logging.getLogger(__name__)
 
 LIFELINE_VARIABLE = "SWELL_LIFELINE_FD"
+TURN_INTERVAL = 1.0
+"""Seconds between two `turn`s of a main loop."""
+
 ORPHAN_GRACE = 3.0
 """Seconds that a child has for an orderly end after its supervisor has died."""
 
@@ -117,6 +127,12 @@ class Lifeline:
     def failed(self, reason: str) -> None:
         """Say why the child cannot start."""
         self._report(ChildFailed(reason))
+
+    def turn(self) -> None:
+        """Say that the main loop turns, without waiting for a supervisor that does not read."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.send(pack_frame(ChildTurn()), socket.MSG_DONTWAIT)
 
     def _report(self, status: ChildStatus) -> None:
         if self._connection is None:

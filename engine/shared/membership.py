@@ -4,13 +4,16 @@ The shell that owns the registration socket sends what `tick` returns, feeds wha
 `receive` and acts on the events that come back. Losing any message only costs one interval.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.shared.group_config import stated_in
 from engine.shared.messages import (
     AdapterSheet,
     CoordinatorReply,
     Draining,
     EngineSetup,
+    FleetOrder,
     FrontEndAddresses,
     Goodbye,
     GroupStatus,
@@ -20,18 +23,28 @@ from engine.shared.messages import (
     Hello,
     MemberKind,
     MemberMessage,
+    ProcessUse,
     Ready,
     Refused,
     Welcome,
 )
 from engine.shared.scope import EVERYTHING, Scope
-from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
+from engine.shared.version import (
+    PROTOCOL_VERSION,
+    SPOKEN_PROTOCOLS,
+    SWELL_VERSION,
+    next_protocol,
+)
 
 HELLO_INTERVAL = 0.5
 """Seconds between two attempts to join."""
 
 JOIN_TIMEOUT = 60.0
 """Seconds until a process that finds no coordinator, or no free place, gives up."""
+
+_PROTOCOL_REFUSALS = 4 * len(SPOKEN_PROTOCOLS)
+"""How often a coordinator refuses protocols before that is final. A HELLO that was repeated is
+refused twice, so one refusal of each protocol is not enough."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +57,14 @@ class Joined:
 
 @dataclass(frozen=True)
 class Rejected:
-    """The coordinator refused this member; `replaced` if another has its number by now."""
+    """The coordinator refused this member; `replaced` if another has its number by now.
+
+    One that was `serving` goes on doing so: it keeps asking, and its peers still reach it.
+    """
 
     reason: str
     replaced: bool = False
+    serving: bool = False
 
 
 MembershipEvent = Joined | Rejected
@@ -72,9 +89,16 @@ class Identity:
 class Membership:
     """One member's side of the registration handshake."""
 
-    def __init__(self, identity: Identity, heartbeat_interval: float) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        heartbeat_interval: float,
+        use: Callable[[], ProcessUse | None] = lambda: None,
+    ) -> None:
+        """`use` says with each heartbeat what the process takes of its machine."""
         self._identity = identity
         self._interval = heartbeat_interval
+        self._use = use
         self._setup: EngineSetup | None = None
         self._is_ready = False
         self._is_draining = False
@@ -82,7 +106,11 @@ class Membership:
         self._held: list[HeldAdapter] = []
         self.adapters: AdapterSheet | None = None
         """Newest sheet of adapters known here, told to a coordinator that has forgotten it."""
+        self.fleet: FleetOrder | None = None
+        """The same of what operators want of all engines."""
         self._joined_once = False
+        self._protocol = PROTOCOL_VERSION
+        self._protocol_refusals = 0
         self._next_send = float("-inf")
         self.epoch: int | None = None
         """Epoch of the coordinator that knows this member; None while joining."""
@@ -125,33 +153,26 @@ class Membership:
                     me.incarnation,
                     me.host,
                     me.pid,
-                    me.group_config,
+                    stated_in(me.group_config, self._protocol),
                     me.addresses,
                     self.wave,
                     me.scope,
-                    PROTOCOL_VERSION,
+                    self._protocol,
                     SWELL_VERSION,
                     me.group,
                     given=self._joined_once and me.index < 0,
                     adapters=self.adapters,
+                    fleet=self.fleet,
                 )
             ]
         self._next_send = now + self._interval
+        who, status = (me.kind, self.index, me.incarnation), self._group_status
         if self._is_draining:
-            return [Draining(me.kind, self.index, me.incarnation, self._group_status, self._held)]
+            return [Draining(*who, status, self._held, self._use())]
         if self._is_ready:
             # READY is repeated as the heartbeat of a ready member: losing one does not matter.
-            return [
-                Ready(
-                    me.kind,
-                    self.index,
-                    me.incarnation,
-                    self._setup,
-                    self._group_status,
-                    self._held,
-                )
-            ]
-        return [Heartbeat(me.kind, self.index, me.incarnation, self._group_status, self._held)]
+            return [Ready(*who, self._setup, status, self._held, self._use())]
+        return [Heartbeat(*who, status, self._held, self._use())]
 
     @property
     def group(self) -> str:
@@ -167,18 +188,34 @@ class Membership:
         if isinstance(reply, Refused):
             if not reply.final:
                 return None
-            return Rejected(reply.reason, replaced=self._joined_once and reply.field == "index")
+            if reply.field == "protocol" and self._tries_another_protocol():
+                return None
+            return Rejected(
+                reply.reason,
+                replaced=self._joined_once and reply.field == "index",
+                # A coordinator that restarted does not know it: it may again, or its successor.
+                serving=self._joined_once and self._is_ready and self.epoch is None,
+            )
         if isinstance(reply, HeartbeatAck):
             if self.epoch is not None and (not reply.known or reply.epoch != self.epoch):
                 self.epoch = None
+                self._protocol, self._protocol_refusals = PROTOCOL_VERSION, 0
                 self._next_send = float("-inf")
             return None
         return self._welcomed(reply)
 
+    def _tries_another_protocol(self) -> bool:
+        self._protocol_refusals += 1
+        self._protocol = next_protocol(self._protocol)
+        if self._protocol_refusals >= _PROTOCOL_REFUSALS:
+            return False
+        self._next_send = float("-inf")
+        return True
+
     def _welcomed(self, welcome: Welcome) -> Joined | Rejected | None:
         if welcome.epoch == self.epoch:
             return None  # answer to a repeated HELLO
-        if welcome.protocol != PROTOCOL_VERSION:
+        if welcome.protocol not in SPOKEN_PROTOCOLS:
             return Rejected(
                 f"protocol is {PROTOCOL_VERSION} here (Swell {SWELL_VERSION}) but "
                 f"{welcome.protocol or 'older than 1'} at the coordinator (Swell "
@@ -189,5 +226,6 @@ class Membership:
         self.index = welcome.index
         self.wave = max(self.wave, welcome.wave)
         self._joined_once = True
+        self._protocol_refusals = 0
         self._next_send = float("-inf")
         return Joined(welcome, again)

@@ -1,15 +1,42 @@
 """Where a model's files are: a directory, a GGUF file, or a download from the Hugging Face hub."""
 
+import os
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from engine.shared.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME, ModelConfig
 from engine.shared.gguf.directory import is_gguf, text_directory
 from engine.shared.gguf.reader import BadGguf
 
+_SECONDS_PER_LINE = 2.0
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_WEIGHT_FILES = ["*/*.safetensors"]
 """Some repositories have the weights once more, in a folder and in a form for other programs."""
+
+
+_HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
+"""A repository, and which of its GGUF files."""
+
+
+def download_progress() -> type[Any]:
+    """Return what shows the bytes of a download: a bar on terminals, lines elsewhere."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Lines(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "mininterval": _SECONDS_PER_LINE})  # type: ignore[no-untyped-call]
+
+        @staticmethod
+        def status_printer(file: Any) -> Callable[[str], None]:
+            return lambda text: print(text.strip(), file=sys.stderr, flush=True)
+
+    return tqdm if sys.stderr.isatty() else Lines
 
 
 class ModelNotFound(ValueError):
@@ -29,6 +56,7 @@ def model_directory(config: ModelConfig, *, weights: bool) -> Path:
         ModelNotFound: with a message that says what to do.
     """
     local = Path(config.model).expanduser()
+    _check_rights(local)
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise ModelNotFound(
@@ -55,13 +83,75 @@ def model_directory(config: ModelConfig, *, weights: bool) -> Path:
                 revision=config.revision,
                 allow_patterns=patterns,
                 ignore_patterns=_OTHER_WEIGHT_FILES,
+                tqdm_class=download_progress(),
             )
         )
     except Exception as error:
         raise ModelNotFound(
             f"model {config.model!r} is not a directory and could not be fetched from the hub: "
-            f"{error}"
+            + _line(error)
         ) from error
+
+
+def _check_rights(directory: Path) -> None:
+    """Raise ModelNotFound if this process may not read what is there."""
+    try:
+        inside = list(directory.iterdir()) if directory.is_dir() else []
+        denied = next(
+            (file for file in inside if not os.access(file, os.R_OK, effective_ids=True)), None
+        )
+    except PermissionError:
+        denied = directory
+    if denied is not None:
+        raise ModelNotFound(
+            f"{denied} cannot be read by user {os.geteuid()} with group {os.getegid()}: run "
+            f"`chmod -R a+rX {directory}` where the files are (on each node if they are a "
+            "hostPath), or run as their owner (in the chart engine.podSecurityContext.runAsUser)"
+        )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def with_local_file(config: ModelConfig) -> ModelConfig:
+    """Return settings that name a local file where these name one of the hub, which is fetched.
+
+    `org/name:Q4_K_M` is the GGUF file of that repository whose name ends so, in any case.
+
+    Raises:
+        ModelNotFound: there is none, or it cannot be fetched.
+    """
+    named = _HUB_FILE.fullmatch(config.model)
+    if named is None or Path(config.model).exists():
+        return config
+    from huggingface_hub import HfApi, snapshot_download
+
+    repository, quant = named.groups()
+    patterns = [f"*{each}.gguf" for each in {quant, quant.upper(), quant.lower()}]
+    try:
+        directory = snapshot_download(
+            repository,
+            revision=config.revision,
+            allow_patterns=patterns,
+            tqdm_class=download_progress(),
+        )
+        files = [file for each in patterns for file in sorted(Path(directory).rglob(each))]
+        if not files:
+            known = HfApi().list_repo_files(repository, revision=config.revision)
+            others = ", ".join(name for name in known if name.endswith(".gguf"))
+            raise ModelNotFound(
+                f"{repository} has no GGUF file whose name ends in {quant}.gguf; it has: "
+                + (others or "none")
+            )
+    except ModelNotFound:
+        raise
+    except Exception as error:
+        raise ModelNotFound(
+            f"{config.model} could not be fetched from the hub: {_line(error)}"
+        ) from error
+    names = config.served_model_name or (config.model,)
+    return msgspec.structs.replace(config, model=str(files[0]), served_model_name=names)
 
 
 def served_names(config: ModelConfig) -> tuple[str, ...]:

@@ -4,9 +4,11 @@ It is always a fresh one, inside the directory that the operator names or the sy
 one; whatever else is there is left alone. Its maker holds a lock on it. The lock keeps
 systemd-tmpfiles away, and tells a successor which directories belong to the dead.
 
-Other cleaners know no locks. Files that were removed are put back as links to the descriptors
-that the maker holds, so those who have them mapped and those who open them anew still share
-them; sockets are bound again by their owners (`engine.shared.transport.Transport.mend`).
+Files that processes map are in memory (`NodeDirectory.share`): the directory has links to
+descriptors of its maker. On a disk they would kill their readers with SIGBUS once it is full.
+
+Other cleaners ignore locks. The maker puts removed links and directories back; sockets are bound
+again by their owners (`engine.shared.transport.Transport.mend`).
 """
 
 import contextlib
@@ -16,7 +18,6 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,19 @@ class NodeDirectory:
         (new / _MARK).touch()
         self.path = self._parent / new.name.replace(_UNLOCKED_PREFIX, _PREFIX)
         new.rename(self.path)
-        self._held: dict[Path, int] = {}
-        self._directories: dict[Path, None] = {}
+        self._shared: dict[Path, int] = {}
+
+    def share(self, name: str) -> Path:
+        """Make an empty file in memory and return its path, whose parents are made too."""
+        path = self.path / name
+        self._shared[path] = os.memfd_create(path.name)
+        self._link(path)
+        return path
+
+    def _link(self, path: Path) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.symlink_to(f"/proc/{os.getpid()}/fd/{self._shared[path]}")
 
     def keep(self) -> bool:
         """Put back what somebody has removed since the last call; return whether anything was.
@@ -80,35 +92,21 @@ class NodeDirectory:
             os.close(self._lock)
             self._lock = lock
         (self.path / _MARK).touch()
-        for directory in self._directories:
-            directory.mkdir(mode=0o700, exist_ok=True)
-        lost = [path for path in self._held if not path.exists()]
+        lost = [path for path in self._shared if not path.exists()]
         for path in lost:
-            path.unlink(missing_ok=True)  # a link that leads nowhere
-            path.symlink_to(f"/proc/{os.getpid()}/fd/{self._held[path]}")
+            self._link(path)
         if is_new or lost:
             logger.warning("files in %s were removed: put back", self.path)
-        self._note()
         return is_new or bool(lost)
-
-    def _note(self) -> None:
-        """Hold on to what has been made here since the last call."""
-        for entry in _entries(self.path):
-            path = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False):
-                self._directories.setdefault(path)
-            elif entry.is_file(follow_symlinks=False) and path not in self._held:
-                with contextlib.suppress(OSError):
-                    self._held[path] = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
 
     def close(self) -> None:
         """Remove the directory with all that is in it; idempotent."""
         if self._lock < 0:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        for descriptor in (*self._held.values(), self._lock):
+        for descriptor in (*self._shared.values(), self._lock):
             os.close(descriptor)
-        self._held.clear()
+        self._shared.clear()
         self._lock = -1
 
     def __enter__(self) -> "NodeDirectory":
@@ -126,17 +124,6 @@ def _lock(directory: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield what is in a directory and below it, from the top; the mark left out."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.name == _MARK:
-                continue
-            yield entry
-            if entry.is_dir(follow_symlinks=False):
-                yield from _entries(Path(entry.path))
 
 
 def _remove_stale(parent: Path) -> None:

@@ -7,7 +7,7 @@ both.
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,8 @@ TokenTask = Literal["token_embed", "token_classify"]
 """The same of each token by itself."""
 Pooling = Literal["cls", "mean", "last", "max", "mean_sqrt_len"]
 Activation = Literal["identity", "sigmoid", "softmax"]
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+"""Of two embeddings; the last two are negative distances."""
 
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
 """Prefixes of the names of architectures whose tokens attend to later ones."""
@@ -87,6 +89,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the one that stands before inputs for which none is named."""
     dimensions: tuple[int, ...] | None = None
     """Sizes to which embeddings may be cut (Matryoshka); empty: any; None: none."""
+    similarity: Similarity = "cosine"
+    """What scores a pair of embeddings."""
     usual_dimensions: int = 0
     """The size to which they are cut if a request names none; 0: they are not."""
     logits: LogitScale | None = None
@@ -104,10 +108,7 @@ _Count = Annotated[int, Meta(ge=1)]
 
 
 class _Overrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `--pooler-config` may say; names as in vLLM where it has them.
-
-    More than 15 attributes: one for each key.
-    """
+    """What `--pooler-config` may say; names as in vLLM where it has them."""
 
     task: Task | TokenTask | None = None
     pooling_type: Literal["CLS", "MEAN", "LAST", "MAX", "ALL", "STEP"] | None = None
@@ -200,6 +201,7 @@ def _embedder(
         prompts=prompts,
         default_prompt=library.get("default_prompt_name"),
         dimensions=_matryoshka(config),
+        similarity=_similarity(library),
     )
 
 
@@ -371,6 +373,16 @@ def _matryoshka(config: dict[str, Any]) -> tuple[int, ...] | None:
     if isinstance(sizes, list):
         return tuple(sizes)
     return () if config.get("is_matryoshka") else None
+
+
+def _similarity(library: dict[str, Any]) -> Similarity:
+    name = library.get("similarity_fn_name") or "cosine"
+    if name not in get_args(Similarity):
+        raise BadPooling(
+            f"config_sentence_transformers.json: similarity_fn_name {name!r} is not supported, "
+            f"only {', '.join(get_args(Similarity))}"
+        )
+    return cast("Similarity", name)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ variable, a variable over the file, the file over the default.
 """
 
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 import msgspec
 
-from engine.shared.config import Section
+from engine.shared.config import OneOf, Section
 
 ENV_PREFIX = "SWELL_"
 
@@ -34,6 +35,8 @@ class Setting(NamedTuple):
     type: Any
     default: Any
     help: str
+    open: OneOf | None = None
+    """Its words, if plugins may have others."""
 
     @property
     def flag(self) -> str:
@@ -58,7 +61,9 @@ class Setting(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words of a Literal setting, else empty."""
+        """The words that it may be, besides the names of plugins; empty: any text."""
+        if self.open is not None:
+            return self.open.words
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
 
 
@@ -73,8 +78,10 @@ def settings_of(config_type: type[Section]) -> Iterator[Setting]:
     for section, section_type in sections_of(config_type).items():
         annotated = typing.get_type_hints(section_type, include_extras=True)
         for field in msgspec.structs.fields(section_type):
-            [text] = [m for m in annotated[field.name].__metadata__ if isinstance(m, str)]
-            yield Setting(section, field.name, _plain(field.type), field.default, text)
+            metadata = annotated[field.name].__metadata__
+            [text] = [m for m in metadata if isinstance(m, str)]
+            words = next((m for m in metadata if isinstance(m, OneOf)), None)
+            yield Setting(section, field.name, _plain(field.type), field.default, text, words)
 
 
 def _plain(annotation: Any) -> Any:
@@ -116,8 +123,12 @@ def load(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
     config_file: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> C:
     """Build a config from flags, environment and YAML file, and check every value.
+
+    Args:
+        defaults: of this machine, by the names of settings; they win over a field's own.
 
     Raises:
         SettingsError: an unknown key, a value of the wrong type or out of its bounds.
@@ -135,8 +146,14 @@ def load(
             value, origin = from_file[setting.name], f"{setting.key} in {config_file}"
             if setting.type is str and isinstance(value, dict):  # a setting that holds JSON
                 value = json.dumps(value)
+        elif setting.name in (defaults or {}):
+            value, origin = (defaults or {})[setting.name], setting.flag
         else:
             continue
+        if setting.type is int and isinstance(value, str):
+            value = _number_of(value)
+        if setting.open is not None and value not in (None, *setting.open.words):
+            _check_plugin(value, setting.open, origin)
         values[setting.section][setting.name] = value
         origins[setting.name] = origin
     sections = {}
@@ -144,13 +161,50 @@ def load(
         try:
             sections[name] = msgspec.convert(values[name], section_type, strict=False)
         except msgspec.ValidationError as error:
-            raise SettingsError(_explain(error, origins)) from error
+            raise SettingsError(_explain(error, origins, section_type)) from error
     return config_type(**sections)
 
 
-def _explain(error: msgspec.ValidationError, origins: Mapping[str, str]) -> str:
+def _check_plugin(name: object, known: OneOf, origin: str) -> None:
+    from engine.shared.plugins import offered  # which takes long to import
+
+    plugins = offered(known.plugins)
+    if name not in plugins:
+        words = ", ".join([*known.words, *plugins])
+        raise SettingsError(
+            f"{origin}: {name!r} is none of {words}, and no installed package has such an entry "
+            f"point in {known.plugins}"
+        )
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGTmgt])(iB|i|B)?")
+
+
+def _number_of(text: str) -> int | str:
+    """Return what a size such as 4GiB, 32K or 1.5GB says; any other text as it is.
+
+    `i`, or a capital letter alone, is a power of 1024, all else a power of 1000.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return text
+    number, unit, rest = found.groups()
+    base = 1024 if rest in ("i", "iB") or (rest is None and unit.isupper()) else 1000
+    return round(float(number) * float(base) ** ("kmgt".index(unit.lower()) + 1))
+
+
+def _explain(
+    error: msgspec.ValidationError, origins: Mapping[str, str], section: type[Section]
+) -> str:
     message, _, path = str(error).partition(" - at `$.")
     name = path.rstrip("`").split("[")[0]
+    if message.startswith("Invalid enum value"):
+        described: Any = msgspec.inspect.type_info(section)
+        known = {field.name: field.type for field in described.fields}
+        choices = getattr(known[name], "types", (known[name],))
+        values = [str(each) for choice in choices for each in getattr(choice, "values", ())]
+        wrong = message.removeprefix("Invalid enum value ")
+        message = f"{wrong} is none of {', '.join(values)}"
     where = f"{origins.get(name, name)}: " if name else ""  # some checks compare several settings
     return f"{where}{message[0].lower()}{message[1:]}"
 
@@ -161,7 +215,8 @@ def _read_yaml(path: Path, config_type: type[Section]) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:
-        raise SettingsError(f"--config {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"--config {path}: {reason}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"--config {path}: expected `key: value` lines")
     values = {str(key).replace("-", "_"): value for key, value in content.items()}

@@ -9,9 +9,11 @@ when nobody can ask it any more.
 """
 
 import contextlib
+import faulthandler
 import gc
 import os
 import runpy
+import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,8 +27,8 @@ from engine.shared.lifeline import LIFELINE_VARIABLE, Lifeline
 FORK = b"fork"
 """What a template is asked; with it come the descriptors of a lifeline and of an output."""
 
-LONGEST_ANSWER = 1024
-"""Bytes of an `Answer` at most."""
+MAX_ANSWER_BYTES = 1024
+"""Maximum size of a `ForkReply`."""
 
 _THREADS = "OPENBLAS_NUM_THREADS"
 """NumPy's library starts threads as it is loaded, unless this says how many."""
@@ -42,7 +44,7 @@ class TemplateLaunch(msgspec.Struct, frozen=True):
     """Settings of the engines that are forked from it, where these are engines."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ForkReply(msgspec.Struct, frozen=True):
     """What a template says when it is asked."""
 
     pid: int = 0
@@ -59,6 +61,7 @@ def run(module: str, load: Callable[[TemplateLaunch], None]) -> None:
     lifeline = Lifeline.from_environment()
     launch = lifeline.read_launch(TemplateLaunch)
     lifeline.end_with_it()
+    faulthandler.register(signal.SIGUSR1)
     setproctitle.setproctitle(f"swell: {launch.name}")
     connection = socket.socket(fileno=launch.connection)
     gc.disable()  # what is loaded now is never garbage
@@ -97,9 +100,9 @@ def _fork_when_asked(connection: socket.socket) -> Sequence[int]:
             pid = fork_orphan()
             if not pid:
                 return descriptors
-            answer = Answer(pid) if pid > 0 else Answer(refusal="it cannot be forked")
+            answer = ForkReply(pid) if pid > 0 else ForkReply(refusal="it cannot be forked")
         else:
-            answer = Answer(refusal=f"it has {threads} threads")
+            answer = ForkReply(refusal=f"it has {threads} threads")
         for each in descriptors:
             os.close(each)
         with contextlib.suppress(BrokenPipeError):

@@ -3,7 +3,7 @@
 Local sockets are `ipc://` in a private directory. TCP sockets are encrypted and authenticated
 by CURVE with keys derived from one shared secret: whoever knows the secret knows the binder's
 public key, which never crosses the wire, and nobody else can complete a handshake. All
-high-water marks are 0 (no limit): a message of the control plane is never dropped silently;
+high-water marks of the control plane are 0 (no limit): none of its messages is dropped silently;
 what must be bounded is bounded by admission, not by a socket.
 
 A node that is lost says nothing: its peers would wait for TCP to give up, which takes a quarter of
@@ -14,6 +14,7 @@ connect again asks for the address behind the name anew.
 
 import logging
 import socket as sockets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from engine.shared.addresses import (
 )
 from engine.shared.cluster_keys import InsecureCluster, cluster_keys
 from engine.shared.config import ClusterConfig
+from engine.shared.descriptors import Descriptors, DescriptorWatch
 from engine.shared.handshakes import HandshakeWatch
 from engine.shared.listeners import SharedPort
 from engine.shared.node_directory import make_private
@@ -49,12 +51,21 @@ _LONGEST_IPC_PATH = 107  # sockaddr_un.sun_path, less its terminating zero
 
 _LONGEST_TTL_MS = 6_553_500  # ZMTP has 16 bits for tenths of a second
 
+LARGEST_FRAME = 1 << 20
+"""Bytes of a frame that bound sockets take; longer messages are sent as several (`frames_of`)."""
+
+_CURVE_BYTES = 64
+"""What encryption adds to a frame, and a little more."""
+
 _HANDSHAKE_MS = 10_000  # a thousand peers that come back at once take a while
 
 
 def make_context() -> "zmq.Context[zmq.Socket[bytes]]":
     """Return the context of a process: a thread for data, and one that may wait for names."""
-    return zmq.Context(io_threads=2)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
+    # Default: 1,023, which an engine with a few hundred front ends would reach.
+    context.set(zmq.MAX_SOCKETS, int(context.get(zmq.SOCKET_LIMIT)))
+    return context
 
 
 def advertised_host(cluster: ClusterConfig) -> str:
@@ -86,21 +97,31 @@ class Transport:
         self._keys = cluster_keys(cluster)
         self._bound: list[tuple[Path, str, zmq.Socket[bytes]]] = []
         self._shared_ports: list[SharedPort] = []
+        self._descriptors = DescriptorWatch()
 
-    def bind(self, kind: int, address: str, *, largest: int | None = None) -> "zmq.Socket[bytes]":
+    def bind(
+        self, kind: int, address: str, *, largest: int = LARGEST_FRAME, max_queued: int = 0
+    ) -> "zmq.Socket[bytes]":
         """Return a bound socket; its real address (TCP port 0 resolved) is `last_endpoint`.
 
         Args:
-            largest: bytes of a message; a peer that begins a larger one loses its connection.
+            largest: bytes of a frame; a peer that begins a larger one loses its connection, whether
+                or not it knows the cluster key.
+            max_queued: messages that wait for one peer; further ones are dropped. 0: no limit.
         """
         socket = self._socket(kind, address, binder=True, largest=largest)
+        socket.setsockopt(zmq.SNDHWM, max_queued)
         if address.startswith("tcp://") and self._keys is not None and self._keys.are_exchanged:
             port = SharedPort(socket, address)
             for keys in self._keys.accepted:
                 port.accept(keys)
             self._shared_ports.append(port)
             return socket
-        socket.bind(address)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError:
+            socket.close()
+            raise
         if address.startswith("ipc://"):
             self._bound.append((Path(address.removeprefix("ipc://")), address, socket))
         return socket
@@ -112,6 +133,7 @@ class Transport:
         Connections last without the file, but nobody new would find the way. The sockets must
         belong to the calling thread.
         """
+        self._descriptors.look(time.monotonic())
         self._accept_new_keys()
         self._bound = [each for each in self._bound if not each[2].closed]
         for path, address, socket in self._bound:
@@ -125,6 +147,11 @@ class Transport:
                 logger.error("%s was removed and cannot be bound again: %s", path, error)
             else:
                 logger.warning("%s was removed: bound again", path)
+
+    @property
+    def descriptors(self) -> Descriptors | None:
+        """How many descriptors this process had open at the last `mend` or `connect`."""
+        return self._descriptors.newest
 
     def _accept_new_keys(self) -> None:
         new = self._keys.refresh() if self._keys is not None else []
@@ -149,6 +176,7 @@ class Transport:
         Args:
             largest: as for `bind`.
         """
+        self._descriptors.look(time.monotonic())
         self._accept_new_keys()
         socket = self._socket(kind, address, binder=False, largest=largest)
         if identity is not None:
@@ -174,8 +202,7 @@ class Transport:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         if largest is not None:
-            # Holds from the first byte on, so also for those who do not know the cluster key.
-            socket.setsockopt(zmq.MAXMSGSIZE, largest)
+            socket.setsockopt(zmq.MAXMSGSIZE, largest + _CURVE_BYTES)
         if address.startswith("tcp://"):
             self._set_tcp_options(socket, address)
             self._secure(socket, address, binder)
@@ -216,6 +243,12 @@ class Transport:
             socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
 
 
+def frames_of(message: bytes) -> list[bytes]:
+    """Return a message as the frames in which a bound socket takes it."""
+    starts = range(0, len(message), LARGEST_FRAME)
+    return [message[start : start + LARGEST_FRAME] for start in starts]
+
+
 def bound_address(socket: "zmq.Socket[bytes]", advertise_host: str) -> str:
     """Return the address under which peers reach a bound socket."""
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
@@ -237,6 +270,7 @@ class Inbox:
         self.dropped = 0
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message_type)
         self._name = name
+        self._tells_senders = socket.socket_type == zmq.ROUTER
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_readable: Callable[[], None] = lambda: None
 
@@ -250,9 +284,10 @@ class Inbox:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return None
-            message = self.decode(frames[-1])
+            sender = frames.pop(0) if self._tells_senders else b""
+            message = self.decode(frames[0] if len(frames) == 1 else b"".join(frames))
             if message is not None:
-                return frames[0] if len(frames) > 1 else b"", message
+                return sender, message
 
     def decode(self, frame: bytes) -> Any | None:
         """Return the message in a frame; None, counted and logged once, if it is none."""

@@ -14,9 +14,10 @@ as long as the node takes it.
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from server.access.admission_table import AdmissionTable, Totals
+from server.access.admission_table import NOTHING, AdmissionTable, Totals
+from server.access.tenants_elsewhere import TenantsElsewhere
 from server.config import OverloadConfig, TenantConfig
 
 BYTES_PER_TOKEN = 4
@@ -29,6 +30,11 @@ _SAMPLE_INTERVAL = 0.5
 
 LONGEST_RETRY_AFTER = 60
 """Most seconds that a refused client is asked to wait."""
+
+
+RejectionReason = Literal["queue", "queue_tokens", "key", "key_tokens", "share", "share_tokens"]
+"""Which limit a refused request met: the node's, its key's, or its fair share of the node's; each
+in sequences or in waiting prompt tokens."""
 
 
 class Overloaded(Exception):
@@ -44,10 +50,11 @@ class Overloaded(Exception):
 
 
 class _Limit(NamedTuple):
-    """What a request does not fit into: what is counted, and how that is told."""
+    """What a request does not fit into: what is counted, how that is told, and its name."""
 
     what: str
     reason: str
+    name: RejectionReason
 
 
 class DrainRate:
@@ -123,16 +130,22 @@ class Admission:
         tenants: TenantConfig = TenantConfig(),
         *,
         several: Callable[[], bool] = lambda: False,
+        elsewhere: TenantsElsewhere | None = None,
+        on_rejection: Callable[[RejectionReason], None] = lambda reason: None,
     ) -> None:
         """`num_slots` says how many sequences the engines can run at once.
 
-        `several` says whether there are more tenants than one.
+        `several` says whether there are more tenants than one. `elsewhere` knows what they hold in
+        other nodes' front ends; None: nothing that counts. `on_rejection` is called for every
+        request that is refused.
         """
         self.table = table
         self._max_queue = limits.max_queue
         self._max_tokens = limits.max_queue_tokens
         self._tenants = tenants
         self._several = several
+        self._elsewhere = elsewhere
+        self._on_rejection = on_rejection
         self.counts_tokens = (limits.max_queue_tokens, tenants.max_queue_tokens_per_key) != (
             None,
             None,
@@ -141,8 +154,10 @@ class Admission:
         self._rate = DrainRate()
         self._next_sample = 0.0
 
-    def reserve(self, requests: int, tokens: int, now: float, place: int = 0) -> Reservation:
-        """Take a request on: so many sequences, so many prompt tokens (estimated).
+    def reserve(
+        self, requests: int, tokens: int, now: float, place: int = 0, tenant: int = 0
+    ) -> Reservation:
+        """Admit a request with `requests` sequences and `tokens` (estimated) prompt tokens.
 
         `place` is where its tenant is counted.
 
@@ -155,9 +170,12 @@ class Admission:
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_INTERVAL
             self._rate.sample(now, table.ended())
+        if self._elsewhere is not None:
+            self._elsewhere.seen(place, tenant)
+        others = self._others(place, now)
 
         def room(totals: Totals, own: Totals) -> bool:
-            return self._limit(totals, own, requests, tokens) is None
+            return self._limit(totals, own, others, requests, tokens) is None
 
         if not table.try_add(requests, tokens, room, place) and not (
             table.drop_dead() and table.try_add(requests, tokens, room, place)
@@ -172,8 +190,10 @@ class Admission:
             Overloaded: they do not fit.
         """
 
+        others = self._others(place, now)
+
         def room(totals: Totals, own: Totals) -> bool:
-            return self._limit_of_tokens(totals, own, tokens) is None
+            return self._limit_of_tokens(totals, own, others, tokens) is None
 
         table = self.table
         if not table.try_add(0, more, room, place) and not (
@@ -184,34 +204,44 @@ class Admission:
     # What is larger than a whole queue is taken when nothing else is there, unless it would shut
     # other tenants out. The slots are counted only when they matter.
 
-    def _limit(self, totals: Totals, own: Totals, requests: int, tokens: int) -> _Limit | None:
-        """Return what does not fit; the newcomer is part of both sums."""
+    def _others(self, place: int, now: float) -> Totals:
+        """Return what the tenant of a place holds in other nodes' front ends."""
+        return NOTHING if self._elsewhere is None else self._elsewhere.of(place, now)
+
+    def _limit(
+        self, totals: Totals, own: Totals, others: Totals, requests: int, tokens: int
+    ) -> _Limit | None:
+        """Return what does not fit; the newcomer is part of `totals` and `own`."""
         alone = totals.requests == requests and not self._several()
         if totals.requests > self._max_queue and not alone:
             places = self._max_queue + self._num_slots()
             if totals.requests > places:
-                return _Limit("requests", _FULL.format(self._max_queue, "requests"))
+                return _Limit("requests", _FULL.format(self._max_queue, "requests"), "queue")
         most = self._tenants.max_sequences_per_key
-        if most is not None and own.requests > most:
-            return _Limit("requests", _PER_KEY.format("sequences", "max_sequences_per_key", most))
+        if most is not None and own.requests + others.requests > most:
+            reason = _PER_KEY.format("sequences", "max_sequences_per_key", most)
+            return _Limit("requests", reason, "key")
         if self._several() and own.requests > requests:
             slots = self._num_slots()
             free = self._max_queue + slots - totals.requests
             if totals.requests > slots and own.requests > free:
-                return _Limit("requests", _UNFAIR.format("sequences"))
-        return self._limit_of_tokens(totals, own, tokens)
+                return _Limit("requests", _UNFAIR.format("sequences"), "share")
+        return self._limit_of_tokens(totals, own, others, tokens)
 
-    def _limit_of_tokens(self, totals: Totals, own: Totals, tokens: int) -> _Limit | None:
+    def _limit_of_tokens(
+        self, totals: Totals, own: Totals, others: Totals, tokens: int
+    ) -> _Limit | None:
         what = "prompt tokens"
         if self._max_tokens is not None and totals.tokens > max(self._max_tokens, tokens):
-            return _Limit(what, _FULL.format(self._max_tokens, what))
+            return _Limit(what, _FULL.format(self._max_tokens, what), "queue_tokens")
         most = self._tenants.max_queue_tokens_per_key
-        if most is not None and own.tokens > max(most, tokens):
-            return _Limit(what, _PER_KEY.format(what, "max_queue_tokens_per_key", most))
+        if most is not None and own.tokens + others.tokens > max(most, tokens):
+            reason = _PER_KEY.format(what, "max_queue_tokens_per_key", most)
+            return _Limit(what, reason, "key_tokens")
         if not self._several() or self._max_tokens is None or own.tokens <= tokens:
             return None
         free = self._max_tokens - totals.tokens
-        return _Limit(what, _UNFAIR.format(what)) if own.tokens > free else None
+        return _Limit(what, _UNFAIR.format(what), "share_tokens") if own.tokens > free else None
 
     def _overloaded(self, requests: int, tokens: int, now: float, place: int) -> Overloaded:
         table = self.table
@@ -223,14 +253,16 @@ class Admission:
         limit = self._limit(
             Totals(totals.requests + requests, totals.tokens + tokens),
             Totals(own.requests + requests, own.tokens + tokens),
+            self._others(place, now),
             requests,
             tokens,
         )
-        if limit is None:  # somebody has left meanwhile
-            limit = _Limit("requests", _FULL.format(self._max_queue, "requests"))
+        if limit is None:  # a request has ended meanwhile
+            limit = _Limit("requests", _FULL.format(self._max_queue, "requests"), "queue")
+        self._on_rejection(limit.name)
         return Overloaded(limit.what, limit.reason, retry_after)
 
 
 _FULL = "The server is overloaded: its queue of {} {} is full."
-_PER_KEY = "This API key has as many {} here as one may have ({} is {})."
-_UNFAIR = "This API key has as many {} here as are left free to others."
+_PER_KEY = "Limit reached for this API key: too many {} ({} is {})."
+_UNFAIR = "This API key has reached its fair share of the queue: too many {}."

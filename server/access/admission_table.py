@@ -5,13 +5,14 @@ rows is read, so two front ends never both take the last place; the lock around 
 also keeps them from both giving it up. The lock is not waited for without end: a front end that was
 stopped while it held it must not stop its neighbours.
 
-Each owner holds a file lock on its row for as long as its process lives. Rows whose lock is free
-belong to nobody, whatever they say.
+Each owner holds a file lock on its row for as long as its process lives. A row whose lock is free
+has no owner, and its contents do not count.
 """
 
 import fcntl
 import mmap
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ class Totals(NamedTuple):
 
 
 _NOBODY = memoryview(bytes(PLACES * _TENANT_WORDS * _WORD)).cast("q")
-_NO_MARGIN = Totals(0, 0)
+NOTHING = Totals(0, 0)
 _SMALL = Totals(16, 4096)
 """Largest addition that is tried without the lock."""
 
@@ -51,13 +52,14 @@ Room = Callable[[Totals, Totals], bool]
 """Whether the sums over all tenants, and over the one, fit; a newcomer is included."""
 
 
-def _sum(one: Totals, other: Totals) -> Totals:
-    return Totals(one.requests + other.requests, one.tokens + other.tokens)
+_NAME = "name"
+"""File with the name of a table, which no other table of the cluster has."""
 
 
 def create_admission_table(directory: Path, num_front_ends: int) -> None:
     """Make an empty table for front ends 0 to `num_front_ends` - 1 in a new directory."""
     directory.mkdir(exist_ok=True)
+    (directory / _NAME).write_text(secrets.token_hex(8))
     for index in range(num_front_ends):
         _row_lock(directory, index).touch()
     with (directory / "rows").open("wb") as file:
@@ -69,11 +71,12 @@ def _row_lock(directory: Path, index: int) -> Path:
 
 
 class AdmissionTable:
-    """One front end's view of the table in `directory`; None makes one that nobody shares."""
+    """One front end's view of the table in `directory`; None makes a private table."""
 
     def __init__(self, directory: Path | None, front_end: int = 0) -> None:
         self._files: dict[int, int] = {}
         self._directory = directory
+        self.name = secrets.token_hex(8) if directory is None else (directory / _NAME).read_text()
         if directory is None:
             self._lock_file = -1
             self._map = mmap.mmap(-1, _ROW_WORDS * _WORD)
@@ -141,13 +144,13 @@ class AdmissionTable:
         if small and self._add_if(requests, tokens, room, place, self._margin):
             return True
         with self._locked():
-            return self._add_if(requests, tokens, room, place, _NO_MARGIN)
+            return self._add_if(requests, tokens, room, place, NOTHING)
 
     def _add_if(self, requests: int, tokens: int, room: Room, place: int, margin: Totals) -> bool:
         self.add(requests, tokens, place)
         fits = False
         try:
-            fits = room(_sum(self.totals(), margin), _sum(self.of_tenant(place), margin))
+            fits = room(self.totals(margin), self.of_tenant(place, margin))
             return fits
         finally:
             if not fits:
@@ -182,22 +185,27 @@ class AdmissionTable:
         """Whether there are places of other front ends on this node."""
         return len(self._starts) > 1
 
-    def totals(self) -> Totals:
-        """Return the sums over all rows, those of dead front ends included."""
-        words, requests, tokens = self._words, 0, 0
+    def totals(self, more: Totals = NOTHING) -> Totals:
+        """Return the sums over all rows, those of dead front ends included, and `more`."""
+        words, (requests, tokens) = self._words, more
         for start in self._starts:
             requests += words[start]
             tokens += words[start + _TOKENS]
         return Totals(requests, tokens)
 
-    def of_tenant(self, place: int) -> Totals:
-        """Return the sums of one tenant over all rows."""
-        words, requests, tokens = self._words, 0, 0
+    def of_tenant(self, place: int, more: Totals = NOTHING) -> Totals:
+        """Return the sums of one tenant over all rows, and `more`."""
+        words, (requests, tokens) = self._words, more
         offset = _HEAD_WORDS + place * _TENANT_WORDS
         for start in self._starts:
             requests += words[start + offset]
             tokens += words[start + offset + _TOKENS]
         return Totals(requests, tokens)
+
+    def own(self, place: int) -> Totals:
+        """Return the sums of one tenant in the own row."""
+        cell = self._own + _HEAD_WORDS + place * _TENANT_WORDS
+        return Totals(self._words[cell + _REQUESTS], self._words[cell + _TOKENS])
 
     def body_bytes(self) -> int:
         """Return the bytes of request bodies that are being received on this node."""

@@ -13,10 +13,12 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.shared.fair_threads import tenant_id
 from engine.shared.watched_file import WatchedFile, any_changed
+from server.access.hosts import KnownHosts, known_hosts, unknown_host
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant, named_tenant
-from server.config import GuardConfig
-from server.http.errors import ApiError
+from server.config import FrontEndConfig, GuardConfig
+from server.errors import ApiError
 from server.observe.metrics import FrontEndMetrics
 
 logger = logging.getLogger(__name__)
@@ -25,11 +27,24 @@ API_PREFIX = "/v1/"
 ADMIN_PREFIX = "/admin/"
 
 _PROBES = frozenset(("/health", "/ping", "/ready", "/version"))
-_PAGE = frozenset(("/", "/status.css", "/status.js"))
-"""Files that hold nothing about the server: the page asks for the key and gets the data with it."""
-_ADMIN = frozenset(("/server_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+_PAGE = frozenset(
+    (
+        "/", "/status.css", "/status.js", "/access.js", "/playground.js", "/markdown-it.min.js",
+        "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/favicon.png",
+    )
+)  # fmt: skip
+"""Static files, the same on every server: the page asks for a key and fetches the data with it."""
+_ADMIN = frozenset(
+    (
+        "/server_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/resume",
+        "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache",
+        "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/scale_elastic_ep",
+        "/is_scaling_elastic_ep",
+        "/start_profile", "/stop_profile", "/v1/fault_tolerance/status",
+    )
+)  # fmt: skip
 _STATUS = frozenset(("/status.json",))
-_DOCS = frozenset(("/docs", "/docs/oauth2-redirect", "/openapi.json"))
+_DOCS = frozenset(("/docs", "/openapi.json"))
 _METRICS = "/metrics"
 
 
@@ -41,23 +56,32 @@ class BadGuards(Exception):
     """The guards cannot be set up as configured; the message is for people."""
 
 
+class NoKey(BadGuards):
+    """A file that has to hold keys holds none."""
+
+
 class Keys:
     """A set of secrets, of which only digests are kept, and whose they are."""
 
     def __init__(self, secrets: Iterable[str], names: Mapping[str, str] = {}) -> None:
-        """`names` has what the operator calls the owners of some secrets."""
+        """`names` has what the operator calls the owners of some secrets; others get numbers."""
         self._digests: list[bytes] = []
-        owners: list[str] = []
-        for secret in secrets:
+        owners: list[tuple[str, str | None]] = []
+        for number, secret in enumerate(secrets, 1):
             self._digests.append(hashlib.sha256(secret.encode()).digest())
-            owners.append(names.get(secret) or f"key-{self._digests[-1].hex()[:12]}")
+            name = names.get(secret)
+            # Not shown: who knows a digest can try keys until one has it.
+            owner = f"key-{self._digests[-1].hex()[:12]}"
+            owners.append((owner, f"key-{number}") if name is None else (name, None))
         # In an order that does not depend on that of the keys, as all front ends need the same.
-        place_of = {name: place for place, name in enumerate(sorted(set(owners)))}
-        self._owners = [named_tenant(name, place_of[name]) for name in owners]
+        place_of = {name: place for place, name in enumerate(sorted({name for name, _ in owners}))}
+        self._owners = [named_tenant(name, place_of[name], shown) for name, shown in owners]
         self.num_tenants = len(place_of)
+        self.are_asked_for = bool(owners)
+        """Whether requests need one of them, which none has if all were removed."""
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return self.are_asked_for
 
     def __contains__(self, secret: bytes) -> bool:
         """Whether it is one of them, in a time that tells nothing about any of them."""
@@ -73,26 +97,26 @@ class Keys:
         return found
 
 
-def api_keys(config: GuardConfig) -> Keys:
+def api_keys(config: GuardConfig, may_be_empty: bool = False) -> Keys:
     """Return the keys for all but /admin.
 
     Raises:
         BadGuards: there is no key where one is said to be.
     """
-    return _keys(config.api_key, config.api_key_file, "api")
+    return _keys(config.api_key, config.api_key_file, "api", may_be_empty)
 
 
-def admin_keys(config: GuardConfig) -> Keys:
+def admin_keys(config: GuardConfig, may_be_empty: bool = False) -> Keys:
     """Return the key for /admin, if there is one.
 
     Raises:
         BadGuards: there is no key where one is said to be.
     """
     given = () if config.admin_key is None else (config.admin_key,)
-    return _keys(given, config.admin_key_file, "admin")
+    return _keys(given, config.admin_key_file, "admin", may_be_empty)
 
 
-def _keys(given: tuple[str, ...], file: str | None, name: str) -> Keys:
+def _keys(given: tuple[str, ...], file: str | None, name: str, may_be_empty: bool) -> Keys:
     secrets = [secret.strip() for secret in given]
     owners: dict[str, str] = {}
     if file is not None:
@@ -102,8 +126,8 @@ def _keys(given: tuple[str, ...], file: str | None, name: str) -> Keys:
         except (OSError, UnicodeDecodeError) as error:
             raise BadGuards(f"{flag} {file} cannot be read: {error}") from error
         found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
-            raise BadGuards(f"{flag} {file} holds no key")
+        if not found and not may_be_empty:
+            raise NoKey(f"{flag} {file} holds no key")
         for line in found:
             owner, named, secret = line.partition(": ")
             secrets.append(secret.strip() if named else line)
@@ -111,24 +135,27 @@ def _keys(given: tuple[str, ...], file: str | None, name: str) -> Keys:
                 owners[secrets[-1]] = owner.strip()
     if "" in secrets:
         raise BadGuards(f"--{name}-key must not be empty")
-    return Keys(secrets, owners)
+    keys = Keys(secrets, owners)
+    keys.are_asked_for |= file is not None
+    return keys
 
 
-def metrics_keys(config: GuardConfig) -> Keys:
+def metrics_keys(config: GuardConfig, may_be_empty: bool = False) -> Keys:
     """Return the key for /metrics alone, if there is one.
 
     Raises:
         BadGuards: there is no key where one is said to be.
     """
     given = () if config.metrics_key is None else (config.metrics_key,)
-    return _keys(given, config.metrics_key_file, "metrics")
+    return _keys(given, config.metrics_key_file, "metrics", may_be_empty)
 
 
-class Doors:
-    """Which keys open which path. What nobody thought of needs an API key, if there are any.
+class PathAccess:
+    """Which keys open which path. Paths that are not listed need an API key, if there are any.
 
-    Keys in files are read again when the files change, so that one that is taken out opens
-    nothing any more. A file that cannot be used changes nothing.
+    Files of keys are read again when they change, so that keys removed from them stop working. A
+    file that cannot be read changes nothing. The keys of a file that became empty, which may only
+    be in the middle of being written, stop working at the next check.
     """
 
     def __init__(self, config: GuardConfig) -> None:
@@ -141,6 +168,7 @@ class Doors:
         files = (config.api_key_file, config.admin_key_file, config.metrics_key_file)
         self._files = [WatchedFile(file) for file in files if file is not None]
         self._look_at = 0.0
+        self._is_emptied = False
         self._read()
         open_by_default = not self.api
         self._open_status, self._open_docs, self._open_metrics = (
@@ -148,11 +176,10 @@ class Doors:
             for chosen in (config.open_status, config.open_docs, config.open_metrics)
         )
 
-    def _read(self) -> None:
-        config = self._config
+    def _read(self, may_be_empty: bool = False) -> None:
         self.api, self._admin, self._metrics = (
-            api_keys(config), admin_keys(config), metrics_keys(config),
-        )  # fmt: skip
+            read(self._config, may_be_empty) for read in (api_keys, admin_keys, metrics_keys)
+        )
 
     @property
     def num_tenants(self) -> int:
@@ -169,10 +196,15 @@ class Doors:
         if now < self._look_at or not self._files:
             return
         self._look_at = now + LOOK_INTERVAL
-        if not any_changed(self._files):
+        was_emptied, self._is_emptied = self._is_emptied, False
+        changed = any_changed(self._files)
+        if not changed and not was_emptied:
             return
         try:
-            self._read()
+            self._read(may_be_empty=not changed)
+        except NoKey as error:
+            self._is_emptied = True
+            logger.warning("%s: its keys will stop working in a second", error)
         except BadGuards as error:
             logger.error("keys stay as they were: %s", error)
         else:
@@ -187,7 +219,9 @@ class Doors:
         if keys is None or _carries(scope, keys):
             return None
         # Where no key opens a door there is no use in asking for one.
-        return _NO_KEY if any(keys) else _NO_DOOR
+        if not any(keys):
+            return _NOT_FOUND
+        return _WRONG_KEY if _secret(scope) else _NO_KEY
 
     def _keys_of(self, path: str) -> tuple[Keys, ...] | None:
         """Return the keys that open a path, None if it is open."""
@@ -205,29 +239,35 @@ class Doors:
         return (self.api,) if self.api else None
 
 
-class KeyGuard:
-    """Lets requests through only with a key that opens their path."""
+class Guard:
+    """Lets requests through only for hosts that are known, with a key that opens their path."""
 
-    def __init__(self, app: ASGIApp, doors: Doors, metrics: FrontEndMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        doors: PathAccess,
+        hosts: KnownHosts | None,
+        metrics: FrontEndMetrics,
+    ) -> None:
         self._app = app
         self._doors = doors
+        self._hosts = hosts
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         self._doors.look(time.monotonic())
-        refusal = self._doors.refusal(scope) if scope["type"] == "http" else None
+        refusal = None if self._hosts is None else unknown_host(self._hosts, scope)
+        label = "/*" if refusal is not None else ""
+        refusal = refusal or self._doors.refusal(scope)
         if refusal is None:
             _note_tenant(scope, self._doors.api)
             await self._app(scope, receive, send)
             return
-        self._metrics.http_request(_label(scope["path"]), refusal.status)
-        body = refusal.body(scope["path"])
-        headers = [(name.encode(), value.encode()) for name, value in refusal.headers]
-        headers.append((b"content-type", b"application/json"))
-        headers.append((b"content-length", str(len(body)).encode()))
-        start = {"type": "http.response.start", "status": refusal.status, "headers": headers}
-        await send(start)
-        await send({"type": "http.response.body", "body": body})
+        self._metrics.http_request(label or _label(scope["path"]), refusal.status)
+        await refusal.send(scope["path"], send)
 
 
 def _label(path: str) -> str:
@@ -238,12 +278,13 @@ def _label(path: str) -> str:
     return path if path in _STATUS | _DOCS or path == _METRICS else "/*"
 
 
-_NO_KEY = ApiError(
-    401,
-    "Incorrect API key provided. Send it as 'Authorization: Bearer KEY'.",
-    code="invalid_api_key",
-    headers=(("www-authenticate", "Bearer"),),
-)
+def _without_key(message: str) -> ApiError:
+    header = ("www-authenticate", "Bearer")
+    return ApiError(401, message, code="invalid_api_key", headers=(header,))
+
+
+_NO_KEY = _without_key("No API key provided. Send it as 'Authorization: Bearer KEY'.")
+_WRONG_KEY = _without_key("The API key is not one of this server's.")
 _NOT_ADMIN = ApiError(
     403,
     "This needs the server's admin key. Send it as 'Authorization: Bearer KEY'.",
@@ -251,7 +292,7 @@ _NOT_ADMIN = ApiError(
 )
 
 
-_NO_DOOR = ApiError(404, "There is no such path.", code="not_found")
+_NOT_FOUND = ApiError(404, "Not Found.", code="not_found")
 
 
 def _carries(scope: Scope, keys: Iterable[Keys]) -> bool:
@@ -260,9 +301,10 @@ def _carries(scope: Scope, keys: Iterable[Keys]) -> bool:
 
 
 def _note_tenant(scope: Scope, keys: Keys) -> None:
-    """Write into a request's scope whose key it carries."""
-    if keys and scope["type"] == "http":
-        scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
+    """Note whose key a request carries, in its scope and for the threads that serve it."""
+    if keys:
+        tenant = scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
+        tenant_id.set(tenant.id)
 
 
 def _secret(scope: Scope) -> bytes:
@@ -280,9 +322,12 @@ def _secret(scope: Scope) -> bytes:
     return other
 
 
-def install(app: FastAPI, doors: Doors, config: GuardConfig, metrics: FrontEndMetrics) -> None:
+def install(
+    app: FastAPI, doors: PathAccess, front_end: FrontEndConfig, metrics: FrontEndMetrics
+) -> None:
     """Put the configured guards around an application."""
-    app.add_middleware(KeyGuard, doors=doors, metrics=metrics)
+    app.add_middleware(Guard, doors=doors, hosts=known_hosts(front_end), metrics=metrics)
+    config = front_end.guards
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

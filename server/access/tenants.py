@@ -1,29 +1,28 @@
-"""Whose a request is, what that lets it do, and with whom it shares cached prompts.
+"""Which tenant sends a request, what it may do, and with whom it shares cached prompts.
 
-A tenant is an API key, or several of the same name; without keys everybody is one tenant. With
+A tenant is an API key, or several of the same name; without keys all clients are one tenant. With
 `--tenant-by user` each value of a request's field `user` is a tenant of its own within its key.
 Tenants are known by digests, so they are the same ones in every front end of every node.
 """
 
 from hashlib import blake2b
-from typing import Protocol
 
 import msgspec
 
 from engine.shared.messages import ROOT_SIZE
 from server.access.admission_table import PLACES
 from server.config import FrontEndConfig
-from server.http.errors import ApiError
+from server.errors import ApiError
 
 SCOPE_KEY = "swell.tenant"
 """Under which the guard notes the tenant in the scope of a request."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """Whoever shares the server with others."""
+    """A holder of API keys, or one of its users, among those who share the server."""
 
     name: str
-    """For logs and errors: what the operator calls the key, or a digest of it."""
+    """For logs and metrics: what the operator calls the key, or its number."""
     id: int
     """63 bits of a digest of the name; 0 is everybody."""
     place: int = 0
@@ -33,9 +32,9 @@ class Tenant(msgspec.Struct, frozen=True):
 EVERYBODY = Tenant("", 0)
 
 
-def named_tenant(name: str, place: int = 0) -> Tenant:
-    """Return the tenant of a key."""
-    return Tenant(name, _digest("key", name), place % PLACES)
+def named_tenant(name: str, place: int = 0, shown: str | None = None) -> Tenant:
+    """Return the tenant of keys of this name; logs and metrics have the name that is `shown`."""
+    return Tenant(shown or name, _digest("key", name), place % PLACES)
 
 
 def _digest(*parts: str) -> int:
@@ -49,23 +48,6 @@ def _hashed(*parts: str, size: int) -> bytes:
     return blake2b(data, digest_size=size, person=b"swell tenants").digest()
 
 
-class KeyHolders(Protocol):
-    """Whoever has API keys, which may change at any time."""
-
-    @property
-    def num_tenants(self) -> int: ...
-
-
-class Wishes(msgspec.Struct, frozen=True):
-    """What a request says of itself that only some operators allow, or that tells tenants apart."""
-
-    user: str | None
-    priority: int | None
-    pins_rank: bool
-    """Whether it wants to run on an engine of its choice."""
-    cache_salt: str | None
-
-
 class Tenancy:
     """Tells tenants apart and says what they may do, as configured."""
 
@@ -77,28 +59,15 @@ class Tenancy:
         self._pinning = config.allows_rank_pinning
         self.shows_cached_tokens = not config.tenants.hide_cached_tokens
 
-    def admit(self, key: Tenant, wishes: Wishes, prompts: int, copies: int) -> tuple[Tenant, bytes]:
-        """Return whose a request is that came with a key, and its cache root.
-
-        The cache root sets its cached prefixes apart; it is empty where nothing does.
-
-        Raises:
-            ApiError: 400 or 403, it asks for what the operator does not allow.
-        """
-        self.check(wishes)
-        self._check_sequences(prompts, copies)
-        tenant = self.tenant(key, wishes.user)
-        return tenant, self.cache_root(tenant, wishes.cache_salt)
-
-    def are_several(self, holders: KeyHolders) -> bool:
-        """Whether there are tenants to be told apart, as of now."""
-        return self._by_user or holders.num_tenants > 1
+    def are_several(self, keys: int) -> bool:
+        """Whether there is more than one tenant, with this many names of keys."""
+        return self._by_user or keys > 1
 
     def tenant(self, key: Tenant, user: str | None) -> Tenant:
         """Return whose a request is that came with a key and names a user."""
         if not self._by_user or not user:
             return key
-        id_ = _digest("user", key.name, user)
+        id_ = _digest("user", str(key.id), user)
         return Tenant(f"{key.name}/{user}", id_, id_ % PLACES)
 
     def cache_root(self, tenant: Tenant, salt: str | None) -> bytes:
@@ -108,8 +77,12 @@ class Tenancy:
             return b""
         return _hashed("cache", owner, salt or "", size=ROOT_SIZE)
 
-    def _check_sequences(self, prompts: int, copies: int) -> None:
-        """Refuse a request that is more than a tenant may ever have."""
+    def check_sequences(self, prompts: int, copies: int) -> None:
+        """Refuse a request that is more than a tenant may ever have.
+
+        Raises:
+            ApiError: 400.
+        """
         most, sequences = self._max_sequences, prompts * copies
         if most is not None and sequences > most:
             param = "n" if prompts == 1 else "prompt"
@@ -121,20 +94,20 @@ class Tenancy:
                 code="too_many_sequences",
             )
 
-    def check(self, wishes: Wishes) -> None:
-        """Refuse what only some operators allow.
+    def check(self, priority: int | None, *, pins_rank: bool) -> None:
+        """Refuse what only some operators allow: priorities, or the choice of an engine.
 
         Raises:
             ApiError: 400 or 403.
         """
-        if wishes.priority and not self._priority:
+        if priority and not self._priority:
             raise ApiError(
                 400,
-                "priority: this server takes no priorities from clients; send 0 or none",
+                "priority: this server does not accept priorities from clients; send 0 or omit it",
                 param="priority",
                 code="priority_not_allowed",
             )
-        if wishes.pins_rank and not self._pinning:
+        if pins_rank and not self._pinning:
             raise ApiError(
                 403,
                 "X-data-parallel-rank: this server does not let clients choose an engine",

@@ -5,9 +5,11 @@ from typing import Literal
 
 import msgspec
 
-from server.answer.config import AnswerConfig
+from engine.shared.plugins import instance_of, load_plugin
+from server.answer.call_formats import CALL_FORMATS, CallFormat, detect
 from server.answer.reasoning import REASONING_FORMATS, ReasoningTags
-from server.tool_calls.formats import CALL_FORMATS, OF_FAMILY, CallFormat, detect
+from server.config.answer import AnswerConfig
+from server.text.presets import Preset
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +26,23 @@ class AnswerFormats(msgspec.Struct, frozen=True):
     tells_tools: bool = False
     """The template shows no tools that the model would know how to call: prompts tell of both."""
     reasoning: ReasoningTags | None = None
+    call_parser: str = "none"
+    """The names of both, as the settings know them."""
+    reasoning_parser: str = "none"
     auto_tool_choice: bool = True
     exclude_unused_tools: bool = False
     """Templates do not get the tools of requests that must not call any."""
     reasoning_field: Literal["both", "reasoning", "reasoning_content"] = "both"
+    closes_objects: bool = False
+    """Whether objects have only the properties that schemas list, unless these say otherwise."""
 
 
 def answer_formats(
-    config: AnswerConfig, template: str | None, *, shows_tools: bool = False, family: str = ""
+    config: AnswerConfig,
+    template: str | None,
+    *,
+    shows_tools: bool = False,
+    preset: Preset = Preset(),
 ) -> AnswerFormats:
     """Return what the settings say.
 
@@ -39,30 +50,41 @@ def answer_formats(
         config: the settings.
         template: the source of the model's chat template.
         shows_tools: the template does something with tools.
-        family: the `model_type` of the model's configuration.
+        preset: what is known of the model.
 
     Raises:
         BadFormats: settings contradict each other.
+        BadPlugin: a format is of a plugin that cannot be used.
     """
-    name, why = _call_format(config, template, shows_tools=shows_tools, family=family)
-    calls = None if name is None else CALL_FORMATS[name]
+    name, why = _call_format(config, template, shows_tools=shows_tools, preset=preset)
+    calls = None if name is None else CALL_FORMATS.get(name)
+    if name is not None and calls is None:
+        calls = load_plugin(
+            "swell.tool_call_parsers", name, "--tool-call-parser", instance_of(CallFormat)
+        )
     logger.info("tool calls: %s (%s)", name or "none", why)
-    reasoning = calls.channels if calls is not None else None
+    tells = why == TOLD
+    reasoner, tags, why = _reasoning(config, template, calls, preset)
+    logger.info("reasoning: %s (%s)", reasoner, why)
     return AnswerFormats(
         calls=calls,
-        tells_tools=why == TOLD,
-        reasoning=reasoning or _reasoning(config, template or ""),
+        tells_tools=tells,
+        reasoning=tags,
+        call_parser=name or "none",
+        reasoning_parser=reasoner,
         auto_tool_choice=config.enable_auto_tool_choice,
+        closes_objects=config.disable_additional_properties,
         exclude_unused_tools=config.exclude_tools_when_tool_choice_none,
         reasoning_field=config.reasoning_field,
     )
 
 
+PRESET = "from the presets, presets.yaml"
 TOLD = "the chat template shows none, so that prompts tell of it"
 
 
 def _call_format(
-    config: AnswerConfig, template: str | None, *, shows_tools: bool, family: str
+    config: AnswerConfig, template: str | None, *, shows_tools: bool, preset: Preset
 ) -> tuple[str | None, str]:
     """Return the name of the format of calls, None without one, and where it is from."""
     asked = config.tool_call_parser
@@ -77,26 +99,32 @@ def _call_format(
     shown = detect(template)
     if shown is not None:
         return shown, "from the chat template"
-    if shows_tools and family in OF_FAMILY:
-        return OF_FAMILY[family], f"the model is of the family {family}"
+    if shows_tools and preset.tool_call_parser:
+        return preset.tool_call_parser, PRESET
     return "hermes", TOLD
 
 
-def _reasoning(config: AnswerConfig, template: str) -> ReasoningTags | None:
-    tags = config.reasoning_tags
-    if (config.reasoning_parser == "tags") != bool(tags):
+def _reasoning(
+    config: AnswerConfig, template: str | None, calls: CallFormat | None, preset: Preset
+) -> tuple[str, ReasoningTags | None, str]:
+    """Return the name of the format of reasoning, its tags, and where it is from."""
+    asked, tags = config.reasoning_parser, config.reasoning_tags
+    if (asked == "tags") != bool(tags):
         raise BadFormats("--reasoning-tags and --reasoning-parser tags need each other")
-    match config.reasoning_parser:
-        case None:
-            return None
-        case "tags":
-            if len(tags) != 2 or not all(tags):
-                raise BadFormats("--reasoning-tags: two texts are needed, the start and the end")
-            return ReasoningTags(tags[0], tags[1])
-        case "auto":
-            known = REASONING_FORMATS.values()
-            return next((each for each in known if each.end in template), None)
-        case "openai_gptoss":
-            return None  # what reads its calls reads its reasoning
-        case name:
-            return REASONING_FORMATS[name]
+    if calls is not None and calls.channels is not None:
+        return "openai_gptoss", calls.channels, "from the format of tool calls"
+    if asked == "tags":
+        if len(tags) != 2 or not all(tags):
+            raise BadFormats("--reasoning-tags: two texts are needed, the start and the end")
+        return "tags", ReasoningTags(tags[0], tags[1]), "--reasoning-tags"
+    if asked != "auto":
+        flag, found = "--reasoning-parser", REASONING_FORMATS.get(asked)
+        if found is None and asked not in ("none", "openai_gptoss"):
+            found = load_plugin("swell.reasoning_parsers", asked, flag, instance_of(ReasoningTags))
+        return asked, found, flag
+    for name, known in REASONING_FORMATS.items():
+        if known.end in (template or ""):
+            return name, known, "from the chat template"
+    if preset.reasoning_parser:
+        return preset.reasoning_parser, REASONING_FORMATS[preset.reasoning_parser], PRESET
+    return "none", None, "the chat template shows none"

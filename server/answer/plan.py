@@ -4,10 +4,10 @@ from typing import Literal
 
 import msgspec
 
+from server.answer.call_formats import CallFormat
 from server.answer.reader import AnswerReader
 from server.answer.reasoning import ReasoningReader, ReasoningTags
-from server.tool_calls.choice import ToolUse
-from server.tool_calls.formats import CallFormat
+from server.answer.tool_choice import ToolUse
 
 
 class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,9 +37,13 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if format is not None and format.channels is not None:
             tags = None  # the parser does it
+        functions = [*tools.functions.values()]
+        probe = None if format is None or tags is None else format.in_reasoning
         return AnswerReader(
             None if tags is None else self._reasoning_reader(tags),
-            None if format is None else format.parser([*tools.functions.values()]),
+            None if format is None else format.parser(functions),
+            calls_in_reasoning=None if probe is None else probe(functions),
+            only_calls=tools.forced,
             parallel=tools.parallel,
             show_reasoning=self.show_reasoning,
             reasoning_end=self.reasoning_end,

@@ -44,6 +44,8 @@ REASONING_FORMATS = {
     "deepseek_r1": ReasoningTags("<think>", "</think>", implied=True),
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningTags("<seed:think>", "</seed:think>", implied=True),
+    "command_r": ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": ReasoningTags("<|channel>thought\n", "<channel|>"),
 }
 """Formats by the names that `--reasoning-parser` knows, but for those that need more settings."""
 
@@ -112,7 +114,7 @@ class ReasoningReader:
         if not self._inside:
             self.over = True
             held, self._held = self._held, ""
-            return "", held
+            return "", self._content(held)
         return self._reasoning()
 
     def finish(self) -> tuple[str, str]:
@@ -134,10 +136,14 @@ class ReasoningReader:
         start, begin = self._tags.start, self._held.lstrip()
         if len(self._held) <= MAX_HEAD and any(
             len(begin) < len(marker) and marker.startswith(begin)
-            for marker in (start, *self._call_starts)
+            for marker in (start, self._tags.end, *self._call_starts)
         ):
             return False
         self._may_open = False
+        if not self._inside and begin.startswith(self._tags.end):
+            self._held = begin[len(self._tags.end) :].lstrip("\n")
+            self._at_edge = not self._held
+            return True
         if begin.startswith(tuple(self._call_starts)):
             self._inside = False
         elif begin.startswith(start):

@@ -6,9 +6,10 @@ from typing import TypeVar
 import msgspec
 import pydantic
 
-from server.api.refusals import refuse_unserved
-from server.http.errors import invalid, invalid_body, too_complex
-from server.http.json_price import TooCostly, check_price, costly_field
+from server.api.compatibility import refuse_unserved
+from server.errors import invalid, too_complex
+from server.http.errors import invalid_body
+from server.json_price import TooCostly, check_price, costly_field
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 
@@ -69,4 +70,4 @@ def fields_of(body: bytes) -> Set[str]:
     except TooCostly as error:
         raise too_complex(error, costly_field(body)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"The body is no valid JSON object: {error}.", code="bad_json") from error
+        raise invalid(f"The body is not a valid JSON object: {error}.", code="bad_json") from error

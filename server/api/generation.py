@@ -1,31 +1,41 @@
-"""What the endpoints that generate have in common: one way from a body to the engines, and back.
+"""What the endpoints that generate have in common: the way from a body to the engines, and back.
 
-A body is parsed into a request (`server.generate.request`), admitted, and made into a
-specification, which runs; what comes of it is folded into deltas, which a renderer shows.
+A body is parsed into a request (`server.generate.request`), which is admitted, completed with
+prompts and sampling parameters, and run. Its outputs are folded into deltas, which a renderer
+shows.
 """
 
 import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar
+from contextlib import nullcontext
+from typing import Generic, Protocol, TypeVar
 
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.shared.fair_threads import tenant_id
 from server.access.admission import BYTES_PER_TOKEN
-from server.access.tenants import Wishes
-from server.api.context import Context
-from server.api.purpose import check_generates
-from server.api.shared.answer import Usage
-from server.api.shared.rendering import Answering, Renderer, TimedLater
+from server.api.media import image_bytes, prepare_images
+from server.api.rendering import Renderer
+from server.api.services import Services
+from server.errors import ApiError, invalid, timed_out
+from server.generate.answer import BestOf
 from server.generate.beam_run import BeamRun
-from server.generate.best_of import BestOf
 from server.generate.fold import Delta
-from server.generate.request import GenerationRequest, Limits
-from server.generate.run import Output, Run, Sender
-from server.generate.specification import GenerationSpec, specify
+from server.generate.model import ServedModel
+from server.generate.pooling.model import PoolingModel
+from server.generate.request import GenerationRequest
+from server.generate.run import Output, Run
+from server.generate.specification import specify
 from server.http.call import Call, CancelOnDisconnect, foreseen
-from server.http.errors import ApiError, timed_out
+from server.http.keep_alive import KeepAlive
 from server.observe.tracing import EndedRequest
-from server.router.generation_client import NoEngineAvailable
+from server.schema.answer import Usage
+from server.schema.fields import SamplingFields
+from server.schema.pooling import PoolingFields
+from server.text.detokenizer import TokenTable
 
 
 class GenerationBody(Protocol):
@@ -43,190 +53,152 @@ BeforeEnd = Callable[[Usage], Awaitable[None]]
 B = TypeVar("B", bound=GenerationBody)
 
 
-async def generate(
-    call: Call,
-    context: Context,
-    body: B,
-    parse: Callable[[B, Limits], GenerationRequest],
-    renderer: Callable[[B, Answering], Renderer],
-    before_end: BeforeEnd | None = None,
-) -> None:
-    """Answer a request for generated text.
+class Generation(Response, Generic[B]):
+    """A response for which text is generated while it is sent, everything new in one send.
 
-    Args:
-        call: the request over HTTP.
-        context: of this process.
-        body: what was sent.
-        parse: makes the endpoint's bodies into requests.
-        renderer: makes what shows the answers as the endpoint does.
-        before_end: awaited when everything was generated, before the client is told so.
-
-    Raises:
-        ApiError: the request is wrong, or time was up before an answer had begun.
-        ClientDisconnected: everything was aborted.
-        Overloaded: there is no room for it.
-        GenerationFailed, NoEngineAvailable: before an answer has begun.
-    """
-    call.request_id = body.request_id or call.request_id
-    model, adapter = context.asked_model(body.model)
-    answering = _generate(call, context, body, parse, renderer, before_end, model, adapter)
-    if not adapter:
-        await answering
-        return
-    context.client.adapters.lease(adapter)
-    try:
-        await answering
-    finally:
-        context.client.adapters.release(adapter)
-
-
-async def _generate(
-    call: Call,
-    context: Context,
-    body: B,
-    parse: Callable[[B, Limits], GenerationRequest],
-    renderer: Callable[[B, Answering], Renderer],
-    before_end: BeforeEnd | None,
-    model: str,
-    adapter: str,
-) -> None:
-    served = context.model
-    check_generates(context)
-    limits = Limits(context.client.max_model_len, context.max_logprobs, served.tokenizer.vocab_size)
-    request = parse(body, limits)
-    try:
-        fields, size = request.fields, request.size
-        wishes = Wishes(fields.user, fields.priority, call.pins_rank, fields.cache_salt)
-        cache_root = admit(call, context, wishes, size.prompts, size.copies)
-        spec = await specify(request, call.request_id, served, limits)
-    except ApiError as error:
-        if request.blame is None:
-            raise
-        raise request.blame(error) from error
-    alone = spec.beams is None and len(spec.prompts) * spec.best_of == 1
-    timed = TimedLater() if context.shows_timing and alone else None
-    answering = Answering(
-        call.request_id, model, int(time.time()), spec, context.table, context.force_usage, timed
-    )
-    answer = AnswerOutput(call, renderer(body, answering), before_end, timed)
-    await _run(call, context, spec, cache_root, adapter, answer)
-
-
-def admit(call: Call, context: Context, wishes: Wishes, prompts: int, copies: int) -> bytes:
-    """Reserve a place for a call until it ends; return what sets its cached prefixes apart.
-
-    It has so many prompts, and so many sequences of each.
-
-    Raises:
-        ApiError: it asks for what the operator does not allow.
-        NoEngineAvailable: nothing can serve now.
-        Overloaded: the queue is full.
-    """
-    call.tenant, cache_root = context.tenancy.admit(call.tenant, wishes, prompts, copies)
-    if not context.client.takes_requests:
-        raise NoEngineAvailable("No engine can serve now; try again.")
-    tokens = copies * len(call.body) // BYTES_PER_TOKEN
-    call.reservation = context.admission.reserve(
-        prompts * copies, tokens, call.arrived, call.tenant.place
-    )
-    return cache_root
-
-
-async def _run(
-    call: Call,
-    context: Context,
-    spec: GenerationSpec,
-    cache_root: bytes,
-    adapter: str,
-    answer: "AnswerOutput",
-) -> None:
-    reservation = call.reservation
-    sender = Sender(
-        arrived=call.arrived,
-        pinned_rank=call.pinned_rank,
-        reservation=reservation,
-        tenant=call.tenant.id,
-        cache_root=cache_root,
-        adapter=adapter,
-        shows_cached=context.tenancy.shows_cached_tokens,
-    )
-    if reservation is not None:
-        reservation.recount(spec.num_tokens_sent, time.monotonic())
-    output: Output = answer
-    if spec.best_of > spec.n and spec.beams is None:
-        output = BestOf(output, len(spec.prompts), spec.n, spec.best_of)
-    with CancelOnDisconnect(call.receive):
-        engines = context.client, context.table, context.metrics
-        run = (
-            Run(spec, sender, *engines)
-            if spec.beams is None
-            else BeamRun(spec, spec.beams, sender, *engines)
-        )
-        if answer.timed is not None and isinstance(run, Run):
-            answer.timed.by = run
-        try:
-            await _in_time(run, output, call, context.request_timeout)
-        except Exception as error:
-            run.close("error")
-            if call.status is None or not answer.streams:
-                raise
-            await answer.fail(foreseen(error, call.request_id))
-        finally:
-            run.close()
-            if adapter or call.key.name:
-                usage = run.usage()
-                tokens = usage.prompt_tokens, usage.completion_tokens
-                context.metrics.key_used(call.key.name, *tokens)
-                if adapter:
-                    context.metrics.adapter_used(context.client.adapters.name(adapter), *tokens)
-            if context.tracer is not None:
-                context.tracer.record(_ended(call, context, spec, run))
-
-
-async def _in_time(run: Run | BeamRun, output: Output, call: Call, most: float | None) -> None:
-    """Run within so many seconds of the call's arrival.
-
-    Raises:
-        ApiError: it took longer.
-    """
-    if most is None:
-        await run.push_to(output)
-        return
-    try:
-        async with asyncio.timeout(call.arrived + most - time.monotonic()):
-            await run.push_to(output)
-    except TimeoutError:
-        raise timed_out(f"The request took longer than {most:g} s.") from None
-
-
-class AnswerOutput:
-    """What a renderer shows, sent as it comes: everything new in one send.
-
-    The answer begins with the first delta: what goes wrong before it is an ordinary error answer,
-    what goes wrong later an error event.
+    An error before the headers are sent is an ordinary error response, a later one is an event.
+    Headers are sent with the first delta, or before it (`KeepAlive`).
     """
 
     def __init__(
         self,
         call: Call,
-        renderer: Renderer,
-        before_end: BeforeEnd | None,
-        timed: TimedLater | None = None,
+        services: Services,
+        body: B,
+        parse: Callable[[B, ServedModel, int], GenerationRequest],
+        renderer: Callable[[B, GenerationRequest, TokenTable], Renderer],
+        before_end: BeforeEnd | None = None,
     ) -> None:
-        self.timed = timed
-        """Whose times are shown, if any are."""
+        """Nothing happens before the response is sent.
+
+        Args:
+            call: the request over HTTP.
+            services: of this process.
+            body: what was sent.
+            parse: makes a request of a body, for a model and its maximum length in tokens.
+            renderer: makes what shows the answers as the endpoint does.
+            before_end: awaited when everything has been generated, before the client is told so.
+        """
         self._call = call
-        self._renderer = renderer
+        self._services = services
+        self._body = body
+        self._parse = parse
+        self._make_renderer = renderer
         self._before_end = before_end
 
-    @property
-    def streams(self) -> bool:
-        """Whether this is a stream."""
-        return self._renderer.streams
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.generate()
 
-    async def fail(self, error: ApiError) -> None:
-        """End a stream that has begun with an error event."""
-        await self._call.send_events(self._renderer.error(error), more=False)
+    async def generate(self) -> None:
+        """Generate, and send the answer over the call.
+
+        Raises:
+            ApiError: the request is wrong, or time was up before an answer had begun.
+            ClientDisconnected: everything was aborted.
+            Overloaded: there is no room for it.
+            GenerationFailed, NoEngineAvailable: before an answer has begun.
+        """
+        call, services, body = self._call, self._services, self._body
+        call.request_id = body.request_id or call.request_id
+        model, adapter = services.asked_model(body.model)
+        if not adapter:
+            await self._generate(model, adapter)
+            return
+        services.client.adapters.lease(adapter)
+        try:
+            await self._generate(model, adapter)
+        finally:
+            services.client.adapters.release(adapter)
+
+    async def _generate(self, model: str, adapter: str) -> None:
+        call, services = self._call, self._services
+        if services.model.pooling is not None:
+            raise unsuitable(services.names[0], "generates no text", services.model.pooling)
+        request = self._parse(self._body, services.model, services.client.max_model_len)
+        try:
+            request.cache_root = admit(
+                call,
+                services,
+                request.fields,
+                request.num_prompts,
+                request.best_of,
+                image_bytes(request),
+            )
+            request.tenant = call.tenant.id
+            await prepare_images(request, call, services)
+            await specify(request, services.model)
+        except ApiError as error:
+            if request.blame is None:
+                raise
+            raise request.blame(error) from error
+        request.request_id = call.request_id
+        request.model, request.adapter = model, adapter
+        request.created, request.arrived = int(time.time()), call.arrived
+        request.pinned_rank = call.pinned_rank
+        request.reservation = call.reservation
+        request.shows_cached = services.tenancy.shows_cached_tokens
+        if call.reservation is not None:
+            call.reservation.recount(request.num_tokens_sent, time.monotonic())
+        engines = services.client, services.table, services.metrics
+        run = (
+            Run(request, *engines)
+            if request.beams is None
+            else BeamRun(request, request.beams, *engines)
+        )
+        http = services.config.http
+        request.force_usage = http.enable_force_include_usage
+        request.shows_timing = http.enable_per_request_metrics and request.num_sequences == 1
+        if request.plan.tools.format is not None:
+            parser = services.model.formats.call_parser
+            services.metrics.calls_looked_for(parser, request.num_answers)
+        if isinstance(run, Run):
+            call.weight_version = lambda: services.client.weight_version(run.engine)
+        self._renderer = self._make_renderer(self._body, request, services.table)
+        await self._push_all(run, request)
+
+    async def _push_all(self, run: Run | BeamRun, request: GenerationRequest) -> None:
+        call, services, streams = self._call, self._services, self._renderer.streams
+        output: Output = self
+        if request.best_of > request.n and request.beams is None:
+            output = BestOf(output, request.num_prompts, request.n, request.best_of)
+        interval = services.config.http.sse_keep_alive
+        life = KeepAlive(call, interval) if interval and streams and call.has_client else None
+        with CancelOnDisconnect(call.receive), life or nullcontext():
+            try:
+                await self._push_in_time(run, output)
+            except Exception as error:
+                run.close("error")
+                if call.status is None or not streams:
+                    raise
+                ended = self._renderer.error(foreseen(error, call.request_id))
+                await call.send_events(ended, more=False)
+            finally:
+                run.close()
+                if request.adapter or call.key.name:
+                    usage = run.usage()
+                    tokens = usage.prompt_tokens, usage.completion_tokens
+                    services.metrics.key_used(call.key.name, *tokens)
+                    if request.adapter:
+                        name = services.client.adapters.name(request.adapter)
+                        services.metrics.adapter_used(name, *tokens)
+                if services.tracer is not None:
+                    services.tracer.record(_ended(call, services, request, run))
+
+    async def _push_in_time(self, run: Run | BeamRun, output: Output) -> None:
+        """Run within `--request-timeout` of the call's arrival.
+
+        Raises:
+            ApiError: it took longer.
+        """
+        seconds = self._services.config.guards.request_timeout
+        if seconds is None:
+            await run.push_to(output)
+            return
+        try:
+            async with asyncio.timeout(self._call.arrived + seconds - time.monotonic()):
+                await run.push_to(output)
+        except TimeoutError:
+            raise timed_out(f"The request took longer than {seconds:g} s.") from None
 
     async def push(self, deltas: Sequence[tuple[int, Delta]], usage: Usage | None) -> None:
         """Show deltas; with `usage` they are the last."""
@@ -248,7 +220,41 @@ class AnswerOutput:
                 await call.send_json(200, renderer.finish(usage))
 
 
-def _ended(call: Call, context: Context, spec: GenerationSpec, run: Run | BeamRun) -> EndedRequest:
+def admit(
+    call: Call,
+    services: Services,
+    fields: SamplingFields | PoolingFields,
+    prompts: int,
+    copies: int,
+    image_bytes: int = 0,
+) -> bytes:
+    """Reserve a place for a call until it ends; return its cache root.
+
+    It has `copies` sequences of each of its prompts. Of its body `image_bytes` are images, whose
+    tokens count when they are known. The cache root sets its cached prefixes apart
+    (`engine.shared.messages.AddRequest`).
+
+    Raises:
+        ApiError: it asks for what the operator does not allow.
+        NoEngineAvailable: nothing can serve now.
+        Overloaded: the queue is full.
+    """
+    tenancy = services.tenancy
+    tenancy.check(fields.priority, pins_rank=call.pins_rank)
+    tenancy.check_sequences(prompts, copies)
+    call.tenant = tenancy.tenant(call.tenant, fields.user)
+    tenant_id.set(call.tenant.id)
+    services.client.check_takes_requests()
+    tokens = copies * max(0, len(call.content) - image_bytes) // BYTES_PER_TOKEN
+    call.reservation = services.admission.reserve(
+        prompts * copies, tokens, call.arrived, call.tenant.place, call.tenant.id
+    )
+    return tenancy.cache_root(call.tenant, fields.cache_salt)
+
+
+def _ended(
+    call: Call, services: Services, request: GenerationRequest, run: Run | BeamRun
+) -> EndedRequest:
     usage, failure = run.usage(), sys.exception()
     error = None if failure is None else type(failure).__name__
     if isinstance(failure, asyncio.CancelledError):
@@ -258,10 +264,10 @@ def _ended(call: Call, context: Context, spec: GenerationSpec, run: Run | BeamRu
     return EndedRequest(
         operation="text_completion" if call.path == "/v1/completions" else "chat",
         request_id=call.request_id,
-        model=context.names[0],
+        model=services.names[0],
         carrier=call.trace_context,
-        sampling=spec.sampling,
-        n=spec.n,
+        sampling=request.sampling,
+        n=request.n,
         arrived=call.arrived,
         first_token=run.first_token,
         prompt_tokens=usage.prompt_tokens,
@@ -269,4 +275,21 @@ def _ended(call: Call, context: Context, spec: GenerationSpec, run: Run | BeamRu
         completion_tokens=usage.completion_tokens,
         finish_reasons=run.finish_reasons,
         error=error,
+        timing=request.timing,
+        visits=run.visits if isinstance(run, Run) else [],
+    )
+
+
+_SERVES = {
+    "embed": "/v1/embeddings, /score, /rerank and /pooling",
+    "classify": "/classify, /score, /rerank and /pooling",
+}
+
+
+def unsuitable(name: str, lacks: str, pooling: PoolingModel) -> ApiError:
+    """Return the error for a model of vectors that is asked for something else."""
+    return invalid(
+        f"model: {name!r} {lacks}; it serves {_SERVES[pooling.spec.task]}",
+        "model",
+        "model_not_suitable",
     )

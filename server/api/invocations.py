@@ -1,48 +1,82 @@
 """POST /invocations: what hosts of models call, whatever they want of it."""
 
-from collections.abc import Set
+from collections.abc import Awaitable, Callable
 
-from engine.shared.pooling import Task
-from server.api.body import fields_of
-from server.api.chat.endpoint import create_chat_completion
+from fastapi import APIRouter, Response
+from pydantic import BaseModel
+
+from server.api.body import fields_of, read_body
+from server.api.chat.endpoint import CHAT_RESPONSES, create_chat_completion
 from server.api.chat.schema import ChatCompletionRequest
 from server.api.classify.endpoint import classify
-from server.api.completions.endpoint import create_completion
+from server.api.classify.schema import ClassifyRequest
+from server.api.completions.endpoint import COMPLETION_RESPONSES, create_completion
 from server.api.completions.schema import CompletionRequest
-from server.api.context import Context
 from server.api.embeddings.endpoint import create_embeddings
-from server.api.responses.endpoint import create_response
+from server.api.embeddings.schema import EmbeddingsRequest
+from server.api.openapi import REQUEST_HEADERS, any_of
+from server.api.responses.endpoint import RESPONSE_RESPONSES, create_response
 from server.api.responses.schema import ResponsesRequest
+from server.api.route import ModelRoute
 from server.api.scores.endpoint import rerank, score
+from server.api.scores.schema import RerankRequest, ScoreRequest
+from server.api.services import Services, ServicesDep
+from server.errors import invalid
 from server.http.call import Call
-from server.http.errors import invalid
 
 AnyRequest = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 
 
-async def invoke(call: Call, context: Context) -> None:
+class InvocationRoute(ModelRoute):
+    """An operation whose body is that of the endpoint whose fields it has."""
+
+    def read(self, call: Call, services: Services) -> BaseModel:
+        return read_body(_body_type(call.content, services), call.content)
+
+
+def _body_type(content: bytes, services: Services) -> type[BaseModel]:
+    """Return what a body is, by its fields and by what the model does.
+
+    Raises:
+        ApiError: it is none of these.
+    """
+    fields, pooling = fields_of(content), services.model.pooling
+    if pooling is not None:
+        if "query" in fields:
+            return RerankRequest
+        if "input" in fields:
+            return EmbeddingsRequest if pooling.spec.task == "embed" else ClassifyRequest
+        return ScoreRequest
+    if "messages" in fields:
+        return ChatCompletionRequest
+    if "prompt" in fields:
+        return CompletionRequest
+    if "input" in fields:
+        return ResponsesRequest
+    raise invalid("one of messages, prompt and input is needed", "messages")
+
+
+_OPERATIONS: dict[type[BaseModel], Callable[..., Awaitable[Response]]] = {
+    ChatCompletionRequest: create_chat_completion,
+    CompletionRequest: create_completion,
+    ResponsesRequest: create_response,
+    EmbeddingsRequest: create_embeddings,
+    ClassifyRequest: classify,
+    ScoreRequest: score,
+    RerankRequest: rerank,
+}
+
+router = APIRouter(route_class=InvocationRoute)
+
+
+@router.post(
+    "/invocations",
+    responses=any_of(CHAT_RESPONSES, COMPLETION_RESPONSES, RESPONSE_RESPONSES),
+    openapi_extra=REQUEST_HEADERS,
+)
+async def invoke(body: AnyRequest, call: Call, services: ServicesDep) -> Response:
     """Answer as the endpoint does whose request it is: messages, a prompt, or input.
 
     Of a model that makes vectors: input, a query with documents, or pairs.
     """
-    fields = fields_of(call.body)
-    pooling = context.model.pooling
-    if pooling is not None:
-        await _pooled(call, context, fields, pooling.spec.task)
-    elif "messages" in fields:
-        await create_chat_completion(call, context)
-    elif "prompt" in fields:
-        await create_completion(call, context)
-    elif "input" in fields:
-        await create_response(call, context)
-    else:
-        raise invalid("one of messages, prompt and input is needed", "messages")
-
-
-async def _pooled(call: Call, context: Context, fields: Set[str], task: Task) -> None:
-    if "query" in fields:
-        await rerank(call, context)
-    elif "input" in fields:
-        await (create_embeddings if task == "embed" else classify)(call, context)
-    else:
-        await score(call, context)
+    return await _OPERATIONS[type(body)](body, call, services)

@@ -2,79 +2,34 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from starlette.routing import Route
 
-from server.api.admin import schema as admin
-from server.api.chat import schema as chat
-from server.api.classify.schema import ClassifyResponse
-from server.api.completions import schema as completions
-from server.api.embeddings.schema import EmbeddingsResponse
-from server.api.messages import content
-from server.api.meta.schema import (
-    HealthResponse,
-    LoadResponse,
-    Model,
-    ModelList,
-    ServerInfo,
-    TokenizerInfo,
-    VersionResponse,
-)
-from server.api.pooling.schema import PoolingResponse
-from server.api.responses import items
-from server.api.responses.events import ResponseEvent
-from server.api.scores.schema import RerankResponse, ScoreResponse
-from server.api.status.schema import StatusResponse
-from server.api.tokenize import schema as tokenize
-from server.http.errors import ErrorResponse
+from server.errors import ErrorResponse
 from server.observe.metrics import CONTENT_TYPE
 from server.observe.shared_work import SharedWork
 
 _REF = "#/components/schemas/{name}"
-_RESPONSES = (
-    completions.CompletionResponse,
-    chat.ChatCompletionResponse,
-    chat.ChatCompletionChunk,
-    items.Response,
-    items.InputTokens,
-    items.Conversation,
-    items.ItemList,
-    items.Deleted,
-    *get_args(ResponseEvent),
-    content.Message,
-    content.TokenCount,
-    *get_args(content.MessageEvent),
-    tokenize.TokenizeResponse,
-    tokenize.DetokenizeResponse,
-    EmbeddingsResponse,
-    PoolingResponse,
-    ClassifyResponse,
-    ScoreResponse,
-    RerankResponse,
-    Model,
-    ModelList,
-    HealthResponse,
-    VersionResponse,
-    LoadResponse,
-    ServerInfo,
-    TokenizerInfo,
-    StatusResponse,
-    ErrorResponse,
-    admin.EngineList,
-    admin.ScaleStatus,
-    admin.UtilityAnswers,
-)
+_documented: dict[str, type[msgspec.Struct]] = {}
+"""The Structs that operations answer with, by name."""
+
+BODY_ERRORS = (400, 401, 404, 413, 415, 500)
+ENGINE_ERRORS = (*BODY_ERRORS, 503)
+MODEL_ERRORS = (*ENGINE_ERRORS, 429)
+"""Statuses of operations with bodies: of any, of those that need engines or the store, and of
+those that are queued."""
+ADMIN_ERRORS = (400, 403, 500, 413, 415, 503)
 
 _ERRORS = {
     401: "The API key is missing or wrong.",
     403: "The admin key is missing or wrong.",
     400: "The request is wrong; `param` names the field.",
     404: "There is no such model, engine or path.",
-    405: "The path does not take this method.",
+    405: "Method Not Allowed.",
+    409: "It is being done already.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
     429: "The queue is full; try again after the time in Retry-After.",
@@ -105,6 +60,7 @@ REQUEST_HEADERS = {
 
 
 def _reference(struct: type[msgspec.Struct]) -> dict[str, str]:
+    assert _documented.setdefault(struct.__name__, struct) is struct, "each needs its own name"
     return {"$ref": _REF.format(name=struct.__name__)}
 
 
@@ -127,7 +83,7 @@ def stream_responses(
         "schema": {
             "type": "string",
             "description": "Events `data: CHUNK`, the last one `data: [DONE]`. An error after the "
-            "first chunk comes as an event with an error body.",
+            "headers comes as the last event, with an error body.",
         },
         "x-chunk": _reference(chunk),
     }
@@ -193,7 +149,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         schema = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
         )
-        _, components = msgspec.json.schema_components(_RESPONSES, ref_template=_REF)
+        _, components = msgspec.json.schema_components(_documented.values(), ref_template=_REF)
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
@@ -205,23 +161,19 @@ def document(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def serve_document(app: FastAPI) -> None:
-    """Have an app make its document when somebody first reads it, in a thread.
+def serve_document(app: FastAPI, root: str) -> None:
+    """Have an app's document made in a thread when it is read.
 
-    It takes a third of a second, which no start needs and nobody's tokens are to wait for.
+    It takes a third of a second, which must not delay the start or other requests.
+
+    Args:
+        app: whose routes were documented with the functions above.
+        root: path of a proxy below which the app is; empty for none.
     """
     app.openapi = functools.partial(document, app)  # type: ignore[method-assign]
-    making = SharedWork(lambda: app.openapi)
-    place, route = next(
-        (place, route)
-        for place, route in enumerate(app.router.routes)
-        if isinstance(route, Route) and route.path == app.openapi_url
-    )
 
-    async def openapi(request: Request) -> Response:
-        if app.openapi_schema is None:
-            await making.result()
-        answer: Response = await route.endpoint(request)
-        return answer
+    def rendered() -> bytes:
+        servers = {"servers": [{"url": root}]} if root else {}
+        return msgspec.json.encode({**app.openapi(), **servers})
 
-    app.router.routes[place] = Route(route.path, openapi, include_in_schema=False)
+    app.state.document = SharedWork(lambda: rendered)

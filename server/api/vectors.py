@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
+from fastapi import Response
 
-from server.access.tenants import Wishes
-from server.api.context import Context
-from server.api.generation import admit
-from server.api.purpose import pooling_model, unsuitable
-from server.api.shared.pooling import Input, PoolingFields, PoolingUsage
-from server.generate.run import Sender
-from server.http.call import Call, CancelOnDisconnect
-from server.http.errors import ApiError, invalid, timed_out
+from server.api.generation import admit, unsuitable
+from server.api.services import Services
+from server.errors import ApiError, invalid, timed_out
+from server.generate.pooling.inputs import Length, PoolingInput
+from server.generate.pooling.model import PoolingModel
+from server.generate.pooling.run import UNSAMPLED, PoolingRequest, PoolingRun
+from server.http.call import Call, CancelOnDisconnect, Pushed
 from server.observe.tracing import EndedRequest
-from server.pooling.inputs import Length, PoolingInput
-from server.pooling.run import UNSAMPLED, PoolingRequest, PoolingRun
+from server.schema.pooling import Input, PoolingFields, PoolingUsage
 
 _LACKS = {"embed": "makes no embeddings", "classify": "has no classes"}
 
@@ -30,20 +29,20 @@ T = TypeVar("T")
 class PooledCall:
     """One request at a model that makes vectors, from its checks to its last vector."""
 
-    def __init__(self, call: Call, context: Context, body: PoolingFields) -> None:
+    def __init__(self, call: Call, services: Services, body: PoolingFields) -> None:
         """Check what all these requests have in common.
 
         Raises:
             ApiError: there is no such model, or it generates, or a field is wrong.
         """
         call.request_id = body.request_id or call.request_id
-        self.name = context.model_name(body.model)
+        self.name = services.model_name(body.model)
         self._call = call
-        self._context = context
+        self._services = services
         self._body = body
-        self.model = pooling_model(context)
+        self.model = _pooling_model(services)
         self.created = int(time.time())
-        self.length = _length(body, context)
+        self.length = _length(body, services)
 
     @property
     def request_id(self) -> str:
@@ -60,7 +59,7 @@ class PooledCall:
             raise unsuitable(self.name, _LACKS[task], self.model)
 
     def admit(self, count: int, field: str) -> None:
-        """Reserve a place for so many sequences until the call ends.
+        """Reserve a place for `count` sequences until the call ends.
 
         Raises:
             ApiError: the request asks for what the operator does not allow; the sequences are
@@ -68,10 +67,8 @@ class PooledCall:
             NoEngineAvailable: nothing can serve now.
             Overloaded: the queue is full.
         """
-        body, call = self._body, self._call
-        wishes = Wishes(body.user, body.priority, call.pins_rank, body.cache_salt)
         try:
-            self._cache_root = admit(call, self._context, wishes, count, 1)
+            self._cache_root = admit(self._call, self._services, self._body, count, 1)
         except ApiError as error:
             raise error.renamed(lambda name: field if name in ("prompt", "n") else name) from error
 
@@ -85,7 +82,7 @@ class PooledCall:
             ClientDisconnected: everything was aborted.
             GenerationFailed, NoEngineAvailable, Overloaded: as they say.
         """
-        call, context = self._call, self._context
+        call, services = self._call, self._services
         total = sum([len(each.token_ids) for each in inputs])
         self.usage = PoolingUsage(total, total)
         if call.reservation is not None:
@@ -97,33 +94,31 @@ class PooledCall:
             activate=self._body.use_activation is not False,
             per_token=per_token,
             priority=self._body.priority or 0,
-        )
-        sender = Sender(
             arrived=call.arrived,
             pinned_rank=call.pinned_rank,
             reservation=call.reservation,
             tenant=call.tenant.id,
             cache_root=self._cache_root,
         )
-        run = PoolingRun(request, sender, context.client, context.metrics)
+        run = PoolingRun(request, services.client, services.metrics)
         with CancelOnDisconnect(call.receive):
             try:
-                return await _in_time(run, call, context.request_timeout)
+                return await _in_time(run, call, services.config.guards.request_timeout)
             except Exception:
                 run.close("error")
                 raise
             finally:
                 run.close()
-                context.metrics.key_used(call.key.name, total, 0)
-                if context.tracer is not None:
-                    context.tracer.record(self._ended(total, run.cached_tokens))
+                services.metrics.key_used(call.key.name, total, 0)
+                if services.tracer is not None:
+                    services.tracer.record(self._ended(total, run.cached_tokens))
 
     def _ended(self, tokens: int, cached: int) -> EndedRequest:
         call, failure = self._call, sys.exception()
         return EndedRequest(
             operation="embeddings",
             request_id=call.request_id,
-            model=self._context.names[0],
+            model=self._services.names[0],
             carrier=call.trace_context,
             sampling=UNSAMPLED,
             n=1,
@@ -136,18 +131,22 @@ class PooledCall:
             error=None if failure is None else type(failure).__name__,
         )
 
-    async def send(
+    def response(
         self, payload: msgspec.Struct, field: str, items: Iterable[Iterable[bytes]]
-    ) -> None:
-        """Answer with items in an empty list of the payload, made while they are sent."""
-        with CancelOnDisconnect(self._call.receive):
-            await self._call.send_json_parts(parts(payload, field, items))
+    ) -> Response:
+        """Return a success with items in an empty list of the payload, made as they are sent."""
+
+        async def push() -> None:
+            with CancelOnDisconnect(self._call.receive):
+                await self._call.send_json_parts(parts(payload, field, items))
+
+        return Pushed(push)
 
 
 async def inputs_of(
     called: PooledCall, given: Input, *, prompt: str = "", add_special_tokens: bool = True
 ) -> list[PoolingInput]:
-    """Admit a request for so many inputs and return them as token ids.
+    """Admit a request for its inputs and return them as token ids.
 
     Raises:
         ApiError: one is wrong or too long; `param` is "input".
@@ -187,7 +186,7 @@ def items_shown(items: Iterable[T], show: Callable[[int, T], object]) -> Iterato
 
 
 def rows(vectors: bytes, size: int) -> Iterator[list[bytes]]:
-    """Yield the JSON of each of several vectors of so many numbers, one behind the other."""
+    """Yield the JSON of each of several consecutive vectors of `size` numbers."""
     for first in range(0, len(vectors), 4 * size):
         yield [msgspec.json.encode(numbers(vectors[first : first + 4 * size]))]
 
@@ -204,8 +203,25 @@ def parts(payload: msgspec.Struct, field: str, items: Iterable[Iterable[bytes]])
     yield b"]" + after
 
 
-def _length(body: PoolingFields, context: Context) -> Length:
-    most, keep = context.client.max_model_len, body.truncate_prompt_tokens
+def _pooling_model(services: Services) -> PoolingModel:
+    """Return how the model makes vectors.
+
+    Raises:
+        ApiError: it generates.
+    """
+    pooling = services.model.pooling
+    if pooling is None:
+        raise invalid(
+            f"model: {services.names[0]!r} generates text and makes no embeddings or scores; serve "
+            "a model for that, or this one with --runner pooling",
+            "model",
+            "model_not_suitable",
+        )
+    return pooling
+
+
+def _length(body: PoolingFields, services: Services) -> Length:
+    most, keep = services.client.max_model_len, body.truncate_prompt_tokens
     if keep is not None and (keep == 0 or keep > most):
         raise invalid(
             f"truncate_prompt_tokens: must be -1 or from 1 to {most}", "truncate_prompt_tokens"

@@ -1,4 +1,4 @@
-"""Sends the requests of a batch, so many at a time, each until there is an answer that counts."""
+"""Sends the requests of a batch, some at a time, retrying each until its answer is final."""
 
 import asyncio
 import random

@@ -52,7 +52,8 @@ def bench(config: BenchConfig) -> int:
     )
     _print(config, progress, summary, warnings)
     _save(config, progress, summary, warnings)
-    return 0 if summary.completed else 1
+    cut_off = summary.errors.get("cut_off", 0)  # by --time-limit
+    return 0 if summary.completed and summary.failed == cut_off else 1
 
 
 def _print(config: BenchConfig, progress: Progress, summary: Summary, warnings: list[str]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from engine.shared.extras import install_command
 from server.bench.summary import Record, percentile
 
 _BINS = 60
@@ -21,7 +22,7 @@ def check_plotting() -> None:
         PlotUnavailable: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotUnavailable("--plot needs matplotlib: pip install 'swell[plot]'")
+        raise PlotUnavailable(f"--plot needs matplotlib: {install_command('plot')}")
 
 
 def token_times(record: Record) -> list[float]:

@@ -92,7 +92,8 @@ class ServerTokens:
             raise TargetError(f"{method} {path}: {error or type(error).__name__}") from error
         text = b"".join(whole.parts)
         if whole.status != 200:
-            raise TargetError(f"{method} {path} answered {whole.status}: {text[:200]!r}")
+            reason = text[:200].decode("utf-8", "replace")
+            raise TargetError(f"{method} {path} answered {whole.status}: {reason}")
         try:
             return msgspec.json.decode(text, type=answer)
         except msgspec.DecodeError as error:

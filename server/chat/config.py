@@ -15,8 +15,8 @@ from engine.shared.config import (
     SchedulerConfig,
     Section,
 )
-from server.answer.config import AnswerConfig
 from server.config import SupervisorConfig
+from server.config.answer import AnswerConfig
 
 
 class ChatSection(Section, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from server.config.commands import ApiServerConfig, FrontEndConfig, ServeConfig
 from server.config.fleet import NodesConfig, RayConfig, SupervisorConfig
 from server.config.http import GuardConfig, HttpConfig
 from server.config.load import OverloadConfig, RoutingConfig, TenantConfig
+from server.config.media import MediaConfig
 from server.config.store import StoreConfig
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "FrontEndConfig",
     "GuardConfig",
     "HttpConfig",
+    "MediaConfig",
     "NodesConfig",
     "OverloadConfig",
     "RayConfig",

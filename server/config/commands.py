@@ -8,6 +8,7 @@ from engine.shared.config import (
     ClusterConfig,
     EngineConfig,
     ExecutorConfig,
+    HealthConfig,
     LogConfig,
     LoraConfig,
     ModelConfig,
@@ -15,10 +16,11 @@ from engine.shared.config import (
     SchedulerConfig,
     Section,
 )
-from server.answer.config import AnswerConfig
+from server.config.answer import AnswerConfig
 from server.config.fleet import NodesConfig, RayConfig, SupervisorConfig
 from server.config.http import GuardConfig, HttpConfig
 from server.config.load import OverloadConfig, RoutingConfig, TenantConfig
+from server.config.media import MediaConfig
 from server.config.store import StoreConfig
 
 
@@ -33,6 +35,7 @@ class FrontEndConfig(Section, frozen=True, kw_only=True):
     overload: OverloadConfig = OverloadConfig()
     tenants: TenantConfig = TenantConfig()
     answer: AnswerConfig = AnswerConfig()
+    media: MediaConfig = MediaConfig()
     store: StoreConfig = StoreConfig()
     routing: RoutingConfig = RoutingConfig()
     log: LogConfig = LogConfig()
@@ -85,10 +88,12 @@ class ServeConfig(Section, frozen=True, kw_only=True):
     overload: OverloadConfig = OverloadConfig()
     tenants: TenantConfig = TenantConfig()
     answer: AnswerConfig = AnswerConfig()
+    media: MediaConfig = MediaConfig()
     store: StoreConfig = StoreConfig()
     routing: RoutingConfig = RoutingConfig()
     publish: PublishConfig = PublishConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
@@ -105,6 +110,7 @@ class ServeConfig(Section, frozen=True, kw_only=True):
             lora=self.lora,
             parallel=self.parallel,
             cluster=self.cluster,
+            health=self.health,
             log=self.log,
         )
 

@@ -17,14 +17,18 @@ class SupervisorConfig(Section, frozen=True, kw_only=True):
     ] = 2
     start_method: Annotated[
         Literal["fork", "exec"],
-        "How engines and API servers of this node are started; fork: those that start together "
-        "are forked from a process that has loaded their libraries, if it may be (Linux; engines "
-        "with one process each, on any CPU); exec: each loads them itself, as all do that start "
-        "later.",
+        "How engines and API servers are started; fork: fork from a preloaded process where "
+        "possible (Linux, CPU, one process per engine); exec: start each from scratch, as later "
+        "restarts always are.",
     ] = "fork"
     startup_timeout: Annotated[
-        PositiveFloat, "Seconds within which every process has to be ready."
+        PositiveFloat, "Seconds within which every process must be ready."
     ] = 600.0
+    hang_timeout: Annotated[
+        PositiveFloat,
+        "Seconds without a turn of its main loop after which an API server or the coordinator is "
+        "replaced; engines have --step-timeout.",
+    ] = 30.0
 
 
 class NodesConfig(Section, frozen=True, kw_only=True):
@@ -63,12 +67,12 @@ class RayConfig(Section, frozen=True, kw_only=True):
     ] = None
     ray_dp_pack_strategy: Annotated[
         Literal["strict", "fill", "span"],
-        "How ranks are spread over nodes; strict: --data-parallel-size-local (default: all) "
-        "on each node, nodes with less room are left out; fill: as many on each node as fit; "
-        "span: the same as fill, since a rank that is larger than a node is refused.",
+        "How ranks are spread over nodes; strict: --data-parallel-size-local (default: all) on "
+        "each node, nodes with less room are skipped; fill: as many per node as fit, on this node "
+        "--data-parallel-size-local if that is given; span: alias of fill.",
     ] = "strict"
     ray_wait_for_nodes: Annotated[
-        bool, "Wait at the start until there are nodes with room, e.g. from an autoscaler."
+        bool, "At start, wait for nodes with room, e.g. from an autoscaler."
     ] = False
     ray_engine_resources: Annotated[
         str,
@@ -83,7 +87,8 @@ class RayConfig(Section, frozen=True, kw_only=True):
     ray_placement_groups: Annotated[
         tuple[str, ...],
         "Names of placement groups that exist already: the first rank's engine gets the first "
-        "bundle of the first, and so on; further ranks get groups of their own.",
+        "bundles of the first, as many as it needs, and so on; further ranks get groups of their "
+        "own.",
     ] = ()
     ray_namespace: Annotated[
         str | None,

@@ -20,8 +20,10 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     ] = None
     middleware: Annotated[
         tuple[str, ...],
-        "Import path(s) of ASGI middleware that wraps the whole API, including the check of "
-        "keys: a class, or a coroutine function of a request and call_next.",
+        "ASGI middleware that wraps the whole API, including the check of keys: a class, or a "
+        "coroutine function of a request and call_next. MODULE.NAME is imported from installed "
+        "packages and PYTHONPATH, never from the current directory; FILE.py:NAME names a file; "
+        "NAME is an entry point of the group swell.middleware.",
     ] = ()
     model_routes: Annotated[
         str | None,
@@ -43,21 +45,28 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     ] = False
     enable_per_request_metrics: Annotated[
         bool,
-        "Show in answers of one sequence, and where a stream ends with its usage, how long they "
-        "took (`metrics`; completions and chat completions).",
+        "Include timing (`metrics`) in single-sequence responses and in the final usage chunk of "
+        "streams (completions and chat completions).",
     ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, "Serve /tokenizer_info, which shows the chat template and the special tokens."
     ] = False
     trust_request_chat_template: Annotated[
-        bool, "Let requests bring their own chat_template; each is rendered for up to 2 seconds."
+        bool, "Accept chat_template in requests; each is rendered in a sandbox for up to 2 seconds."
     ] = False
+    sse_keep_alive: Annotated[
+        float,
+        Meta(ge=0),
+        "Seconds of silence after which a stream sends a comment, so that nothing in between cuts "
+        "it; its headers go out after one second at most. 0: no comments, and headers with the "
+        "first token.",
+    ] = 15.0
     shutdown_timeout: Annotated[
         float, Meta(ge=0), "Seconds that running requests have after SIGTERM to finish."
     ] = 2.0
     access_log: Annotated[bool, "Log one line per HTTP answer."] = False
     log_stats_interval: Annotated[
-        float, Meta(ge=0), "Seconds between log lines about each busy engine; 0: never."
+        float, Meta(ge=0), "Seconds between statistics log lines of each busy engine; 0: off."
     ] = 10.0
     otlp_traces_endpoint: Annotated[
         str | None,
@@ -111,6 +120,13 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     open_metrics: Annotated[
         bool | None, "Show /metrics without a key; default: only if there is no API key."
     ] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        "Names of this server in requests' Host headers, e.g. `llm.example.com` or "
+        "`*.example.com`, besides IP addresses and private names (without a dot, or below "
+        "`.localhost`, `.local`, `.internal`, `.lan`, `.home.arpa`, `.svc`); others get 403. `*` "
+        "allows all; default: no more without a key or certificate, else all.",
+    ] = ()
     allowed_origins: Annotated[
         tuple[str, ...], "Web origins whose pages may call the API (CORS); * allows all."
     ] = ()

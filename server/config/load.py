@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from engine.shared.config import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from engine.shared.config import NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Section
 
 
 class OverloadConfig(Section, frozen=True, kw_only=True):
@@ -32,12 +32,12 @@ class TenantConfig(Section, frozen=True, kw_only=True):
     ] = "key"
     max_sequences_per_key: Annotated[
         PositiveInt | None,
-        "Maximum sequences of one key (or user, see --tenant-by) on this node at once; "
+        "Maximum sequences of one key (or user, see --tenant-by) in the cluster at once; "
         "requests beyond it get 429; default: as many as the other tenants leave free.",
     ] = None
     max_queue_tokens_per_key: Annotated[
         PositiveInt | None,
-        "Maximum prompt tokens of one key (or user) that wait on this node; requests beyond it "
+        "Maximum prompt tokens of one key (or user) that wait in the cluster; requests beyond it "
         "get 429; default: with --max-queue-tokens, as many as the other tenants leave free; "
         "else no limit.",
     ] = None
@@ -60,16 +60,27 @@ class TenantConfig(Section, frozen=True, kw_only=True):
         "there is no API key.",
     ] = None
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether what a tenant may have under way is limited."""
+        limits = (self.max_sequences_per_key, self.max_queue_tokens_per_key)
+        return any(limit is not None for limit in limits)
+
 
 class RoutingConfig(Section, frozen=True, kw_only=True):
     """Routing"""
 
     routing_policy: Annotated[
-        Literal["least-loaded", "prefix-affinity", "power-of-two", "round-robin"],
+        str,
+        OneOf(
+            ("least-loaded", "prefix-affinity", "power-of-two", "round-robin"),
+            "swell.routing_policies",
+        ),
         "Which engine gets a request; least-loaded: the one with the least work; "
         "prefix-affinity: the one that got a prompt with the same beginning, unless it is "
         "much busier (for a new beginning all front ends choose the same engine); "
-        "power-of-two: the less loaded of two drawn at random; round-robin: each in turn.",
+        "power-of-two: the less loaded of two drawn at random; round-robin: each in turn; or the "
+        "name of a plugin.",
     ] = "least-loaded"
     min_ready_engines: Annotated[
         PositiveInt,
@@ -78,9 +89,13 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     ] = 1
     max_resumes: Annotated[
         NonNegativeInt,
-        "How many engines may die while the same request is in flight; after one more, that "
-        "request runs alone.",
+        "Engine crashes a request may survive before it is isolated.",
     ] = 1
     resume_timeout: Annotated[
-        PositiveFloat, "Seconds that a moved request waits for another engine."
+        PositiveFloat, "Seconds that a request waits for another engine after losing its own."
     ] = 30.0
+    halted_timeout: Annotated[
+        PositiveFloat,
+        "Seconds that a request waits while operators have all engines paused or asleep; then it "
+        "gets 503.",
+    ] = 300.0

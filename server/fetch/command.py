@@ -1,9 +1,10 @@
 """Fetches a model and says where it lies."""
 
 import sys
+from pathlib import Path
 
 from engine.shared.config import ModelConfig
-from engine.shared.model_files import ModelNotFound, model_directory
+from engine.shared.model_files import ModelNotFound, model_directory, with_local_file
 from server.fetch.config import FetchConfig
 
 
@@ -15,6 +16,12 @@ def fetch(config: FetchConfig) -> int:
         return 2
     wanted = ModelConfig(model=target.model, revision=target.revision)
     try:
+        found = with_local_file(wanted)
+        if found is not wanted:
+            print(
+                f"{found.model}: {Path(found.model).stat().st_size / 1e6:,.1f} MB", file=sys.stderr
+            )
+            return 0
         directory = model_directory(wanted, weights=not target.text_only)
     except ModelNotFound as error:
         print(f"swell fetch: {error}", file=sys.stderr)

@@ -9,9 +9,10 @@ import msgspec
 from engine.shared.cpu.lists import CpuList
 from engine.shared.cpu.plan import BadCpuBind
 from server.config import ServeConfig
-from server.fleet.cpu_binding import plan_cpus
 from server.fleet.joining import Joining, joining
-from server.fleet.role import Role, engine_role
+from server.fleet.keeper import Role
+from server.fleet.node_resources import plan_cpus
+from server.fleet.places import engine_role
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,8 @@
-"""One child process: starts, follows and stops it. Policy is the supervisor's."""
+"""A process in a place: what to run there, and how one on this node is started and followed.
+
+`server.fleet.keeper` decides when a place is filled; a `Starter` does it: `Child.start` with a
+process of this node, `server.fleet.ray.holder` with an actor of a Ray cluster.
+"""
 
 import asyncio
 import contextlib
@@ -9,19 +13,104 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from engine.shared.lifeline import LIFELINE_VARIABLE, FrameReader, pack_frame
 from engine.shared.messages import ChildStatus
-from server.fleet.holder import Ended, Program, ended
 
 logger = logging.getLogger(__name__)
 
-_KEPT_LOG_LINES = 30
-LONGEST_LOG_LINE = 1 << 16
+KEPT_LOG_LINES = 30
+"""The newest lines of a process's output that are kept to explain its end."""
+
+MAX_LOG_LINE = 1 << 16
+"""Bytes of one line of output; longer lines are dropped."""
+
+STACKS_WITHIN = 1.0
+"""Seconds that a hung process has to print the stacks of its threads."""
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """The program to run in a place."""
+
+    name: str
+    """For logs, e.g. `engine 0`."""
+    module: str
+    """Run as `python -m MODULE`."""
+    interpreter: str | None = None
+    """The Python that runs it; None: the one that runs here."""
+    launch: Any
+    """A msgspec-encodable object of the type that the module reads from its lifeline."""
+    environment: Mapping[str, str] = {}
+    """Variables added to those that it inherits."""
+    inherit: Sequence[int] = ()
+    """File descriptors that stay open in it, under the same numbers; on this node only."""
+
+
+class Ended(NamedTuple):
+    """How the holder of a place ended."""
+
+    code: int | None
+    """Exit code; negative: the signal; None: unknown, as the node was lost with it."""
+    how: str
+    """For people, after the holder's name."""
+
+
+def ended(code: int) -> Ended:
+    """Return the end of a process with this exit code."""
+    if code < 0:
+        return Ended(code, f"was ended by {signal.Signals(-code).name}")
+    return Ended(code, f"ended with exit code {code}")
+
+
+class Holder(Protocol):
+    """A process that fills a place, as seen from the supervisor."""
+
+    @property
+    def name(self) -> str:
+        """The place's name."""
+
+    @property
+    def node(self) -> str:
+        """Name of the node on which it runs; empty: this one, or none yet."""
+
+    @property
+    def last_lines(self) -> Sequence[str]:
+        """The newest lines that it has printed."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended yet."""
+
+    async def wait(self) -> Ended:
+        """Wait until it has ended and all that it reported has been read."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class Starter(Protocol):
+    """Starts a holder for a place."""
+
+    async def __call__(
+        self,
+        program: Program,
+        *,
+        on_status: Callable[[ChildStatus], None],
+        on_line: Callable[[str], None],
+    ) -> Holder:
+        """Start a program; what it reports and prints is passed on as it comes.
+
+        Raises:
+            OSError: nothing could be started.
+        """
 
 
 class Process(Protocol):
@@ -52,7 +141,7 @@ class Child:
     def __init__(self, name: str, process: Process, ours: socket.socket) -> None:
         self.name = name
         self.pid = process.pid
-        self.last_lines: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
         self._process = process
         self._lifeline = ours
         self._tasks: list[asyncio.Task[None]] = []
@@ -78,7 +167,8 @@ class Child:
         variables = {**os.environ, **program.environment, LIFELINE_VARIABLE: str(theirs.fileno())}
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
+                program.interpreter or sys.executable,
+                "-P",
                 "-m",
                 program.module,
                 stdin=subprocess.DEVNULL,
@@ -88,7 +178,7 @@ class Child:
                 pass_fds=[theirs.fileno(), *program.inherit],
                 # Signals from the terminal go to the supervisor, which stops children in order.
                 start_new_session=True,
-                limit=LONGEST_LOG_LINE,
+                limit=MAX_LOG_LINE,
             )
         except BaseException:
             ours.close()
@@ -147,7 +237,7 @@ class Child:
             self.last_lines.append(line)
             try:
                 on_line(line)
-            except Exception:  # a pipe that nobody drains stops the child
+            except Exception:  # an undrained pipe would stop the child
                 logger.exception("a line of %s cannot be shown", self.name)
 
     async def wait(self) -> Ended:
@@ -168,6 +258,21 @@ class Child:
         """End the process at once."""
         self._signal(signal.SIGKILL)
 
+    async def end_hung(self) -> None:
+        """Have it print where its threads are, which needs no turn of its own, and end it."""
+        self._signal(signal.SIGUSR1)
+        await asyncio.sleep(STACKS_WITHIN)
+        self.kill()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it (SIGSTOP, a debugger)."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
     def _signal(self, signum: int) -> None:
         if self._process.returncode is None:
             self._process.send_signal(signum)
@@ -182,7 +287,7 @@ def watch_children_without_threads() -> None:
     """Have the event loops of this process hear of a child's end through a descriptor.
 
     Later versions of Python do so by themselves. This one starts a thread for each child, and
-    waits for ever if there is no memory for it.
+    waits without end if there is no memory for it.
     """
     if sys.version_info >= (3, 12):
         return

@@ -22,7 +22,7 @@ class Joining(NamedTuple):
     is_alone: bool
     """Whether no other node can join."""
     is_new: bool = False
-    """Whether nobody can be left of an earlier run: the cluster's key was made for this one."""
+    """Whether no process of an earlier run can be left: the cluster's key was made for this one."""
 
 
 def joining(config: ServeConfig, local_address: str) -> Joining:
@@ -43,6 +43,8 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
         if address is None and coordinator is None:
             raise BadNode("--headless needs --data-parallel-address, the head node to join")
         config = _replace(config, "supervisor", api_server_count=0)
+        patience = max(config.cluster.join_timeout, config.supervisor.startup_timeout)
+        config = _replace(config, "cluster", join_timeout=patience)
     if coordinator is not None:
         return Joining(config, leads=False, is_alone=False)
     if address is None:
@@ -51,6 +53,14 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
             config = _replace(config, "parallel", data_parallel_start_rank=0)
         return Joining(config, leads=True, is_alone=True)
     if not nodes.headless:
+        rank = config.parallel.data_parallel_rank or config.parallel.data_parallel_start_rank
+        if rank:
+            raise BadNode(
+                f"rank {rank} is not the first node's, which is the one that {address} names: add "
+                "--headless for a node with engines only, or replace --data-parallel-address by "
+                f"--coordinator {join_host_port(address, nodes.data_parallel_rpc_port)} for one "
+                "with API servers of its own"
+            )
         address = _own_address(address)
     coordinator = join_host_port(address, nodes.data_parallel_rpc_port)
     config = _replace(config, "cluster", coordinator=coordinator)

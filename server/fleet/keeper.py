@@ -3,22 +3,118 @@
 import asyncio
 import functools
 import logging
+import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
 
-from engine.shared.lifeline import CANNOT_START
+from engine.shared.lifeline import CANNOT_START, TURN_INTERVAL
 from engine.shared.logs import relay_line
-from engine.shared.messages import ChildFailed, ChildProgress, ChildReady, ChildStatus
-from server.fleet.holder import Ended, Program
-from server.fleet.restarts import LONGEST_SPAWN_BACKOFF
-from server.fleet.role import Role
+from engine.shared.messages import (
+    ChildFailed,
+    ChildProgress,
+    ChildReady,
+    ChildStatus,
+    ChildTurn,
+    MemberKind,
+)
+from server.fleet.child import Child, Ended, Holder, Program, Starter
 
 logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF = 0.5
+"""Seconds before a process that died is started again; doubles while it keeps dying."""
+
+MAX_BACKOFF = 30.0
+"""Maximum seconds before a process that keeps dying is started again."""
+
+MAX_SPAWN_BACKOFF = 5.0
+"""Maximum seconds before a process that could not be created is tried again: that is cheap."""
+
+STABLE_AFTER = 60.0
+"""Seconds of life after which a process's earlier deaths are forgiven."""
+
+
+class Restarts:
+    """The deaths in one place.
+
+    Args:
+        proven: whether a process has served there already, before these are counted.
+    """
+
+    def __init__(self, *, proven: bool = False) -> None:
+        self._backoff = FIRST_BACKOFF
+        self._spawn_backoff = FIRST_BACKOFF
+        self._has_died = False
+        self._proven = proven
+
+    def wait_after(self, lived: float, *, was_ready: bool, hopeless: bool = False) -> float | None:
+        """Return the seconds until the next start, after a process that lived for `lived` seconds.
+
+        None if there is none: the first process of a place could not start, nor would another,
+        or it has said itself that starting it again is `hopeless`.
+        """
+        self._spawn_backoff = FIRST_BACKOFF
+        is_first = not was_ready and not self._has_died
+        if is_first and (hopeless or not self._proven):
+            return None
+        self._has_died = True
+        if lived > STABLE_AFTER:
+            self._backoff = FIRST_BACKOFF
+        wait = self._backoff
+        self._backoff = min(MAX_BACKOFF, wait * 2)
+        return wait
+
+    def wait_after_failed_spawn(self) -> float | None:
+        """Return the seconds until the next try, after no process could be made at all.
+
+        None if the place has never held one: the operator has to know.
+        """
+        if not self._has_died and not self._proven:
+            return None
+        wait = self._spawn_backoff
+        self._spawn_backoff = min(MAX_SPAWN_BACKOFF, wait * 2)
+        return wait
+
+
+@dataclass(kw_only=True)
+class Role:
+    """One place to fill: what to run there and how its present holder is doing."""
+
+    name: str
+    module: str
+    launch: Callable[[int], Any]
+    """Makes the launch parameters for an incarnation."""
+    member: tuple[MemberKind, int] | None = None
+    """What to report to the coordinator when the holder dies."""
+    interpreter: str | None = None
+    """The Python that runs it; None: the one that runs here."""
+    environment: dict[str, str] = field(default_factory=dict)
+    inherit: tuple[int, ...] = ()
+    start: Starter = Child.start
+    """Starts what is to fill the place: a process of this node, or one elsewhere."""
+    holder: Holder | None = None
+    keeping: asyncio.Task[None] | None = None
+    """The task that keeps the place filled."""
+    incarnation: int = 0
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    phase: str = "starting"
+    waits_for: str = ""
+    """Names of the resources for which its holder waits."""
+    failure: str | None = None
+    turned_at: float | None = None
+    """When the main loop of its holder last said that it turns; None before it does."""
+    hangs: bool = False
+    """Whether its holder is ended because its main loop does not turn."""
+    replaced: Counter[str] = field(default_factory=Counter)
+    """Earlier holders, by how they ended: "died" or "hung"."""
+    restarts: Restarts = field(default_factory=Restarts)
 
 
 class StartupFailed(Exception):
@@ -34,12 +130,15 @@ class Keeper:
         log_format: Literal["text", "json"],
         report_death: Callable[[Role], None],
         prepare: Callable[[], object] = lambda: None,
+        hang_timeout: float = math.inf,
     ) -> None:
         """Make a keeper that calls `prepare` before it starts a process.
 
+        A process of this node whose main loop does not turn for `hang_timeout` seconds is replaced.
         `prepare` may raise an OSError, which counts as a process that cannot be started.
         """
         self._prepare = prepare
+        self._hang_timeout = hang_timeout
         self._console = console
         self._log_format = log_format
         self._report_death = report_death
@@ -112,7 +211,7 @@ class Keeper:
             except Exception:
                 logger.exception("%s is started again: its place could not be watched", role.name)
                 await self._abandon(role)
-                wait = LONGEST_SPAWN_BACKOFF
+                wait = MAX_SPAWN_BACKOFF
             role.ready.clear()
             await asyncio.sleep(wait)
 
@@ -136,7 +235,13 @@ class Keeper:
             )
             return wait
         assert role.holder is not None
-        end = await role.holder.wait()
+        role.hangs = False
+        watching = asyncio.create_task(self._watch(role))
+        try:
+            end = await role.holder.wait()
+        finally:
+            watching.cancel()
+        role.replaced["hung" if role.hangs else "died"] += 1
         self._report_death(role)
         wait = role.restarts.wait_after(
             time.monotonic() - started,
@@ -147,6 +252,32 @@ class Keeper:
             raise StartupFailed(self._explain(role, end))
         self._tell(f"[yellow]{role.name} {escape(end.how)}[/]", wait)
         return wait
+
+    async def _watch(self, role: Role) -> None:
+        """End the holder of a place once its main loop has stopped turning.
+
+        Not one that a signal has stopped, and not while this process was held up itself.
+        """
+        holder = role.holder
+        if not isinstance(holder, Child):
+            return
+        while True:
+            looked_at = time.monotonic()
+            await asyncio.sleep(TURN_INTERVAL)
+            now = time.monotonic()
+            if role.turned_at is None:
+                continue
+            if now - looked_at > 2 * TURN_INTERVAL or holder.is_stopped:
+                role.turned_at = now
+            silence = now - role.turned_at
+            if silence > self._hang_timeout:
+                role.hangs = True
+                logger.error(
+                    "%s hangs: its main loop has not turned for %.0f s (--hang-timeout); it is "
+                    "replaced, and prints before where its threads are", role.name, silence,
+                )  # fmt: skip
+                await holder.end_hung()
+                return
 
     def _tell(self, what: str, wait: float) -> None:
         self._console.print(f"{what}; again in {wait:.1f} s", highlight=False, soft_wrap=True)
@@ -160,11 +291,14 @@ class Keeper:
         self._prepare()
         role.incarnation = secrets.randbits(48)
         role.failure = None
+        role.turned_at = None
         role.phase, role.waits_for = "starting", ""
 
         def on_status(status: ChildStatus) -> None:
             match status:
                 case ChildProgress(phase, waits_for):
+                    if waits_for and waits_for != role.waits_for:
+                        logger.warning("%s: %s", role.name, phase)
                     role.phase, role.waits_for = phase, waits_for
                     logger.debug("%s: %s", role.name, phase)
                 case ChildReady(detail):
@@ -175,12 +309,15 @@ class Keeper:
                         highlight=False,
                         soft_wrap=True,
                     )
+                case ChildTurn():
+                    role.turned_at = time.monotonic()
                 case ChildFailed(reason):
                     role.failure = reason
 
         program = Program(
             name=role.name,
             module=role.module,
+            interpreter=role.interpreter,
             launch=role.launch(role.incarnation),
             environment=role.environment,
             inherit=role.inherit,

@@ -1,20 +1,171 @@
-"""A supervisor's connection to the coordinator of a cluster of several nodes."""
+"""A supervisor's part in scaling a cluster of several nodes."""
 
 import asyncio
 import secrets
 import time
+from collections import Counter
+from collections.abc import Iterable
 
+import msgspec
 import zmq
 
 from engine.shared.config import ClusterConfig
-from engine.shared.messages import ControlRequest, ControlStatus, NodeOrder, Refused, encode
+from engine.shared.messages import (
+    Assignment,
+    ControlQuery,
+    ControlRequest,
+    ControlStatus,
+    NodeEngines,
+    NodeOrder,
+    NodeReport,
+    Refused,
+    RestartEngines,
+    ScaleEngines,
+    ScaleWish,
+    encode,
+)
 from engine.shared.scope import node_name
 from engine.shared.transport import Inbox, Transport
-from server.fleet.node_scaling import NodeScaling
+from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION, next_protocol
 from server.fleet.scaling import EngineScaler
+from server.router.load_table import MAX_ENGINES
 
 _LOOK_INTERVAL = 0.1
 """Seconds between two looks at whether there is something to report."""
+
+
+class NodeScaling:
+    """One node of several: its reports, its assignments, and what operators ask of it.
+
+    A state machine without I/O: `NodeLink` owns the socket.
+    """
+
+    def __init__(
+        self, name: str, incarnation: int, capacity: int, interval: float, group: str = ""
+    ) -> None:
+        """Make one that reports every `interval` seconds, and at once when something changes."""
+        self._name = name
+        self._group = group
+        self._incarnation = incarnation
+        self._capacity = capacity
+        self._interval = interval
+        self._protocol = PROTOCOL_VERSION
+        self._assigned = 0
+        self._wish: ScaleWish | None = None
+        self._order: NodeOrder | None = None
+        self._error: str | None = None
+        self._reported: NodeReport | None = None
+        self._due = float("-inf")
+
+    def tick(self, own: ControlStatus, now: float) -> NodeReport | None:
+        """Return the report that is due at `now` (seconds, monotonic).
+
+        Args:
+            own: the engines of this node.
+        """
+        report = self._report(own)
+        if report == self._reported and now < self._due:
+            return None
+        self._reported, self._due = report, now + self._interval
+        return report
+
+    def leave(self, own: ControlStatus) -> NodeReport:
+        """Return the last report of a node that ends."""
+        return self._report(own, leaving=True)
+
+    def receive(self, order: NodeOrder) -> Assignment | None:
+        """Take an order; return what this node has to do now."""
+        self._order = order
+        if self._wish is not None and order.heard == self._wish.number:
+            self._wish, self._error = None, order.error
+        assignment = order.assignment
+        if assignment is None or assignment.number <= self._assigned:
+            return None
+        self._assigned = assignment.number
+        return assignment
+
+    def refused(self, refusal: Refused) -> None:
+        """The coordinator has refused this node."""
+        reason = refusal.reason
+        if refusal.field == "protocol":
+            self._protocol = next_protocol(self._protocol)
+            if self._protocol != PROTOCOL_VERSION:
+                return  # the other protocol is tried first
+        self._wish, self._error = None, f"the coordinator refused this node: {reason}"
+
+    def handle(self, request: ControlRequest, own: ControlStatus) -> ControlStatus:
+        """Note what an operator asks for; return the state of all nodes."""
+        match request:
+            case ScaleEngines(size) if not 1 <= size <= MAX_ENGINES:
+                error = f"there can be 1 to {MAX_ENGINES} engines, not {size}"
+                return self._status(own, error)
+            case ScaleEngines(size):
+                self._ask(size)
+            case RestartEngines():
+                self._ask(None)
+            case ControlQuery():
+                pass
+        return self._status(own, self._error)
+
+    def _ask(self, size: int | None) -> None:
+        self._wish = ScaleWish(1 + secrets.randbits(48), size)
+        self._error = None
+        self._due = float("-inf")
+
+    def _report(self, own: ControlStatus, *, leaving: bool = False) -> NodeReport:
+        return NodeReport(
+            incarnation=self._incarnation,
+            engines=self._own(own),
+            assigned=self._assigned,
+            wish=self._wish,
+            leaving=leaving,
+            protocol=self._protocol,
+            version=SWELL_VERSION,
+            group=self._group,
+        )
+
+    def _own(self, own: ControlStatus) -> NodeEngines:
+        return NodeEngines(
+            self._name, own.data_parallel_size, self._capacity, own.engines, own.busy, own.error
+        )
+
+    def _status(self, own: ControlStatus, error: str | None) -> ControlStatus:
+        nodes = [self._own(own)]
+        if self._order is not None:
+            # What is known of this node here is newer than what the coordinator sent back.
+            here = self._order.you
+            nodes = [*self._order.nodes[:here], *nodes, *self._order.nodes[here + 1 :]]
+        nodes = _told_apart(nodes)
+        if error is None:
+            failed = [f"{node.name}: {node.error}" for node in nodes if node.error is not None]
+            error = "; ".join(failed) or None
+        size = sum(node.target for node in nodes)
+        waiting = self._wish is not None
+        if self._wish is not None and self._wish.size is not None:
+            size = self._wish.size
+        return ControlStatus(
+            data_parallel_size=size,
+            engines={
+                f"{node.name}/{number}": phase
+                for node in nodes
+                for number, phase in node.phases.items()
+            },
+            busy=waiting or own.busy or (self._order is not None and self._order.busy),
+            error=error,
+            nodes=nodes,
+        )
+
+
+def _told_apart(nodes: Iterable[NodeEngines]) -> list[NodeEngines]:
+    """Number the supervisors that give the same name."""
+    seen: Counter[str] = Counter()
+    named = []
+    for node in nodes:
+        seen[node.name] += 1
+        number = seen[node.name]
+        name = node.name if number == 1 else f"{node.name}#{number}"
+        named.append(msgspec.structs.replace(node, name=name))
+    return named
 
 
 class NodeLink:
@@ -50,7 +201,7 @@ class NodeLink:
         return status
 
     async def run(self) -> None:
-        """Report for ever."""
+        """Report until cancelled."""
         while True:
             self._report()
             await asyncio.sleep(_LOOK_INTERVAL)
@@ -62,7 +213,7 @@ class NodeLink:
 
     def _receive(self, _sender: bytes, order: NodeOrder | Refused) -> None:
         if isinstance(order, Refused):
-            self._scaling.refused(order.reason)
+            self._scaling.refused(order)
             return
         assignment = self._scaling.receive(order)
         if assignment is not None:

@@ -13,7 +13,7 @@ from engine.shared.settings import settings_of
 from server.config import ServeConfig
 
 _READY = re.compile(r"swell is ready after [\d.]+ s: (https?://\S+)")
-_PROGRAM = "server.fleet.own_server_main"
+_PROGRAM = "server.own_server_main"
 _STOP_TIMEOUT = 30.0
 
 
@@ -71,7 +71,7 @@ class OwnServer:
             ServerFailed: it does not become ready.
         """
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _PROGRAM, "serve", *self._arguments],
+            [sys.executable, "-P", "-m", _PROGRAM, "serve", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

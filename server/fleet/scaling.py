@@ -1,4 +1,4 @@
-"""How many engines a node runs, changed while it serves.
+"""How many engines a node runs, and API servers on the nodes of engines, while it serves.
 
 Engines are added by filling another place and taken away by retiring the highest ranks: an engine
 that is asked to end first tells the coordinator, so that nothing new is routed to it, and ends
@@ -7,7 +7,8 @@ when its requests have. Changes are carried out one after the other; the newest 
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from engine.shared.messages import (
@@ -17,12 +18,16 @@ from engine.shared.messages import (
     RestartEngines,
     ScaleEngines,
 )
-from server.fleet.keeper import Keeper, StartupFailed
-from server.fleet.restarts import Restarts
-from server.fleet.role import Role
+from server.fleet.keeper import MAX_BACKOFF, Keeper, Restarts, Role, StartupFailed
 from server.router.load_table import MAX_ENGINES
 
 logger = logging.getLogger(__name__)
+
+LEAVE_AFTER = 30.0
+"""Seconds after which a node without engines needs no API server: longer than a restart takes."""
+
+LOOK_INTERVAL = 0.5
+"""Seconds between looks at where engines are."""
 
 
 class EngineScaler:
@@ -109,7 +114,7 @@ class EngineScaler:
         return ControlStatus(self._target, phases, self._busy, error, hosts=hosts, waiting=waiting)
 
     async def run(self) -> None:
-        """Carry out wishes for ever."""
+        """Carry out wishes until cancelled."""
         while True:
             await self._wished.wait()
             self._wished.clear()
@@ -140,7 +145,7 @@ class EngineScaler:
         ranks = sorted(self.engines)
         spare = ranks[-1] + 1 if len(ranks) == 1 and not self._is_alone else None
         if spare is not None:
-            await self._add(spare)  # somebody has to serve while the only engine is replaced
+            await self._add(spare)  # serves while the only engine is replaced
         for rank in ranks:
             await self._retire(rank)
             await self._add(rank, proven=True)
@@ -190,3 +195,85 @@ async def _all_of(changes: Iterable[Coroutine[Any, Any, None]]) -> None:
     for result in await asyncio.gather(*changes, return_exceptions=True):
         if result is not None:
             raise result
+
+
+class NodeApiServers:
+    """Keeps the places of API servers on the nodes of engines.
+
+    Args:
+        engines: the places of engines, by rank; read only.
+        make_role: makes the place on a node; None: that node needs none.
+        drain_within: seconds that an API server gets to end.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        engines: Mapping[int, Role],
+        make_role: Callable[[str], Role | None],
+        *,
+        drain_within: float,
+    ) -> None:
+        self.roles: dict[str, Role] = {}
+        """By the node's name."""
+        self._keeper = keeper
+        self._engines = engines
+        self._make_role = make_role
+        self._drain_within = drain_within
+        self._had_engines: dict[str, float] = {}
+        """When each node was last seen with engines."""
+        self._not_before: dict[str, float] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+
+    async def until_ready(self, *others: asyncio.Future[Any]) -> None:
+        """Wait until there is one on each node, or one of the other futures is done.
+
+        Raises:
+            StartupFailed: one could not start.
+        """
+        self.look(time.monotonic())
+        await self._keeper.until_ready(list(self.roles.values()), *others)
+
+    async def run(self) -> None:
+        """Follow the engines until cancelled."""
+        while True:
+            self.look(time.monotonic())
+            await asyncio.sleep(LOOK_INTERVAL)
+
+    def look(self, now: float) -> None:
+        """Fill places on nodes that have got engines, and empty those of nodes without.
+
+        Args:
+            now: seconds, monotonic.
+        """
+        holders = [role.holder for role in self._engines.values() if role.holder is not None]
+        for node in {holder.node for holder in holders} - {""}:
+            self._had_engines[node] = now
+            if node not in self.roles and now >= self._not_before.get(node, now):
+                self._fill(node)
+        for node, role in list(self.roles.items()):
+            if node in self._leaving:
+                continue
+            if role.keeping is not None and role.keeping.done():
+                self._failed(node, role.keeping, now)
+            elif now - self._had_engines[node] > LEAVE_AFTER:
+                self._leaving[node] = asyncio.create_task(self._leave(node, role))
+
+    def _fill(self, node: str) -> None:
+        role = self._make_role(node)
+        if role is not None:
+            self.roles[node] = role
+            self._keeper.fill(role)
+
+    def _failed(self, node: str, keeping: asyncio.Task[None], now: float) -> None:
+        """Try again later: on a node that has joined since, this ends nothing else."""
+        reason = None if keeping.cancelled() else keeping.exception()
+        logger.error("%s; again in %.0f s", reason, MAX_BACKOFF)
+        self._not_before[node] = now + MAX_BACKOFF
+        del self.roles[node]
+
+    async def _leave(self, node: str, role: Role) -> None:
+        try:
+            await self._keeper.retire(role, self._drain_within)
+        finally:
+            del self.roles[node], self._leaving[node]

@@ -18,39 +18,31 @@ from rich.markup import escape
 
 from engine.shared.addresses import join_host_port, listen, listen_unix
 from engine.shared.cluster_keys import InsecureCluster
+from engine.shared.end_signals import end_signals
+from engine.shared.extras import install_command
 from engine.shared.logs import LogLines
-from engine.shared.messages import (
-    ControlRequest,
-    ControlStatus,
-    Goodbye,
-    encode,
-)
+from engine.shared.messages import ControlRequest, Goodbye, encode
+from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
 from engine.shared.transport import Inbox, Transport, make_context
 from server.config import ServeConfig
-from server.fleet.backend import Backend, CannotServe
-from server.fleet.backend_choice import backend_for
-from server.fleet.capacity import engine_capacity, visible_devices
+from server.fleet.backend import Backend, CannotServe, ProcessBackend
 from server.fleet.child import watch_children_without_threads
-from server.fleet.forking.template import Template
-from server.fleet.forking.templates import begin_templates, close_templates
-from server.fleet.holder import Holder
-from server.fleet.joining import BadNode
-from server.fleet.keeper import Keeper, StartupFailed
-from server.fleet.node_api_servers import NodeApiServers
+from server.fleet.forking import Template, begin_templates
+from server.fleet.joining import BadNode, check_span
+from server.fleet.keeper import Keeper, Role, StartupFailed
 from server.fleet.node_link import NodeLink
-from server.fleet.role import (
-    Role,
-    control_address,
-    coordinator_role,
-    front_end_roles,
-)
-from server.fleet.scaling import EngineScaler
+from server.fleet.node_resources import engine_capacity, visible_devices
+from server.fleet.places import control_address, coordinator_role, front_end_roles
+from server.fleet.scaling import EngineScaler, NodeApiServers
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT = 1.0
+STOP_TIMEOUT = 5.0
 """Seconds that a child has to end, beyond what it was promised, before it is killed."""
+
+PROGRESS_INTERVAL = 2.0
+"""Seconds between looks at what processes do that are not ready yet."""
 
 MEND_INTERVAL = 1.0
 """Seconds between looks at whether the node's directory is still whole."""
@@ -73,7 +65,10 @@ class Supervisor:
         self._listener: socket.socket | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         self._registration: zmq.Socket[bytes] | None = None
-        self._keeper = Keeper(console, config.log.log_format, self._report_death, node.keep)
+        self._keeper = Keeper(
+            console, config.log.log_format, self._report_death, node.keep,
+            config.supervisor.hang_timeout,
+        )  # fmt: skip
         cpus = backend.cpus_of_others
         self._coordinator = (
             [coordinator_role(self._config, is_new=is_new, cpus=cpus)] if leads else []
@@ -83,44 +78,45 @@ class Supervisor:
             place: backend.engine_role(self._config, place, numbered=True)
             for place in range(config.parallel.engines_on_node)
         }
-        self._elsewhere: NodeApiServers | None = None
+        self._node_api_servers: NodeApiServers | None = None
+        self._templates: list[Template] = []
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
 
     # -- life ------------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Serve until a signal; return the exit code."""
-        templates: list[Template] = []
+        """Serve until a signal; return the exit code.
+
+        Raises:
+            StartupFailed: it does not serve; all processes have ended.
+        """
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal)
+        for signum in end_signals():
+            loop.add_signal_handler(signum, self._on_signal, signum)
         try:
             self._check()
             if self._config.supervisor.api_server_count:
                 self._listener = self._listen()
                 self._front_ends = front_end_roles(
                     self._config,
-                    self._node.path,
+                    self._node,
                     self._listener.fileno(),
                     numbered=self._is_alone,
                     scalable=not self._is_alone or bool(self._engines),
                     cpus=self._backend.cpus_of_others,
                 )
             if self._config.ray.api_server_placement == "every-node":
-                self._elsewhere = self._api_servers_elsewhere()
-            await self._start_all(templates)
+                self._node_api_servers = self._make_node_api_servers()
+            await self._start_all()
             if not self._stop.is_set():
                 self._announce()
                 await self._scale_until_stopped()
             self._console.print("stopping")
             return 0
-        except StartupFailed as error:
-            _say_why(self._console, error)
-            return 1
         finally:
             await self._stop_all()
-            await close_templates(templates)
+            await self._close_templates()
             self._clean_up()
 
     def _check(self) -> None:
@@ -133,8 +129,9 @@ class Supervisor:
                 else "nothing to run: neither engines nor API servers are asked for"
             )
 
-    def _on_signal(self) -> None:
-        if self._stop.is_set():
+    def _on_signal(self, signum: int) -> None:
+        # A terminal that closes may send SIGHUP more than once.
+        if self._stop.is_set() and signum != signal.SIGHUP:
             self._force.set()
         self._stop.set()
 
@@ -148,14 +145,14 @@ class Supervisor:
         except OSError as error:
             flag = "--port" if http.uds is None else "--uds"
             raise StartupFailed(
-                f"cannot listen on {http.address}: {error.strerror or error}. "
+                f"cannot listen on {http.address}: {os.strerror(error.errno or 0)}. "
                 f"Is something else running there? Choose another {flag}."
             ) from error
         listener.setblocking(False)
         listener.set_inheritable(True)
         return listener
 
-    def _api_servers_elsewhere(self) -> NodeApiServers:
+    def _make_node_api_servers(self) -> NodeApiServers:
         port = self._config.http.port
         if self._listener is not None:
             port = self._listener.getsockname()[1]  # all nodes have the same
@@ -168,38 +165,52 @@ class Supervisor:
 
     # -- starting --------------------------------------------------------------------------------
 
-    async def _start_all(self, templates: list[Template]) -> None:
-        """Fill all places; then there is no template any more.
-
-        Args:
-            templates: gets those that are begun, which the caller closes if the start fails.
-        """
+    async def _start_all(self) -> None:
+        """Fill all places, and end the templates when that has succeeded."""
         others = [*self._engines.values(), *self._front_ends]
         # Front ends alone wait for engines for as long as it takes, and say so to probes.
         timeout = self._config.supervisor.startup_timeout if self._engines else None
         stopping = asyncio.create_task(self._stop.wait())
+        telling = asyncio.create_task(self._tell_progress())
         engines = list(self._engines.values())
-        templates += await begin_templates(self._config, engines, self._front_ends)
+        self._templates = await begin_templates(self._config, engines, self._front_ends)
         try:
             async with asyncio.timeout(timeout):
                 for group in (self._coordinator, others):
                     for role in group:
                         self._keeper.fill(role)
                     await self._keeper.until_ready(group, stopping)
-                if self._elsewhere is not None and not self._stop.is_set():
-                    await self._elsewhere.until_ready(stopping)
+                if self._node_api_servers is not None and not self._stop.is_set():
+                    await self._node_api_servers.until_ready(stopping)
         except TimeoutError:
-            places = [*self._coordinator, *others, *self._roles_elsewhere]
+            places = [*self._coordinator, *others, *self._remote_front_ends]
             late = [role for role in places if not role.ready.is_set()]
             names = ", ".join(f"{role.name} ({role.phase})" for role in late)
             raise StartupFailed(f"not ready within {timeout:.0f} s: {names}") from None
         finally:
             stopping.cancel()
+            telling.cancel()
         if not self._stop.is_set():  # else what waits for a template would be started without it
-            await close_templates(templates)
+            await self._close_templates()
+
+    async def _close_templates(self) -> None:
+        for each in self._templates:
+            await each.close()
+
+    async def _tell_progress(self) -> None:
+        """Print what engines do while they start, or else API servers, whenever that changed."""
+        told: dict[str, str] = {}
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL)
+            for role in self._engines.values() or self._front_ends:
+                if not role.ready.is_set() and told.get(role.name) != role.phase:
+                    told[role.name] = role.phase
+                    self._console.print(
+                        f"{role.name}: {escape(role.phase)}", highlight=False, soft_wrap=True
+                    )
 
     def _report_death(self, role: Role) -> None:
-        """Tell the coordinator at once, so that nobody waits for missing heartbeats."""
+        """Tell the coordinator at once, so that its end is not found by missing heartbeats."""
         if role.member is None:
             return
         for left_behind in self._node.path.glob(f"{role.incarnation:x}-*"):
@@ -231,6 +242,15 @@ class Supervisor:
             highlight=False,
             soft_wrap=True,
         )
+        parallel, head = self._config.parallel, self._config.nodes.data_parallel_address
+        here, size = parallel.engines_on_node, parallel.data_parallel_size
+        if self._coordinator and head is not None and here < size:
+            self._console.print(
+                f"{here} of {size} engines are on this node. Others join it with --headless "
+                f"--data-parallel-address {head} and the same --data-parallel-size and cluster key",
+                highlight=False,
+                soft_wrap=True,
+            )
 
     async def _scale_until_stopped(self) -> None:
         scaler = EngineScaler(
@@ -245,20 +265,23 @@ class Supervisor:
         socket = transport.bind(zmq.ROUTER, control_address(self._node.path))
         requests = Inbox(socket, ControlRequest, "control")
         tasks = [asyncio.create_task(_for_ever(scaler.run))]
-        handle: Callable[[ControlRequest], ControlStatus] = scaler.handle
         link = None
-        if self._elsewhere is not None:
-            tasks.append(asyncio.create_task(_for_ever(self._elsewhere.run)))
-            handle = self._with_api_servers(handle)
+        if self._node_api_servers is not None:
+            tasks.append(asyncio.create_task(_for_ever(self._node_api_servers.run)))
         if not self._backend.has_all:
             capacity = engine_capacity(self._config, visible_devices(os.environ))
             link = NodeLink(scaler, capacity, self._config.cluster, transport)
-            handle = link.handle
             tasks.append(asyncio.create_task(_for_ever(link.run)))
-        requests.attach(
-            asyncio.get_running_loop(),
-            lambda sender, request: requests.send(sender, encode(handle(request))),
-        )
+
+        def answer(sender: bytes, request: ControlRequest) -> None:
+            status = (link or scaler).handle(request)
+            if self._node_api_servers is not None:
+                roles = [*self._front_ends, *self._remote_front_ends]
+                phases = {role.name: role.phase for role in roles}
+                status = msgspec.structs.replace(status, api_servers=phases)
+            requests.send(sender, encode(status))
+
+        requests.attach(asyncio.get_running_loop(), answer)
         tasks.append(asyncio.create_task(self._mend(transport)))
         try:
             await self._stop.wait()
@@ -270,21 +293,10 @@ class Supervisor:
             if link is not None:
                 link.close()
 
-    def _with_api_servers(
-        self, handle: Callable[[ControlRequest], ControlStatus]
-    ) -> Callable[[ControlRequest], ControlStatus]:
-        """Return what also tells of the API servers on all nodes."""
-
-        def told(request: ControlRequest) -> ControlStatus:
-            roles = [*self._front_ends, *self._roles_elsewhere]
-            phases = {role.name: role.phase for role in roles}
-            return msgspec.structs.replace(handle(request), api_servers=phases)
-
-        return told
-
     @property
-    def _roles_elsewhere(self) -> list[Role]:
-        return [] if self._elsewhere is None else list(self._elsewhere.roles.values())
+    def _remote_front_ends(self) -> list[Role]:
+        servers = self._node_api_servers
+        return [] if servers is None else list(servers.roles.values())
 
     def _engine_role(self, place: int) -> Role:
         """Return another engine's place; ranks beyond the configured ones may be others' here."""
@@ -292,7 +304,7 @@ class Supervisor:
         return self._backend.engine_role(self._config, place, numbered=self._is_alone or configured)
 
     async def _mend(self, transport: Transport) -> None:
-        """Keep the node's directory whole, for ever."""
+        """Restore removed files of the node's directory, until cancelled."""
         told = ""
         while True:
             await asyncio.sleep(MEND_INTERVAL)
@@ -311,12 +323,12 @@ class Supervisor:
     async def _stop_all(self) -> None:
         """Let front ends drain, then stop engines, then the coordinator; kill what hangs."""
         engines = list(self._engines.values())
-        front_ends = [*self._front_ends, *self._roles_elsewhere]
+        front_ends = [*self._front_ends, *self._remote_front_ends]
         for role in (*front_ends, *engines, *self._coordinator):
             await self._keeper.release(role)
         await self._end(front_ends, self._config.http.shutdown_timeout)
         for role in front_ends:
-            self._report_death(role)  # nobody waits for what they have left in the engines
+            self._report_death(role)  # engines need not finish their requests
         await self._end([role for role in engines if not role.ready.is_set()], 0.0)
         await self._end(engines, self._engine_promise)
         await self._end(self._coordinator, 0.0)
@@ -327,17 +339,20 @@ class Supervisor:
         return 0.0 if self._is_alone else self._config.cluster.drain_timeout
 
     async def _end(self, roles: Sequence[Role], promised: float) -> None:
-        children = [role.holder for role in roles if role.holder is not None]
-        for child in children:
-            child.terminate()
-        await self._wait_for(children, promised + STOP_TIMEOUT)
+        """Ask the holders of these places to end; kill those that have not ended in time.
 
-    async def _wait_for(self, children: list[Holder], within: float) -> None:
+        Args:
+            promised: seconds that they have to finish their work; a second signal ends the wait.
+        """
+        children = [role.holder for role in roles if role.holder is not None]
         if not children:
             return
+        for child in children:
+            child.terminate()
         endings = asyncio.ensure_future(asyncio.gather(*(child.wait() for child in children)))
         force = asyncio.ensure_future(self._force.wait())
         waiting: set[asyncio.Future[Any]] = {endings, force}
+        within = promised + STOP_TIMEOUT
         await asyncio.wait(waiting, timeout=within, return_when=asyncio.FIRST_COMPLETED)
         for child in children:
             if child.alive:
@@ -370,6 +385,11 @@ def run(config: ServeConfig) -> int:
     if config.log.log_format == "json":
         console = Console(file=LogLines(logger))
     watch_children_without_threads()
+    try:
+        _fetch_model(config)
+    except ModelNotFound as error:
+        _say_why(console, error)
+        return 1
     return asyncio.run(_run(config, console))
 
 
@@ -377,12 +397,56 @@ async def _run(config: ServeConfig, console: Console) -> int:
     try:
         with (
             NodeDirectory(config.cluster.socket_dir) as node,
-            contextlib.closing(backend_for(config, node.path)) as backend,
+            contextlib.closing(_backend_for(config, node.path)) as backend,
         ):
             return await Supervisor(backend, console, node).run()
-    except (OSError, BadNode, CannotServe) as error:
+    # Said when all processes have ended, so that nothing comes after it.
+    except (OSError, BadNode, CannotServe, StartupFailed) as error:
         _say_why(console, error)
         return 1
+
+
+def _backend_for(config: ServeConfig, directory: Path) -> Backend:
+    """Return the backend that the settings name; the one that needs Ray is imported on demand.
+
+    Args:
+        directory: the node's private one.
+
+    Raises:
+        CannotServe: the backend cannot serve here.
+        BadNode: a setting contradicts another, or lacks one.
+        OSError: a name cannot be resolved.
+    """
+    check_span(config)
+    if config.ray.data_parallel_backend == "mp":
+        if config.ray.api_server_placement != "head":
+            raise CannotServe(
+                "--api-server-placement every-node is for --data-parallel-backend ray: on plain "
+                "nodes run `swell api-server`, or `swell serve` without --headless"
+            )
+        return ProcessBackend(config, directory)
+    try:
+        from server.fleet.ray.backend import RayBackend
+    except ModuleNotFoundError as error:
+        raise CannotServe(
+            f"--data-parallel-backend ray needs Ray ({error}): install it on every node with "
+            f"{install_command('ray')}"
+        ) from error
+    return RayBackend(config, directory)
+
+
+def _fetch_model(config: ServeConfig) -> None:
+    """Fetch what is missing of the hub's model, with its progress; children find it then.
+
+    Raises:
+        ModelNotFound: there is no such model.
+    """
+    needs_weights = (
+        config.parallel.engines_on_node > 0
+        and config.model.load_format == "auto"
+        and config.executor.executor == "model"
+    )
+    model_directory(config.model, weights=needs_weights)
 
 
 def _say_why(console: Console, error: Exception) -> None:

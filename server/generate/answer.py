@@ -1,24 +1,12 @@
-"""The answer of one sequence: the sum of its deltas."""
+"""Whole answers: the sum of a sequence's deltas, and the best of several sequences."""
 
 from array import array
-
-import msgspec
+from collections.abc import Sequence
 
 from engine.shared.messages import TokenLogprob
 from server.generate.fold import Delta, FinishReason, ScoredToken
-
-
-class Answer(msgspec.Struct):
-    """The sum of the deltas of one sequence."""
-
-    text: str
-    token_ids: "array[int]"
-    logprobs: list[ScoredToken] | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    prompt_logprobs: list[TokenLogprob] | None = None
-    """Of every token of the prompt but the first, if asked for."""
-
+from server.generate.run import Output
+from server.schema.answer import Usage
 
 _PIECES = 256
 """Pieces of text that become one."""
@@ -70,13 +58,36 @@ class DeltaSum:
             count += 1 + len(score.top_ids)
         return count
 
-    def as_delta(self) -> Delta:
-        """Return the whole as if it had come at once."""
-        text, token_ids = "".join(self._pieces), list(self._token_ids)
-        scores, reasons = self._logprobs, self._reasons
-        return Delta(text, token_ids, scores, *reasons, self._prompt_logprobs, self.logprob_sum)
+    def whole(self) -> Delta:
+        """Return the sum of all deltas."""
+        text, scores = "".join(self._pieces), self._logprobs
+        token_ids, prompt_scores = self._token_ids, self._prompt_logprobs
+        return Delta(text, token_ids, scores, *self._reasons, prompt_scores, self.logprob_sum)
 
-    def answer(self) -> Answer:
-        """Return the whole answer."""
-        text, reasons = "".join(self._pieces), self._reasons
-        return Answer(text, self._token_ids, self._logprobs, *reasons, self._prompt_logprobs)
+
+class BestOf:
+    """Holds all deltas back, and shows the best sequences once all have ended.
+
+    The best have the highest mean log probability per token.
+    """
+
+    def __init__(self, output: Output, prompts: int, n: int, best_of: int) -> None:
+        """Each of `prompts` has `best_of` sequences, of which `n` go to `output`."""
+        self._output = output
+        self._n = n
+        self._sums = [[DeltaSum() for _ in range(best_of)] for _ in range(prompts)]
+
+    async def push(self, deltas: Sequence[tuple[int, Delta]], usage: Usage | None) -> None:
+        """Add deltas; with `usage` they are the last."""
+        best_of = len(self._sums[0])
+        for index, delta in deltas:
+            self._sums[index // best_of][index % best_of].add(delta)
+        if usage is not None:
+            best = [one.whole() for sums in self._sums for one in self._best(sums)]
+            await self._output.push(list(enumerate(best)), usage)
+
+    def _best(self, sums: list[DeltaSum]) -> list[DeltaSum]:
+        def score(one: DeltaSum) -> float:
+            return one.logprob_sum / max(1, len(one))
+
+        return sorted(sums, key=score, reverse=True)[: self._n]

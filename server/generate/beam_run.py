@@ -1,40 +1,37 @@
-"""The beam searches of one request: each beam's next token is a normal request to the engines."""
+"""The beam searches of one request: each beam's next token is an ordinary request to an engine."""
 
 import asyncio
 
 from engine.shared.messages import RequestOutput, SamplingParams, TokenLogprob
-from server.api.shared.answer import Usage
 from server.generate.beams import Beam, Beams, BeamSearch
-from server.generate.fold import ChoiceFold, Delta, Prompt, failure
-from server.generate.run import Output, Sender, first_token
-from server.generate.specification import GenerationSpec
+from server.generate.fold import ChoiceFold, Delta, failure
+from server.generate.request import GenerationRequest, Prompt
+from server.generate.run import Output, first_token
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
 from server.router.generation_client import GenerationClient, TokenStream
+from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
 
 class BeamRun:
     """Searches for the answers to one request; `close` must be called whatever happens.
 
-    Every step hands all beams to the engines again, as their prompts with what they have come to:
-    the prefix cache has all but the newest tokens of them. Beams move to other engines as all
-    sequences do.
+    Every step submits all beams again, as prompts with their tokens so far: the prefix cache has
+    all but the newest of these. Beams move to other engines as all sequences do.
     """
 
     def __init__(
         self,
-        spec: GenerationSpec,
+        request: GenerationRequest,
         beams: Beams,
-        sender: Sender,
         client: GenerationClient,
         table: TokenTable,
         metrics: FrontEndMetrics,
     ) -> None:
         """Nothing runs before `push_to`."""
-        self._spec = spec
+        self._request = request
         self._beams = beams
-        self._sender = sender
         self._client = client
         self._table = table
         self._metrics = metrics
@@ -46,17 +43,18 @@ class BeamRun:
         """What engines call the request, once it has a sequence."""
         self._num_tokens = 0
         self._cached: dict[int, int] = {}
-        self._finish_reasons: list[str] = []
+        self.finish_reasons: list[str] = []
+        """Why each answer ended, as far as they have."""
 
     async def push_to(self, output: Output) -> None:
-        """Search, and hand the best answers to `output` at once.
+        """Search, and push the best answers to `output` at once.
 
         Raises:
             GenerationFailed: an engine gave a beam up.
             RequestRefused: an engine cannot do what the request asks for.
             NoEngineAvailable: no engine takes a beam.
         """
-        prompts = self._spec.prompts
+        prompts = self._request.prompts
         try:
             async with asyncio.TaskGroup() as group:
                 searches = [
@@ -73,19 +71,19 @@ class BeamRun:
         await output.push(list(enumerate(deltas)), self.usage())
 
     async def _search(self, index: int, prompt: Prompt) -> list[Beam]:
-        spec = self._spec
-        ends = frozenset(spec.sampling.stop_token_ids)
-        if not spec.sampling.ignore_eos:
+        request, asked = self._request, self._request.sampling
+        ends = frozenset(asked.stop_token_ids)
+        if not asked.ignore_eos:
             ends |= self._table.tokenizer.eos_token_ids
-        search = BeamSearch(self._beams, spec.sampling.max_tokens, ends, self._shown_alternatives)
+        search = BeamSearch(self._beams, asked.max_tokens, ends, request.logprobs or 0)
         sampling = SamplingParams(
             max_tokens=1,
-            seed=spec.sampling.seed,
+            seed=asked.seed,
             temperature=0.0,
             ignore_eos=True,
             logprobs=min(search.num_alternatives, self._table.tokenizer.vocab_size),
         )
-        params = PromptParams(len(prompt.token_ids), spec.sampling.max_tokens, spec.n, spec.n)
+        params = PromptParams(len(prompt.token_ids), asked.max_tokens, request.n, request.n)
         timers: list[SequenceTimer] = []
         while search.running:
             streams = [self._submit(prompt, beam, sampling) for beam in search.running]
@@ -95,39 +93,32 @@ class BeamRun:
             if index not in self._cached:
                 self._cached[index] = outputs[0].num_cached_tokens
             search.advance([_scores(each) for each in outputs])
-        best = search.best(spec.n)
+        best = search.best(request.n)
         for timer, beam in zip(timers, best, strict=True):
             reason = "stop" if beam.ended else "length"
             timer.tokens(len(beam.token_ids), self._cached[index], reason)
             self._unfinished.remove(timer)
-            self._finish_reasons.append(reason)
+            self.finish_reasons.append(reason)
             self._num_tokens += len(beam.token_ids)
         return best
 
     def _begin(self, params: PromptParams, stream: TokenStream) -> list[SequenceTimer]:
         timers = []
-        for _ in range(self._spec.n):
+        for _ in range(self._request.n):
             first = not self._timers
-            timer = self._metrics.sequence(self._sender.arrived, params, stream.times, first=first)
+            timer = self._metrics.sequence(self._request.arrived, params, stream.times, first=first)
             self._timers.append(timer)
             self._unfinished.append(timer)
             timers.append(timer)
         return timers
 
     def _submit(self, prompt: Prompt, beam: Beam, sampling: SamplingParams) -> TokenStream:
-        sender = self._sender
+        request = self._request
         self._num_sent += 1
-        stream = self._client.submit(
-            f"{self._spec.request_id}-{self._num_sent}",
-            [*prompt.token_ids, *beam.token_ids],
-            sampling,
-            priority=self._spec.priority,
-            pinned_rank=sender.pinned_rank,
-            tenant=sender.tenant,
-            cache_root=sender.cache_root,
-            adapter=sender.adapter,
-            group=self._group,
-        )
+        name = f"{request.request_id}-{self._num_sent}"
+        token_ids = [*prompt.token_ids, *beam.token_ids]
+        message = request.message(name, token_ids, sampling, self._group)
+        stream = self._client.submit(message, request.pinned_rank)
         self._group = self._group or stream.id
         self._streams.add(stream)
         return stream
@@ -145,13 +136,9 @@ class BeamRun:
             stream.close()
             self._streams.discard(stream)
 
-    @property
-    def _shown_alternatives(self) -> int:
-        return (self._spec.sampling.logprobs or 0) if self._spec.fold.logprobs else 0
-
     def _shown(self, prompt: Prompt, beam: Beam) -> Delta:
-        """Return a beam as what would have come of it had it been drawn."""
-        scores = list(beam.scores) if self._spec.fold.logprobs else None
+        """Return a beam as if its tokens had been drawn."""
+        scores = None if self._request.logprobs is None else list(beam.scores)
         end = beam.token_ids[-1] if beam.ended else None
         output = RequestOutput(
             0,
@@ -160,7 +147,7 @@ class BeamRun:
             stop_token_id=end,
             logprobs=scores,
         )
-        return ChoiceFold(self._table, prompt, self._spec.fold).push(output)
+        return ChoiceFold(self._table, prompt, self._request).push(output)
 
     @property
     def cached_tokens(self) -> int:
@@ -172,25 +159,18 @@ class BeamRun:
         """When the first answer came, in monotonic seconds."""
         return first_token(self._timers)
 
-    @property
-    def finish_reasons(self) -> list[str]:
-        """Why each answer ended, as far as they have."""
-        return list(self._finish_reasons)
-
     def usage(self) -> Usage:
         """Return the tokens of prompts and answers; beams that were left do not count."""
-        return self._sender.usage(
-            self._spec.num_prompt_tokens, self._num_tokens, self.cached_tokens
-        )
+        return self._request.usage(self._num_tokens, self.cached_tokens)
 
     def close(self, reason: str = "abort") -> None:
-        """Abort whatever still runs, counting answers that did not come to be; idempotent."""
+        """Abort what still runs, counting unfinished answers as ended; idempotent."""
         for stream in self._streams:
             stream.close()
         self._streams.clear()
         for timer in self._unfinished:
             timer.finished(reason)
-            self._finish_reasons.append(reason)
+            self.finish_reasons.append(reason)
         self._unfinished.clear()
 
 

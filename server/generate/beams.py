@@ -10,9 +10,9 @@ from typing import Literal
 import msgspec
 
 from engine.shared.messages import TokenLogprob
-from server.access.limits import MAX_BEAM_CANDIDATES, MAX_BEAMS
-from server.generate.request import GenerationRequest
-from server.http.errors import invalid
+from server.errors import invalid
+from server.limits import MAX_BEAM_CANDIDATES, MAX_BEAMS
+from server.schema.fields import SamplingFields
 
 EarlyStopping = bool | Literal["never"]
 
@@ -54,21 +54,19 @@ _NOT_SEARCHED: dict[str, tuple[object, ...]] = {
 """Fields that searches do not look at, each with the values that ask for nothing."""
 
 
-def beams_of(request: GenerationRequest) -> Beams | None:
-    """Return how a request searches, None if it draws.
+def beams_of(fields: SamplingFields, width: int) -> Beams | None:
+    """Return how a request with `width` sequences per prompt searches; None if it draws.
 
     Raises:
         ApiError: it asks for what a search does not look at.
     """
-    fields = request.fields
     if not fields.use_beam_search:
         return None
     for name, neutral in _NOT_SEARCHED.items():
         if getattr(fields, name, None) not in neutral:
             raise invalid(f"{name}: not together with use_beam_search", name)
-    width = request.size.copies
     if width > MAX_BEAMS:
-        raise invalid(f"n: at most {MAX_BEAMS} beams are followed", "n")
+        raise invalid(f"n: at most {MAX_BEAMS} beams are supported", "n")
     return Beams(
         width,
         1.0 if fields.length_penalty is None else fields.length_penalty,
@@ -100,7 +98,7 @@ def check_candidates(beams: Beams, searches: int, named_ends: int, other_ends: i
 
 
 def alternatives(width: int, ends: int) -> int:
-    """Return how many next tokens of every beam have to be known: so many that enough go on."""
+    """Return how many next tokens of each beam must be known for enough beams to go on."""
     return max(2, 1 + ends) * width
 
 

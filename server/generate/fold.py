@@ -10,13 +10,14 @@ from typing import Literal
 import msgspec
 
 from engine.shared.messages import RequestOutput, TokenLogprob
+from server.generate.request import GenerationRequest, Prompt
 from server.text.detokenizer import StopStrings, TokenDecoder, TokenTable
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestRefused(Exception):
-    """What the request asks for cannot be done, as an engine found out; `param` is the field."""
+    """An engine found that it cannot do what the request asks for; `param` is the field."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)
@@ -24,7 +25,7 @@ class RequestRefused(Exception):
 
 
 class GenerationFailed(Exception):
-    """The engine gave a request up; the text is for the log, not for the client."""
+    """The engine failed on the request; the text is for the log, not for the client."""
 
 
 class NoRoomInEngine(Exception):
@@ -32,40 +33,13 @@ class NoRoomInEngine(Exception):
 
 
 def failure(output: RequestOutput) -> Exception:
-    """Return what an output with an error comes to for whoever waits for the request."""
+    """Return what to raise for an output with an error."""
     reason = output.error or "no reason given"
     if output.no_room:
         return NoRoomInEngine(reason)
     if output.refused:
         return RequestRefused(reason, output.error_param)
     return GenerationFailed(reason)
-
-
-class FoldOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request wants to see of its tokens."""
-
-    skip_special_tokens: bool = True
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    """Leave the stop string, or the text of the token that stopped, in the text."""
-    min_tokens: int = 0
-    """Stop strings are looked for in the text of later tokens only."""
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: bool = False
-    prompt_logprobs: int | None = None
-    """Alternatives to show beside the prompt's tokens; None shows nothing of them."""
-    echo: bool = False
-    echo_logprobs: int = 0
-    """Alternatives to show beside echoed tokens."""
-    discard_output: bool = False
-    """Show the prompt only: the token that had to be drawn is not part of the answer."""
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """One prompt; `text` is None when the client sent token ids."""
-
-    token_ids: list[int]
-    text: str | None
 
 
 class ScoredToken(msgspec.Struct):
@@ -77,10 +51,10 @@ class ScoredToken(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """What one engine output adds to an answer."""
+    """What one engine output adds to the answer of a sequence, or all of the answer."""
 
     text: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     logprobs: list[ScoredToken] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
@@ -91,7 +65,7 @@ class Delta(msgspec.Struct):
 
 
 def highest(scores: TokenLogprob, count: int) -> TokenLogprob:
-    """Return the scores of a token with so many alternatives."""
+    """Return the scores of a token with at most `count` alternatives."""
     if len(scores.top_ids) <= count:
         return scores
     return msgspec.structs.replace(
@@ -153,20 +127,21 @@ class ChoiceFold:
         self,
         table: TokenTable,
         prompt: Prompt,
-        options: FoldOptions,
+        request: GenerationRequest,
         echo: PromptEcho | None = None,
     ) -> None:
-        """Fold what follows a prompt; `echo` is the prompt's, if choices share it."""
-        self._options = options
-        self._echo = echo or PromptEcho(table, prompt)
+        """Fold what follows a prompt; `echo` is the prompt's if answers begin with it."""
+        self._request = request
+        self._echo = echo
         self._decoder: TokenDecoder = table.decoder(
-            skip_special_tokens=options.skip_special_tokens, context=prompt.token_ids
+            skip_special_tokens=request.skip_special_tokens, context=prompt.token_ids
         )
+        self._include_stop = bool(request.fields.include_stop_str_in_output)
+        """Leave the stop string, or the text of the token that stopped, in the text."""
         self._stops = (
-            StopStrings(options.stop, include=options.include_stop) if options.stop else None
+            StopStrings(request.stop, include=self._include_stop) if request.stop else None
         )
         self._offset = 0
-        self._echoed = not options.echo
         self.num_tokens = 0
         """Tokens generated so far, up to the one that completed a stop string."""
         self.num_cached_tokens = 0
@@ -184,14 +159,16 @@ class ChoiceFold:
             raise failure(output)
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
-        delta = Delta("", [], [] if self._options.logprobs else None, None, None)
-        if output.prompt_logprobs is not None and self._options.prompt_logprobs is not None:
-            shown = self._options.prompt_logprobs
-            delta.prompt_logprobs = [highest(each, shown) for each in output.prompt_logprobs]
-        if not self._echoed:
-            self._echoed = True
-            self._repeat_prompt(output.prompt_logprobs, delta)
-        if self._options.discard_output:
+        request = self._request
+        delta = Delta("", [], None if request.logprobs is None else [], None, None)
+        if output.prompt_logprobs is not None:
+            shown = request.fields.prompt_logprobs
+            if shown is not None:
+                delta.prompt_logprobs = [highest(each, shown) for each in output.prompt_logprobs]
+        if self._echo is not None:
+            self._repeat_prompt(self._echo, output.prompt_logprobs, delta)
+            self._echo = None
+        if request.only_echo:
             rest = ""
         elif self._stops is None and output.logprobs is None:
             rest = self._add_text(output, delta)
@@ -203,7 +180,7 @@ class ChoiceFold:
         return delta
 
     def _add_text(self, output: RequestOutput, delta: Delta) -> str:
-        """Add tokens whose text is looked at by nobody; return what is left of it at the end."""
+        """Add tokens without stop strings or scores; return what is left of their text."""
         delta.token_ids = shown = output.token_ids
         self.num_tokens += len(shown)
         if output.finish_reason is None and len(shown) == 1:
@@ -216,13 +193,13 @@ class ChoiceFold:
         return ""
 
     def _add_tokens(self, output: RequestOutput, delta: Delta) -> str:
-        """Add one token after the other; return what is left of their text at the end."""
-        options = self._options
-        pieces = []
+        """Add tokens one by one; return what is left of their text at the end."""
+        pieces, token_ids = [], []
+        min_tokens = self._request.sampling.min_tokens
         silent = self._index_of_silent_stop(output)
         for index, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
-            delta.token_ids.append(token_id)
+            token_ids.append(token_id)
             if output.logprobs is not None:
                 delta.logprob_sum += output.logprobs[index].logprob
                 if delta.logprobs is not None:
@@ -232,7 +209,7 @@ class ChoiceFold:
                 continue
             piece = self._decoder.push(token_id)
             self._offset += len(piece)
-            if self._stops is not None and self.num_tokens > options.min_tokens:
+            if self._stops is not None and self.num_tokens > min_tokens:
                 piece = self._stops.push(piece)
                 if self._stops.found is not None:
                     delta.finish_reason = "stop"
@@ -240,6 +217,7 @@ class ChoiceFold:
                     pieces.append(piece)
                     break
             pieces.append(piece)
+        delta.token_ids = token_ids
         delta.text += "".join(pieces)
         return "" if output.finish_reason is None else self._decoder.flush()
 
@@ -247,19 +225,19 @@ class ChoiceFold:
         """Return the index of the token that stopped the sequence and is no part of its text."""
         last = len(output.token_ids) - 1
         stopped = output.finish_reason == "stop" and output.stop_token_id is not None
-        if stopped and not self._options.include_stop and last >= 0:
+        if stopped and not self._include_stop and last >= 0:
             return last if output.token_ids[last] == output.stop_token_id else -1
         return -1
 
     def _finish(self, output: RequestOutput, delta: Delta, rest: str) -> None:
         stopped_by: str | None = None
         if self._stops is not None:
-            if rest and self.num_tokens > self._options.min_tokens:
+            if rest and self.num_tokens > self._request.sampling.min_tokens:
                 rest = self._stops.push(rest)
             stopped_by = self._stops.found
             rest += self._stops.flush()
         delta.text += rest
-        if self._options.discard_output:
+        if self._request.only_echo:
             delta.finish_reason = "length"
         elif stopped_by is not None:
             delta.finish_reason, delta.stop_reason = "stop", stopped_by
@@ -267,20 +245,14 @@ class ChoiceFold:
             assert output.finish_reason is not None
             assert output.finish_reason != "error"
             delta.finish_reason = output.finish_reason
-            if output.stop_token_id in self._options.stop_token_ids:
+            if output.stop_token_id in self._request.sampling.stop_token_ids:
                 delta.stop_reason = output.stop_token_id
 
-    def _repeat_prompt(self, logprobs: Sequence[TokenLogprob] | None, delta: Delta) -> None:
+    def _repeat_prompt(
+        self, echo: PromptEcho, logprobs: Sequence[TokenLogprob] | None, delta: Delta
+    ) -> None:
         """Put the prompt before the answer, with its tokens' log probabilities if wanted."""
-        delta.text = self._echo.text
+        delta.text = echo.text
         self._offset = len(delta.text)
         if delta.logprobs is not None:
-            delta.logprobs += self._echo.tokens(logprobs or (), self._options.echo_logprobs)
-
-
-def folds_of(
-    prompt: Prompt, count: int, options: FoldOptions, table: TokenTable
-) -> list[ChoiceFold]:
-    """Return the folds of so many sequences of a prompt."""
-    echo = PromptEcho(table, prompt)
-    return [ChoiceFold(table, prompt, options, echo) for _ in range(count)]
+            delta.logprobs += echo.tokens(logprobs or (), self._request.logprobs or 0)

@@ -7,61 +7,48 @@ from functools import partial
 
 import msgspec
 
-from server.access.limits import MAX_ECHO
-from server.api.shared.fields import SamplingFields
-from server.generate.fold import Prompt
+from server.answer.injection import told
+from server.answer.tool_choice import ToolUse
+from server.errors import ApiError, invalid
 from server.generate.model import ServedModel
-from server.generate.request import (
-    Conversation,
-    Conversations,
-    GenerationRequest,
-    Limits,
-    Texts,
-    TokenLists,
-)
-from server.generate.vocabulary import check_vocabulary
-from server.http.errors import ApiError, invalid
+from server.generate.request import Conversation, GenerationRequest, Prompt
+from server.limits import MAX_ECHO
 from server.text.conversation import render_chat, said_last
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer
-from server.tool_calls.choice import ToolUse
-from server.tool_calls.injection import told
+from server.text.vocabulary import check_vocabulary
 
 _LONG = 1 << 16
-"""Characters of a prompt that is tokenized by itself, not with others."""
+"""Characters of a prompt from which on it is tokenized by itself, not with others."""
 
 
-class Prompts(msgspec.Struct, frozen=True):
-    """The prompts of a request; of a conversation also what it was rendered to."""
-
-    prompts: list[Prompt]
-    text: str = ""
-    """The rendered conversation."""
-    echo: str = ""
-    """What each answer repeats before it begins."""
+Read = tuple[Prompt, str]
+"""A prompt, and the rendered conversation that it was made of."""
 
 
 async def prompts_of(
-    request: GenerationRequest, tools: ToolUse, model: ServedModel, limits: Limits
-) -> Prompts:
-    """Return the prompts of a request; `tools` are those that its template shows.
+    request: GenerationRequest, tools: ToolUse, model: ServedModel
+) -> tuple[list[Prompt], str]:
+    """Return the prompts of a request, and the first conversation as its template renders it.
+
+    `tools` are those that the template shows.
 
     Raises:
         ApiError: they are wrong or too long, or there are too many tokens in a conversation's.
     """
-    match request.source:
-        case Conversation() as source:
-            return await _of_conversation(source, request, tools, model, limits)
-        case Conversations() as source:
-            return await _of_conversations(source, request, model, limits)
-        case Texts() as source:
-            prompts = await _of_texts(source, request.fields, model.tokenizer, limits)
-        case TokenLists() as source:
-            prompts = _of_token_lists(source.token_lists, request.fields, model.tokenizer, limits)
+    if request.is_batch:
+        return await _of_batch(request, model)
+    if request.conversation is not None:
+        prompt, text = await _of_conversation(request.conversation, request, tools, model)
+        return [prompt], text
+    if request.texts:
+        prompts = await _of_texts(request, model.tokenizer)
+    else:
+        prompts = _of_token_lists(request, model.tokenizer)
     for index, prompt in enumerate(prompts):
         if not prompt.token_ids:
             raise invalid(f"{_prompt_name(index, prompts)}: must not be empty", "prompt")
-    return Prompts(prompts)
+    return prompts, ""
 
 
 async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> str:
@@ -70,7 +57,7 @@ async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> 
     Raises:
         ApiError: there is no template, or it does not accept the conversation.
     """
-    return await render_chat(
+    text = await render_chat(
         model.tokenizer,
         source.messages,
         template=source.template,
@@ -81,60 +68,57 @@ async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> 
         told=told if model.formats.tells_tools else None,
         documents=source.documents,
         arguments=source.template_arguments,
+        images=source.images,
     )
+    if source.images and model.images is not None:
+        text = model.images.prompt_text(text, source.shown_images)
+    return text
 
 
 async def _of_conversation(
-    source: Conversation,
-    request: GenerationRequest,
-    tools: ToolUse,
-    model: ServedModel,
-    limits: Limits,
-) -> Prompts:
-    async def read(conversation: Conversation) -> Prompts:
+    source: Conversation, request: GenerationRequest, tools: ToolUse, model: ServedModel
+) -> Read:
+    async def read(conversation: Conversation) -> Read:
         text = await rendered(conversation, tools, model)
+        special = source.add_special_tokens
         prompt = await _text_prompt(
-            text,
-            request.fields,
-            model.tokenizer,
-            limits,
-            add_special_tokens=source.add_special_tokens,
-            name="messages",
+            text, request, model.tokenizer, add_special_tokens=special, name="messages"
         )
-        return Prompts([prompt], text, echo)
+        if model.images is not None and (images := conversation.shown_images):
+            inputs = model.images.placed(prompt.token_ids, images)
+            prompt = msgspec.structs.replace(prompt, encoder_inputs=inputs)
+        if (placeholders := model.tokenizer.placeholders) is not None:
+            text = placeholders.show(text)
+        return prompt, text
 
-    echo = _echo(source, request.n) if source.echo else ""
     if source.shortened:
-        room = limits.max_model_len - (request.size.max_tokens or 1)
+        room = request.max_model_len - (request.max_tokens or 1)
         found = await shortened(source, read, room)
     else:
         found = await read(source)
-    if not found.prompts[0].token_ids:
+    if not found[0].token_ids:
         raise invalid("messages: the rendered conversation has no tokens", "messages")
     return found
 
 
-async def _of_conversations(
-    source: Conversations, request: GenerationRequest, model: ServedModel, limits: Limits
-) -> Prompts:
-    """Return the prompts of several conversations, with the text of the first."""
-    found: list[Prompts] = []
-    for index, each in enumerate(source.conversations):
+async def _of_batch(request: GenerationRequest, model: ServedModel) -> tuple[list[Prompt], str]:
+    found: list[Read] = []
+    for index, each in enumerate(request.conversations):
         try:
-            found.append(await _of_conversation(each, request, ToolUse(), model, limits))
+            found.append(await _of_conversation(each, request, ToolUse(), model))
         except ApiError as error:
             place = f"messages[{index}]"
             raise error.renamed(partial(re.sub, r"^messages\b", place)) from error
-        await asyncio.sleep(0)  # others get their turn: each takes a millisecond
-    return Prompts([prompts.prompts[0] for prompts in found], found[0].text)
+        await asyncio.sleep(0)  # each takes a millisecond: let other requests run in between
+    return [prompt for prompt, _ in found], found[0][1]
 
 
 async def shortened(
-    source: Conversation, read: Callable[[Conversation], Awaitable[Prompts]], room: int
-) -> Prompts:
-    """Return the prompt of as much of a conversation's end as has room; at least its last turn.
+    source: Conversation, read: Callable[[Conversation], Awaitable[Read]], room: int
+) -> Read:
+    """Return the prompt of as many of the newest turns as fit, at least the last one.
 
-    A turn begins with what a user says. What the system says at the beginning stays.
+    A turn begins with a message of the user. System messages at the beginning are kept.
 
     Args:
         source: the conversation.
@@ -150,18 +134,18 @@ async def shortened(
     later = range(begin + 1, len(messages))
     starts = [begin, *(index for index in later if messages[index].role == "user")]
 
-    async def from_turn(turn: int) -> Prompts:
+    async def from_turn(turn: int) -> Read:
         kept = [*messages[:begin], *messages[starts[turn] :]]
         return await read(msgspec.structs.replace(source, messages=kept))
 
-    async def fitting(turn: int) -> Prompts | None:
+    async def fitting(turn: int) -> Read | None:
         try:
             found = await from_turn(turn)
         except ApiError as error:
             if error.code != "context_length_exceeded":
                 raise
             return None
-        return found if len(found.prompts[0].token_ids) <= room else None
+        return found if len(found[0].token_ids) <= room else None
 
     best = await fitting(0)
     first, last = 1, 0 if best is not None else len(starts) - 1
@@ -175,37 +159,40 @@ async def shortened(
     return best or await from_turn(len(starts) - 1)
 
 
-def _echo(source: Conversation, copies: int) -> str:
-    """Return what an assistant said last, which so many answers repeat; "" if it was another."""
+def echo_of(source: Conversation, answers: int) -> str:
+    """Return the last message if it is an assistant's, for answers to repeat; else "".
+
+    Raises:
+        ApiError: all answers together would repeat too much.
+    """
     text = said_last(source.messages)
-    if len(text) * copies > MAX_ECHO:
+    if len(text) * answers > MAX_ECHO:
         raise invalid(
-            f"echo: {copies} answers that repeat {len(text)} characters are more than {MAX_ECHO}",
+            f"echo: {answers} answers that repeat {len(text)} characters are more than {MAX_ECHO}",
             "echo",
         )
     return text
 
 
-def _of_token_lists(
-    token_lists: list[list[int]],
-    fields: SamplingFields,
-    tokenizer: ServedTokenizer,
-    limits: Limits,
-) -> list[Prompt]:
-    for index, token_ids in enumerate(token_lists):
-        check_vocabulary(token_ids, tokenizer.vocab_size, _prompt_name(index, token_lists))
-    return [Prompt(_truncated(token_ids, fields, limits), None) for token_ids in token_lists]
+def _of_token_lists(request: GenerationRequest, tokenizer: ServedTokenizer) -> list[Prompt]:
+    lists, reserved = request.token_lists, tokenizer.placeholder_ids
+    for index, token_ids in enumerate(lists):
+        name = _prompt_name(index, lists)
+        check_vocabulary(token_ids, tokenizer.vocab_size, name)
+        if reserved and not reserved.isdisjoint(token_ids):
+            raise invalid(f"{name}: has tokens that stand for images", name)
+    return [Prompt(_truncated(token_ids, request), None) for token_ids in lists]
 
 
 def _prompt_name(index: int, items: Sequence[object]) -> str:
     return "prompt" if len(items) == 1 else f"prompt[{index}]"
 
 
-async def _of_texts(
-    source: Texts, fields: SamplingFields, tokenizer: ServedTokenizer, limits: Limits
-) -> list[Prompt]:
-    """Tokenize texts: short ones together, each long one, or an only one, for itself."""
-    texts, special = source.texts, source.add_special_tokens
+async def _of_texts(request: GenerationRequest, tokenizer: ServedTokenizer) -> list[Prompt]:
+    """Tokenize texts: short ones together, a long or single one by itself."""
+    texts, special = request.texts, request.add_special_tokens
+    if tokenizer.placeholders is not None:
+        texts = tokenizer.placeholders.hide(texts)
     short = [text for text in texts if len(text) <= _LONG] if len(texts) > 1 else []
     encoded = iter(
         await tokenizer.encode_many_async(short, add_special_tokens=special) if short else ()
@@ -214,21 +201,25 @@ async def _of_texts(
     for text in texts:
         if len(text) > _LONG or not short:
             prompt = await _text_prompt(
-                text, fields, tokenizer, limits, add_special_tokens=special, name="prompt"
+                text, request, tokenizer, add_special_tokens=special, name="prompt"
             )
         else:
             token_ids = next(encoded)
-            kept = _truncated(token_ids, fields, limits)
+            kept = _truncated(token_ids, request)
             prompt = Prompt(kept, text if len(kept) == len(token_ids) else None)
         prompts.append(prompt)
+    if tokenizer.placeholders is not None:
+        prompts = [
+            prompt if prompt.text is None else msgspec.structs.replace(prompt, text=text)
+            for prompt, text in zip(prompts, request.texts, strict=True)
+        ]
     return prompts
 
 
 async def _text_prompt(
     text: str,
-    fields: SamplingFields,
+    request: GenerationRequest,
     tokenizer: ServedTokenizer,
-    limits: Limits,
     *,
     add_special_tokens: bool,
     name: str,
@@ -238,32 +229,32 @@ async def _text_prompt(
             tokenizer,
             text,
             add_special_tokens=add_special_tokens,
-            longest=limits.max_model_len,
-            keep=_tokens_to_keep(fields, limits),
-            keep_beginning=_keeps_beginning(fields),
+            longest=request.max_model_len,
+            keep=_tokens_to_keep(request),
+            keep_beginning=_keeps_beginning(request),
         )
     except TextTooLong as error:
         raise invalid(
-            f"{name}: this model's maximum context length is {limits.max_model_len} tokens, but of "
-            f"the text {error}",
+            f"{name}: this model's maximum context length is {request.max_model_len} tokens, but "
+            f"of the text {error}",
             name,
             "context_length_exceeded",
         ) from error
     return Prompt(kept, text if all_of_it else None)
 
 
-def _tokens_to_keep(fields: SamplingFields, limits: Limits) -> int | None:
+def _tokens_to_keep(request: GenerationRequest) -> int | None:
     """Return how many of a prompt's tokens are wanted; -1 leaves room for one more."""
-    keep = fields.truncate_prompt_tokens
-    return limits.max_model_len - 1 if keep == -1 else keep
+    keep = request.fields.truncate_prompt_tokens
+    return request.max_model_len - 1 if keep == -1 else keep
 
 
-def _truncated(token_ids: list[int], fields: SamplingFields, limits: Limits) -> list[int]:
-    keep = _tokens_to_keep(fields, limits)
+def _truncated(token_ids: list[int], request: GenerationRequest) -> list[int]:
+    keep = _tokens_to_keep(request)
     if keep is None:
         return token_ids
-    return token_ids[:keep] if _keeps_beginning(fields) else token_ids[-keep:]
+    return token_ids[:keep] if _keeps_beginning(request) else token_ids[-keep:]
 
 
-def _keeps_beginning(fields: SamplingFields) -> bool:
-    return fields.truncation_side == "right"
+def _keeps_beginning(request: GenerationRequest) -> bool:
+    return request.fields.truncation_side == "right"

@@ -1,68 +1,24 @@
-"""What a client asks for, in terms that no endpoint has to itself.
+"""One request of a client, from what an endpoint made of its body to its last token."""
 
-Each endpoint parses its bodies into this; what comes of it is the specification
-(`server.generate.specification`).
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import UNSET
 
-from server.access.budget import AnswerSize
-from server.api.shared.body import JsonObject
-from server.api.shared.fields import SamplingFields
-from server.api.shared.messages import ChatMessage
-from server.api.shared.tools import Tool, ToolChoice
-from server.http.errors import ApiError, invalid
+from engine.shared.messages import AddRequest, EncoderInput, RequestTiming, SamplingParams
+from server.access.admission import Reservation
+from server.answer.plan import AnswerPlan
+from server.errors import ApiError
+from server.generate.beams import Beams
+from server.schema.answer import PromptTokensDetails, Usage
+from server.schema.body import JsonObject
+from server.schema.fields import SamplingFields
+from server.schema.messages import ChatMessage
+from server.schema.tools import Tool, ToolChoice
 
-
-class Limits(msgspec.Struct, frozen=True):
-    """What requests are held against."""
-
-    max_model_len: int
-    max_logprobs: int
-    """-1: as many as there are tokens."""
-    vocab_size: int
-
-    def alternatives(self, asked: int, field: str) -> int:
-        """Return how many alternatives a request asks for; -1 asks for all tokens.
-
-        Raises:
-            ApiError: more than are served.
-        """
-        count = self.vocab_size if asked == -1 else asked
-        if 0 <= self.max_logprobs < count:
-            raise invalid(f"{field}: at most {self.max_logprobs} are served", field)
-        return min(count, self.vocab_size)
-
-    def scored(self, named: list[int] | None, likeliest: int | None, field: str) -> int | None:
-        """Return how many tokens to report beside each of an answer; None: it has no scores.
-
-        Args:
-            named: the tokens that a request names (`logprob_token_ids`).
-            likeliest: how many of the likeliest it asks for in `field`; None: it wants no scores.
-
-        Raises:
-            ApiError: it asks for more than are served, or names tokens and wants no scores.
-        """
-        if likeliest is None and named:
-            raise invalid("logprob_token_ids: needs logprobs", "logprob_token_ids")
-        if likeliest is None:
-            return None
-        return len(named) if named else self.alternatives(likeliest, field)
-
-
-class Texts(msgspec.Struct, frozen=True):
-    """Prompts as texts."""
-
-    texts: list[str]
-    add_special_tokens: bool
-
-
-class TokenLists(msgspec.Struct, frozen=True):
-    """Prompts as token ids."""
-
-    token_lists: list[list[int]]
+if TYPE_CHECKING:
+    from server.media.images import PreparedImage
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,51 +37,193 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
     show_reasoning: bool = True
     thinking_budget: int | None = None
-    """Reasoning of so many tokens is ended; None: when the tokens to generate are."""
+    """Tokens after which reasoning is ended; None: when little is left of the answer's tokens."""
     echo: bool = False
     """Each answer repeats the last message, if an assistant said it."""
     shortened: bool = False
-    """What was said first is left out where the whole does not fit."""
+    """The oldest turns are left out if the whole does not fit."""
+    images: "Mapping[int, PreparedImage]" = {}
+    """Those of the messages, by the `id` of the part that names each; others are refused."""
+
+    @property
+    def shown_images(self) -> "list[PreparedImage]":
+        """The images in the order of the messages."""
+        if not self.images:
+            return []
+        parts = [part for message in self.messages for part in message.parts]
+        return [self.images[id(part)] for part in parts if id(part) in self.images]
 
 
-class Conversations(msgspec.Struct, frozen=True):
-    """Several prompts as turns; they differ in nothing but their messages, and have no tools."""
+class Prompt(msgspec.Struct, frozen=True):
+    """One prompt; `text` is None when the client sent token ids."""
 
-    conversations: list[Conversation]
+    token_ids: list[int]
+    text: str | None
+    encoder_inputs: tuple[EncoderInput, ...] = ()
+    """What it shows besides its text, by position."""
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request whose fields have been checked one by one; nothing is rendered or tokenized."""
+class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
+    """A request for text, in terms that all endpoints share.
+
+    An endpoint's `parse` fills the first part after checking the fields one by one: nothing is
+    rendered or tokenized yet. `server.api.generation` adds who sent it, `specify` what engines and
+    the readers of answers are told.
+    """
+
+    # -- what the client asks for; exactly one of the three lists of prompts is not empty
 
     fields: SamplingFields
-    source: Texts | TokenLists | Conversation | Conversations
-    size: AnswerSize
-    n: int
+    conversations: list[Conversation] = []
+    texts: list[str] = []
+    token_lists: list[list[int]] = []
+    add_special_tokens: bool = True
+    """Whether tokens that begin or end a text are added to `texts`."""
+    is_batch: bool = False
+    """Whether conversations are answered side by side; they differ only in their messages, and
+    have no tools."""
+    max_model_len: int
+    """Longest sequence in tokens."""
+    n: int = 1
     """Answers per prompt that are shown."""
-    stop: tuple[str, ...]
-    logprobs: int | None
-    """Alternatives to show beside each token of the answers; None shows no log probabilities."""
-    default_tokens: int | None
+    best_of: int = 1
+    """Sequences per prompt, of which the n best are shown."""
+    max_tokens: int | None = None
+    """Tokens that each sequence may have; None leaves it open."""
+    default_tokens: int | None = None
     """Tokens of an answer where neither the request nor the model says; None: all that fit."""
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    """Alternatives to show beside each token of the answers; None shows no log probabilities."""
     echo: bool = False
     """Answers begin with their prompt, scored if answers are."""
     only_echo: bool = False
-    """Nothing but the prompt is shown."""
+    """Only the prompt is shown; the token that has to be drawn is not."""
+    repeats_prompt: bool = False
+    """Whether the answer shows the prompt beside each sequence."""
+    scores: int = 0
+    """Log probabilities per generated token that are held until the answer is complete."""
+    prompt_scores: int = 0
+    """The same per token of the prompt, for each sequence."""
+    tokens_field: str = "max_tokens"
+    """The field that an error about `max_tokens` names; the next two are for scores."""
+    scores_field: str = "logprobs"
+    prompt_scores_field: str = "prompt_logprobs"
     blame: Callable[[ApiError], ApiError] | None = None
     """Turns an error about these fields into one about those that the client wrote."""
+
+    # -- who sent it, and how the server answers
+
+    request_id: str = ""
+    model: str = ""
+    """The name by which the client called the model."""
+    created: int = 0
+    """Unix time."""
+    arrived: float = 0.0
+    """When the request came, in monotonic seconds."""
+    pinned_rank: int | None = None
+    """The engine that it has to run on."""
+    reservation: Reservation | None = None
+    tenant: int = 0
+    cache_root: bytes = b""
+    adapter: str = ""
+    """These three as in `engine.shared.messages.AddRequest`."""
+    shows_cached: bool = True
+    """Whether the usage says how much of the prompt was cached."""
+    shows_timing: bool = False
+    """Whether the answer says how long it took."""
+    force_usage: bool = False
+    """Whether its stream ends with the usage even if that was not asked for."""
+
+    # -- what is generated, and how it is read
+
+    prompts: list[Prompt] = []
+    sampling: SamplingParams = SamplingParams(max_tokens=1, seed=0)
+    """Of the first sequence; sequence i draws with seed + i."""
+    beams: Beams | None = None
+    """How to search for answers instead of drawing them."""
+    plan: AnswerPlan = AnswerPlan()
+    """How answers are taken apart into reasoning, content and tool calls."""
+    skip_special_tokens: bool = True
+    timing: RequestTiming | None = None
+    """How long the first sequence took in engines, once it has ended."""
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.conversations or self.texts or self.token_lists)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all prompts."""
+        return self.num_prompts * self.best_of
+
+    @property
+    def num_answers(self) -> int:
+        """Sequences that are shown."""
+        return self.num_prompts * self.n
+
+    @property
+    def priority(self) -> int:
+        return self.fields.priority or 0
+
+    @property
+    def names_ids(self) -> bool:
+        """Whether scores name tokens by their ids, not their texts."""
+        return bool(self.fields.return_tokens_as_token_ids)
 
     @property
     def prompt_field(self) -> str:
         """The field that the prompts came in."""
-        return "prompt" if self.conversation is None else "messages"
+        return "messages" if self.conversations else "prompt"
 
     @property
     def conversation(self) -> Conversation | None:
         """What says how answers are read, if the prompts are conversations: the first of them."""
-        match self.source:
-            case Conversation():
-                return self.source
-            case Conversations():
-                return self.source.conversations[0]
-            case _:
-                return None
+        return self.conversations[0] if self.conversations else None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum([len(prompt.token_ids) for prompt in self.prompts])
+
+    @property
+    def num_tokens_sent(self) -> int:
+        """Tokens that engines are sent for all sequences: those of beams are sent at each step."""
+        sent = self.best_of * self.num_prompt_tokens
+        if self.beams is not None:
+            sent += self.num_sequences * self.sampling.max_tokens
+        return sent
+
+    def message(
+        self,
+        name: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        group: int,
+        encoder_inputs: Sequence[EncoderInput] = (),
+    ) -> AddRequest:
+        """Return what an engine is sent for one sequence; `group` as in `AddRequest`."""
+        return AddRequest(
+            id=0,
+            request_id=name,
+            front_end=0,
+            wave=0,
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            priority=self.priority,
+            tenant=self.tenant,
+            cache_root=self.cache_root,
+            group=group,
+            adapter=self.adapter,
+            encoder_inputs=list(encoder_inputs),
+        )
+
+    def usage(self, completion_tokens: int, cached_tokens: int) -> Usage:
+        """Return token counts as this client may see them; each prompt counts once."""
+        prompt_tokens = self.num_prompt_tokens
+        return Usage(
+            prompt_tokens,
+            completion_tokens,
+            prompt_tokens + completion_tokens,
+            PromptTokensDetails(cached_tokens) if self.shows_cached else UNSET,
+        )

@@ -1,24 +1,22 @@
-"""All sequences of one request, from the hand-over to the engines to the last delta."""
+"""All sequences of one request, from their submission to the last delta."""
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
-from msgspec import UNSET
 
-from engine.shared.messages import RequestOutput, RequestTiming
-from server.access.admission import Reservation
-from server.access.limits import INT64_MAX
-from server.api.shared.answer import PromptTokensDetails, Usage
-from server.generate.fold import ChoiceFold, Delta, Prompt, folds_of
-from server.generate.specification import GenerationSpec
-from server.generate.unread import Unread, parts
+from engine.shared.messages import RequestOutput
+from server.generate.fold import ChoiceFold, Delta, PromptEcho
+from server.generate.request import GenerationRequest, Prompt
+from server.generate.unread import Arrivals, parts
+from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
-from server.router.generation_client import GenerationClient, ReaderTooSlow, TokenStream
+from server.router.engine_times import EngineVisit
+from server.router.generation_client import GenerationClient, TokenStream
+from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
 
@@ -29,9 +27,7 @@ def _seed(base: int, index: int) -> int:
 
 
 _SLICE = 32
-"""Sequences that are handed over without a break: each takes some forty microseconds."""
-_READER_CHECK = 0.5
-"""Seconds between looks at whether a reader of very much goes on."""
+"""Sequences that are submitted without a break: each takes some forty microseconds."""
 
 
 class Output(Protocol):
@@ -42,32 +38,6 @@ class Output(Protocol):
         ...
 
 
-class Sender(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sent a request, and what engines are told of that."""
-
-    arrived: float
-    """When the request came, in monotonic seconds."""
-    pinned_rank: int | None = None
-    """The engine that it has to run on."""
-    reservation: Reservation | None = None
-    tenant: int = 0
-    cache_root: bytes = b""
-    """These two as in `engine.shared.messages.AddRequest`."""
-    adapter: str = ""
-    """Version of the adapter that it is computed with, if any."""
-    shows_cached: bool = True
-    """Whether the usage says how much of the prompt was cached."""
-
-    def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        """Return token counts as this client may see them."""
-        return Usage(
-            prompt_tokens,
-            completion_tokens,
-            prompt_tokens + completion_tokens,
-            PromptTokensDetails(cached_tokens) if self.shows_cached else UNSET,
-        )
-
-
 def first_token(timers: Iterable[SequenceTimer]) -> float | None:
     """Return when the first token of any sequence came, in monotonic seconds."""
     times = [timer.first_token for timer in timers]
@@ -75,41 +45,33 @@ def first_token(timers: Iterable[SequenceTimer]) -> float | None:
 
 
 class Run:
-    """The sequences of one request; `close` must be called whatever happens.
-
-    More than 15 attributes: five are what it is made with, and most others a list by sequence.
-    """
+    """The sequences of one request; `close` must be called whatever happens."""
 
     def __init__(
         self,
-        spec: GenerationSpec,
-        sender: Sender,
+        request: GenerationRequest,
         client: GenerationClient,
         table: TokenTable,
         metrics: FrontEndMetrics,
     ) -> None:
         """Nothing runs before `push_to`."""
-        self._spec = spec
-        self._sender = sender
+        self._request = request
         self._client = client
         self._table = table
         self._metrics = metrics
-        self._unfinished = len(spec.prompts) * spec.best_of
+        self._unfinished = request.num_sequences
         self._streams: list[TokenStream] = []
         self._folds: list[ChoiceFold] = []
         self._timers: list[SequenceTimer] = []
-        self._finish_reasons: list[str] = []
-        self._pumps: list[asyncio.Task[None]] = []
+        self.finish_reasons: list[str] = []
+        """Why each sequence ended, as far as they have."""
         self._parts: deque[RequestOutput] = deque()
-        """Of an only sequence: what has been read and is still to be folded."""
-        self._unread = Unread()
-        self._something_arrived = asyncio.Event()
-        self._taken = asyncio.Event()
-        self._reading = False
-        """Whether `_next` is under way: what is unread then waits for nobody but this process."""
+        """Of a single sequence: what has been read and is still to be folded."""
+        self._arrivals: Arrivals | None = None
+        """Of several sequences."""
 
     async def push_to(self, output: Output) -> None:
-        """Hand every sequence to an engine, and all that comes of them to `output`.
+        """Submit every sequence, and push everything that is generated to `output`.
 
         Raises:
             GenerationFailed: an engine gave a sequence up.
@@ -126,43 +88,34 @@ class Run:
         await output.push(deltas, self.usage())
 
     async def _start(self) -> None:
-        """Hand every sequence to an engine, the pinned one if there is one.
+        """Submit every sequence.
 
-        Others get their turn in between: a request may have thousands of sequences.
+        Other requests run in between: one may have thousands of sequences.
         """
-        spec, arrived = self._spec, self._sender.arrived
-        for prompt in spec.prompts:
+        request = self._request
+        for prompt in request.prompts:
             params = PromptParams(
-                len(prompt.token_ids), spec.sampling.max_tokens, spec.n, spec.best_of
+                len(prompt.token_ids), request.sampling.max_tokens, request.n, request.best_of
             )
-            for fold in folds_of(prompt, spec.best_of, spec.fold, self._table):
+            echo = PromptEcho(self._table, prompt) if request.echo else None
+            for _ in range(request.best_of):
                 if self._streams and len(self._streams) % _SLICE == 0:
                     await asyncio.sleep(0)
                 stream = self._submit(prompt)
-                self._folds.append(fold)
+                self._folds.append(ChoiceFold(self._table, prompt, request, echo))
                 timer = self._metrics.sequence(
-                    arrived, params, stream.times, first=not self._timers
+                    request.arrived, params, stream.times, first=not self._timers
                 )
                 self._timers.append(timer)
 
     def _submit(self, prompt: Prompt) -> TokenStream:
-        spec, sender, index = self._spec, self._sender, len(self._streams)
-        sampling, request_id = spec.sampling, spec.request_id
+        request, index = self._request, len(self._streams)
+        sampling, name, group = request.sampling, request.request_id, 0
         if index:
-            seed = _seed(sampling.seed, index)
-            sampling = msgspec.structs.replace(sampling, seed=seed)
-            request_id = f"{request_id}-{index}"
-        stream = self._client.submit(
-            request_id,
-            prompt.token_ids,
-            sampling,
-            priority=spec.priority,
-            pinned_rank=sender.pinned_rank,
-            tenant=sender.tenant,
-            cache_root=sender.cache_root,
-            group=self._streams[0].id if index else 0,
-            adapter=sender.adapter,
-        )
+            sampling = msgspec.structs.replace(sampling, seed=_seed(sampling.seed, index))
+            name, group = f"{name}-{index}", self._streams[0].id
+        message = request.message(name, prompt.token_ids, sampling, group, prompt.encoder_inputs)
+        stream = self._client.submit(message, request.pinned_rank)
         self._streams.append(stream)
         return stream
 
@@ -175,55 +128,17 @@ class Run:
             first, *more = parts(await self._streams[0].next())
             self._parts.extend(more)
             return [(0, self._fold(0, first))]
-        if not self._pumps:
-            self._pumps = [
-                asyncio.create_task(self._pump(index)) for index in range(len(self._streams))
-            ]
-        self._reading = True
-        if self._unread:
-            await asyncio.sleep(0)  # others may have something to do between parts of much
-        else:
-            await self._something_arrived.wait()
-        self._something_arrived.clear()
-        self._reading = False
-        outputs = self._unread.take()
-        if self._unread.has_room:
-            self._taken.set()
-            self._taken.clear()
+        if self._arrivals is None:
+            self._arrivals = Arrivals(self._streams)
         return [
             (index, self._fold(index, output))
-            for index, output in outputs
+            for index, output in await self._arrivals.next()
             if not self._folds[index].finished
         ]
 
-    async def _pump(self, index: int) -> None:
-        finished = False
-        while not finished:
-            try:
-                output = await self._streams[index].next()
-            except Exception as error:
-                self._unread.fail(error)
-                finished = True
-            else:
-                finished = output.finish_reason is not None
-                self._unread.put(index, output)
-            self._something_arrived.set()
-            if self._unread.full and not finished:
-                await self._wait_for_reader()
-
-    async def _wait_for_reader(self) -> None:
-        """Hold a pump until something has been read; give up if nobody wants to read."""
-        while self._unread.full:
-            if not self._reading:
-                slow = ReaderTooSlow("The client read too slowly: the request was aborted.")
-                self._unread.fail(slow)
-                self._stop()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._taken.wait(), _READER_CHECK)
-
     def _stop(self) -> None:
-        for pump in self._pumps:
-            pump.cancel()
+        if self._arrivals is not None:
+            self._arrivals.close()
         for stream in self._streams:
             stream.close()
 
@@ -232,50 +147,52 @@ class Run:
         counted = fold.num_tokens
         delta = fold.push(output)
         timer.tokens(fold.num_tokens - counted, fold.num_cached_tokens, delta.finish_reason)
-        reservation = self._sender.reservation
-        if not counted and reservation is not None:
-            prompt = self._spec.prompts[index // self._spec.best_of]
-            reservation.computed(len(prompt.token_ids))
+        request = self._request
+        if not counted and request.reservation is not None:
+            prompt = request.prompts[index // request.best_of]
+            request.reservation.computed(len(prompt.token_ids))
         if delta.finish_reason is not None:
             self._unfinished -= 1
-            self._finish_reasons.append(delta.finish_reason)
-            if self._pumps:
-                self._pumps[index].cancel()
+            self.finish_reasons.append(delta.finish_reason)
+            if not index:
+                request.timing = timer.timing
+            if self._arrivals is not None:
+                self._arrivals.ended(index)
             self._streams[index].close()
         return delta
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache had; a prompt counts once, whatever its choices."""
-        return sum([fold.num_cached_tokens for fold in self._folds[:: self._spec.best_of]])
+        return sum([fold.num_cached_tokens for fold in self._folds[:: self._request.best_of]])
 
     def usage(self) -> Usage:
         """Return the token counts so far; a prompt counts once however many choices it has."""
         completion_tokens = sum([fold.num_tokens for fold in self._folds])
-        return self._sender.usage(
-            self._spec.num_prompt_tokens, completion_tokens, self.cached_tokens
-        )
+        return self._request.usage(completion_tokens, self.cached_tokens)
 
     @property
-    def timing(self) -> RequestTiming | None:
-        """How long the first sequence took in engines; None as long as it has not ended in one."""
-        return self._timers[0].timing if self._timers else None
+    def visits(self) -> list[list[EngineVisit]]:
+        """The engines that each sequence has been in, once it has ended."""
+        return [timer.visits for timer in self._timers]
+
+    @property
+    def engine(self) -> int:
+        """Rank of the engine that runs the first sequence; -1 before it has one."""
+        return self._streams[0].times.engine if self._streams else -1
 
     @property
     def first_token(self) -> float | None:
         """When the first token of any sequence came, in monotonic seconds."""
         return first_token(self._timers)
 
-    @property
-    def finish_reasons(self) -> list[str]:
-        """Why each sequence ended, as far as they have."""
-        return list(self._finish_reasons)
-
     def close(self, reason: str = "abort") -> None:
-        """Abort whatever still runs, counting it as ended for `reason`; idempotent."""
+        """Abort what still runs, counting it as ended for `reason`; idempotent."""
         self._stop()
         for fold, timer in zip(self._folds, self._timers, strict=True):
             if not fold.finished:
                 fold.finished = True
                 timer.finished(reason)
-                self._finish_reasons.append(reason)
+                self.finish_reasons.append(reason)
+        if self._timers:
+            self._request.timing = self._timers[0].timing

@@ -4,50 +4,41 @@ import re
 import secrets
 from typing import TypeVar
 
-import msgspec
-
 from engine.shared.messages import GrammarSpec, SamplingParams
-from server.access.budget import check_named_tokens
-from server.api.shared.fields import SamplingFields
+from server.errors import ApiError, invalid
+from server.generate.budget import check_named_tokens
 from server.generate.request import GenerationRequest
-from server.generate.vocabulary import check_vocabulary
-from server.http.errors import ApiError, invalid
+from server.schema.fields import SamplingFields
 from server.text.tokenizer import ServedTokenizer
+from server.text.vocabulary import check_vocabulary
 
 T = TypeVar("T")
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
-class HeldTo(msgspec.Struct, frozen=True):
-    """A grammar that answers follow, from their beginning or from some text on.
-
-    The last three fields are those of `engine.shared.messages.SamplingParams`.
-    """
-
-    grammar: GrammarSpec | None
-    after: str = ""
-    opening: str = ""
-    budget: int = 0
-
-
 async def sampling_params(
-    request: GenerationRequest, tokenizer: ServedTokenizer, max_tokens: int, held_to: HeldTo
+    request: GenerationRequest,
+    tokenizer: ServedTokenizer,
+    max_tokens: int,
+    grammar: GrammarSpec | None,
 ) -> SamplingParams:
-    """Return what the engines are told; what a request leaves open is the model's default.
+    """Return what the engines are told; the model's defaults stand for fields without a value.
+
+    Answers follow the grammar from their beginning.
 
     Raises:
         ApiError: a field is wrong; `param` names it.
     """
     fields, defaults = request.fields, tokenizer.sampling_defaults
-    min_tokens, size = fields.min_tokens or 0, request.size
+    min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid(
             f"min_tokens: {min_tokens} is more than max_tokens, which is {max_tokens}",
             "min_tokens",
         )
     logprobs, prompt_logprobs = request.logprobs, fields.prompt_logprobs
-    if logprobs is None and size.copies > request.n:
+    if logprobs is None and request.best_of > request.n:
         logprobs = 0  # they say which sequences are the best
     elif request.echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
@@ -67,13 +58,10 @@ async def sampling_params(
         logit_bias=_logit_bias(fields.logit_bias, tokenizer) if fields.logit_bias else {},
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        grammar=held_to.grammar,
-        grammar_after=held_to.after,
-        grammar_opening=held_to.opening,
-        grammar_budget=held_to.budget,
+        grammar=grammar,
         allowed_token_ids=_token_ids(fields.allowed_token_ids, tokenizer, "allowed_token_ids"),
         logprob_token_ids=tuple(fields.logprob_token_ids or ()),
-        bad_words=await bad_word_tokens(fields, size.sequences, tokenizer),
+        bad_words=await bad_word_tokens(fields, request.num_sequences, tokenizer),
     )
 
 
@@ -83,7 +71,7 @@ async def bad_word_tokens(
     """Return the token sequences that spell words, at the beginning of a text and after a space.
 
     Raises:
-        ApiError: a word has no tokens, or together they have too many for so many sequences.
+        ApiError: a word has no tokens, or all words together have too many for all sequences.
     """
     if not request.bad_words:
         return ()
@@ -129,6 +117,6 @@ def _logit_bias(bias: dict[str, float], tokenizer: ServedTokenizer) -> dict[int,
 
 def _bad_bias_key(key: str, tokenizer: ServedTokenizer) -> ApiError:
     return invalid(
-        f"logit_bias: {key!r} is no token id of the vocabulary of {tokenizer.vocab_size}",
+        f"logit_bias: {key!r} is not a token id of the vocabulary ({tokenizer.vocab_size} tokens)",
         "logit_bias",
     )

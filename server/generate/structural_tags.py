@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.shared.grammar_spec import SOME_WHITESPACE, BadGrammar, lark_from_ebnf
+from engine.shared.matchers import MAX_GRAMMAR_SIZE
 
 Text = Annotated[str, Meta(min_length=1)]
 
@@ -127,6 +128,8 @@ def lark_from_tag(tag: StructuralTag, special_tokens: Collection[str] = ()) -> s
     Raises:
         BadGrammar: it is none, or something cannot be enforced where it stands.
     """
+    if len(json.dumps(tag.value, ensure_ascii=False)) > MAX_GRAMMAR_SIZE:
+        raise BadGrammar(f"the structural tag is longer than {MAX_GRAMMAR_SIZE} characters")
     try:
         if "structures" in tag.value:
             old = msgspec.convert(tag.value, _Structures)

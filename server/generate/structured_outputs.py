@@ -5,9 +5,8 @@ from typing import Any
 
 import msgspec
 
-from engine.shared.grammar_spec import (
-    grammar_size,
-)
+from engine.shared.grammar_schema import closed
+from engine.shared.grammar_spec import grammar_size
 from engine.shared.messages import (
     ChoiceGrammar,
     GrammarSpec,
@@ -15,19 +14,19 @@ from engine.shared.messages import (
     JsonSchemaGrammar,
     RegexGrammar,
 )
-from server.api.shared.fields import SamplingFields
-from server.api.shared.structured import ResponseFormat, StructuredOutputs
+from server.errors import invalid, too_complex
 from server.generate.grammar_check import GrammarText
 from server.generate.structural_tags import StructuralTag
-from server.http.errors import invalid, too_complex
-from server.http.json_price import TooCostly, price
+from server.json_price import TooCostly, price
+from server.schema.fields import SamplingFields
+from server.schema.structured import ResponseFormat, StructuredOutputs
 
 MAX_COPIES_SIZE = 16 * 2**20
 """Characters of a grammar times the sequences that it is sent with."""
 
 
 def check_copies(spec: GrammarSpec, sequences: int) -> None:
-    """Check that a grammar may be sent with each of so many sequences.
+    """Check that a grammar may be sent with each of a request's sequences.
 
     Raises:
         ApiError: all of it together is too much.
@@ -45,14 +44,16 @@ Wanted = tuple[GrammarSpec | GrammarText | StructuralTag, str]
 """A grammar, and the field that it came from."""
 
 
-def requested_grammar(request: SamplingFields) -> Wanted | None:
+def requested_grammar(request: SamplingFields, *, closes_objects: bool = False) -> Wanted | None:
     """Return the grammar that a request's output has to follow, and its field; not checked yet.
+
+    With `closes_objects`, objects of schemas have no properties but those that they list.
 
     Raises:
         ApiError: it asks for more than one.
     """
     form, constraints = request.response_format, request.structured_outputs
-    found = None if form is None else _of_response_format(form)
+    found = None if form is None else _of_response_format(form, closes_objects)
     if constraints is None:
         return found
     if found is not None:
@@ -60,10 +61,10 @@ def requested_grammar(request: SamplingFields) -> Wanted | None:
             "structured_outputs: cannot be combined with a response_format other than text",
             "structured_outputs",
         )
-    return _of_constraints(constraints)
+    return _of_constraints(constraints, closes_objects)
 
 
-def _of_response_format(form: ResponseFormat) -> Wanted | None:
+def _of_response_format(form: ResponseFormat, closes_objects: bool) -> Wanted | None:
     match form.type:
         case "text":
             return None
@@ -75,14 +76,15 @@ def _of_response_format(form: ResponseFormat) -> Wanted | None:
                 field = "response_format.json_schema"
                 raise invalid(f"{field}: is needed for type 'json_schema'", field)
             lenient = wanted.strict is False
-            spec = JsonSchemaGrammar(_json_text(wanted.schema_), lenient=lenient)
+            schema = closed(wanted.schema_) if closes_objects else wanted.schema_
+            spec = JsonSchemaGrammar(_json_text(schema), lenient=lenient)
             return spec, "response_format.json_schema.schema"
         case "structural_tag":
             sent = form.model_dump(include={"format", "structures", "triggers"}, exclude_none=True)
             return StructuralTag(sent), "response_format"
 
 
-def _of_constraints(wanted: StructuredOutputs) -> Wanted:
+def _of_constraints(wanted: StructuredOutputs, closes_objects: bool) -> Wanted:
     given = [name for name in _KINDS if getattr(wanted, name) not in (None, False)]
     if len(given) != 1:
         raise invalid(
@@ -95,8 +97,8 @@ def _of_constraints(wanted: StructuredOutputs) -> Wanted:
     if wanted.json_schema is not None:
         schema = wanted.json_schema
         text = _checked(schema, param) if isinstance(schema, str) else _json_text(schema)
-        if wanted.disable_additional_properties:
-            text = _json_text(_closed(_decoded(text, param)))
+        if wanted.disable_additional_properties or closes_objects:
+            text = _json_text(closed(_decoded(text, param)))
         return JsonSchemaGrammar(text, whitespace), param
     if wanted.structural_tag is not None:
         tag = wanted.structural_tag
@@ -139,31 +141,6 @@ def _decoded(text: str, param: str) -> Any:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
         raise invalid(f"{param}: not valid JSON: {error}", param) from error
-
-
-def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have only the properties that it lists, where it lists any."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {
-        key: {name: _closed(each) for name, each in value.items()}
-        if key in _BY_NAME and isinstance(value, dict)
-        else value if key in _VALUES else _closed(value)
-        for key, value in schema.items()
-    }  # fmt: skip
-    if isinstance(schema.get("properties"), dict):
-        closed.setdefault("additionalProperties", False)
-    return closed
-
-
-_BY_NAME = frozenset(
-    {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-)
-"""Keywords whose values have schemas under names of the client's choice."""
-_VALUES = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are no schemas."""
 
 
 def _json_text(schema: Any) -> str:

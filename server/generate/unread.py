@@ -1,21 +1,27 @@
-"""Outputs of a request's sequences that nobody has read yet, within what one request may hold."""
+"""Outputs of a request's sequences that are still to be read, within a bound for each request."""
 
+import asyncio
+import contextlib
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
 from engine.shared.messages import RequestOutput
-from server.access.limits import MAX_UNREAD
+from server.limits import MAX_UNREAD
+from server.router.generation_client import ReaderTooSlow, TokenStream
 from server.router.token_stream import merge, weight
 
 _MERGED = 64
 """Outputs of a sequence that become one."""
 _TAKEN = 1024
-"""Tokens and scores that are taken at a time: what is made of them takes a few milliseconds."""
+"""Tokens and scores that are taken at a time: rendering them takes a few milliseconds."""
+_READER_CHECK = 0.5
+"""Seconds between checks whether a slow reader goes on."""
 
 
 def parts(output: RequestOutput) -> list[RequestOutput]:
-    """Cut an output into some that are not much, all but the last without an end."""
+    """Cut a large output into smaller ones, of which only the last says how the sequence ended."""
     count = len(output.token_ids)
     if count <= _TAKEN and output.logprobs is None:
         return [output]
@@ -44,7 +50,7 @@ def parts(output: RequestOutput) -> list[RequestOutput]:
 
 
 class Unread:
-    """What has arrived, sequence by sequence in order, and how much it is."""
+    """What has arrived of each sequence, in order, and how much it is."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, deque[RequestOutput]] = {}
@@ -60,12 +66,12 @@ class Unread:
 
     @property
     def full(self) -> bool:
-        """Whether it is as much as one request may have unread."""
+        """Whether this is more than one request may have unread."""
         return self._weight > MAX_UNREAD
 
     @property
     def has_room(self) -> bool:
-        """Whether it is so little that those who wait to add more may go on."""
+        """Whether it is little enough for more to be added after it was full."""
         return self._weight < MAX_UNREAD // 2
 
     def put(self, index: int, output: RequestOutput) -> None:
@@ -81,7 +87,7 @@ class Unread:
         self._weight += weight(output)
 
     def fail(self, error: Exception) -> None:
-        """Let whoever reads know that something went wrong, once what came before is read."""
+        """Raise an error to the reader once everything before it has been read."""
         self._error = self._error or error
 
     def take(self) -> list[tuple[int, RequestOutput]]:
@@ -109,3 +115,74 @@ class Unread:
         if not taken and self._error is not None:
             raise self._error
         return taken
+
+
+class Arrivals:
+    """Reads several streams at once; one that is read too slowly ends the request.
+
+    A task per stream moves outputs from it to what is unread, until that is full.
+    """
+
+    def __init__(self, streams: Sequence[TokenStream]) -> None:
+        self._streams = streams
+        self._unread = Unread()
+        self._arrived = asyncio.Event()
+        self._taken = asyncio.Event()
+        self._reading = False
+        """Whether `next` is under way: then only this process is slow, not the client."""
+        self._pumps = [asyncio.create_task(self._pump(index)) for index in range(len(streams))]
+
+    async def next(self) -> list[tuple[int, RequestOutput]]:
+        """Wait for and return some of what is new, each output with the index of its stream.
+
+        Raises:
+            Exception: what the request failed with.
+        """
+        self._reading = True
+        if self._unread:
+            await asyncio.sleep(0)  # let other requests run between the parts of a large answer
+        else:
+            await self._arrived.wait()
+        self._arrived.clear()
+        self._reading = False
+        outputs = self._unread.take()
+        if self._unread.has_room:
+            self._taken.set()
+            self._taken.clear()
+        return outputs
+
+    def ended(self, index: int) -> None:
+        """A sequence has ended: nothing more of it is wanted."""
+        self._pumps[index].cancel()
+
+    def close(self) -> None:
+        """Stop reading; idempotent."""
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _pump(self, index: int) -> None:
+        finished = False
+        while not finished:
+            try:
+                output = await self._streams[index].next()
+            except Exception as error:
+                self._unread.fail(error)
+                finished = True
+            else:
+                finished = output.finish_reason is not None
+                self._unread.put(index, output)
+            self._arrived.set()
+            if self._unread.full and not finished:
+                await self._wait_for_reader()
+
+    async def _wait_for_reader(self) -> None:
+        """Wait until something has been read; end the request if the client does not read."""
+        while self._unread.full:
+            if not self._reading:
+                slow = ReaderTooSlow("The client read too slowly: the request was aborted.")
+                self._unread.fail(slow)
+                self.close()
+                for stream in self._streams:
+                    stream.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._taken.wait(), _READER_CHECK)

@@ -1,7 +1,7 @@
 """Accepts connections, and leaves new ones to front ends of the node that have fewer.
 
-All front ends of a node wait at one socket. Whoever is awake first would take all that a client
-opens at once, and keep it: one of two front ends can so get nearly all of the work.
+All front ends of a node accept from one socket. Without this, the first to wake up would take all
+connections that a client opens at once, and one front end could get nearly all of the work.
 """
 
 import asyncio
@@ -12,17 +12,17 @@ from typing import Any
 
 from server.access.admission_table import AdmissionTable
 
-GIVE_WAY = 0.004
+YIELD_SECONDS = 0.004
 """Seconds that a front end with many connections leaves a new one to others."""
 
 _PAUSE = 0.1
-"""Seconds until connections are accepted again when that failed, as for lack of descriptors."""
+"""Seconds before accepting again after an error, such as a lack of descriptors."""
 
 _END_SECONDS = 1.0
-"""Seconds, at most, until what was begun for connections has ended."""
+"""Most seconds that tasks for connections may take to end."""
 
 _MAX_FREE = 64
-"""Connections, at most, that are accepted without giving way once nobody else came for one."""
+"""Most connections that are accepted without yielding after no neighbour took one."""
 
 Take = Callable[[socket.socket, str], None]
 
@@ -61,11 +61,11 @@ class ConnectionShare:
         return self._leaving or self._count - fewest > max(1, self._count // 8)
 
 
-class Courtesy:
-    """When a front end gives way. Without I/O.
+class AcceptBackoff:
+    """When a front end yields new connections to its neighbours. No I/O.
 
-    If nobody comes for a connection in time, the neighbours are busy or hang: then it accepts
-    without giving way, twice as many each time.
+    If no neighbour takes a connection in time, they are busy or hang: then it accepts without
+    yielding, twice as many connections each time.
     """
 
     def __init__(self) -> None:
@@ -82,18 +82,18 @@ class Courtesy:
             self._free -= 1
         return False
 
-    def nobody_came(self) -> None:
+    def not_taken(self) -> None:
         """The connection was still there after the wait."""
         self._free = self._next - 1
         self._next = min(2 * self._next, _MAX_FREE)
 
-    def somebody_came(self) -> None:
+    def taken(self) -> None:
         """It was not."""
         self._free, self._next = 0, 1
 
 
 class Tasks:
-    """What is under way for connections that nobody serves yet."""
+    """Tasks for connections that are not served yet."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,19 +115,19 @@ class Tasks:
 
 
 class Acceptor:
-    """Accepts connections of one listening socket, one at a time: others have their turn between.
+    """Accepts connections of one listening socket, one at a time, so that other tasks can run.
 
     Args:
         listener: it is closed after `end`.
         take: called with each connection, which does not block, and its address.
-        share: of the connections of this node; None gives way to nobody.
+        share: of the connections of this node; None: never yield.
     """
 
     def __init__(self, listener: socket.socket, take: Take, share: ConnectionShare | None) -> None:
         self._listener = listener
         self._take = take
         self._share = share
-        self._courtesy = Courtesy()
+        self._courtesy = AcceptBackoff()
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
 
@@ -155,16 +155,16 @@ class Acceptor:
 
     def _arrived(self) -> None:
         if self._courtesy.gives_way(self._share is not None and self._share.is_large):
-            self._resume(GIVE_WAY, self._waited)
+            self._resume(YIELD_SECONDS, self._waited)
         else:
             self._accept()
 
     def _waited(self) -> None:
         self._watch()
         if self._accept():
-            self._courtesy.nobody_came()
+            self._courtesy.not_taken()
         else:
-            self._courtesy.somebody_came()
+            self._courtesy.taken()
 
     def _accept(self) -> bool:
         """Accept a connection; return whether there still was one."""

@@ -6,14 +6,14 @@ yet another in each front end.
 
 from server.access.admission_table import AdmissionTable
 
-FREE_BYTES = 2**16
-"""What a body may have without being counted: most are complete with the first read."""
+FREE_BYTES = 2**12
+"""What a body may have without being counted, so that as many as there are connections fit."""
 KEPT_TIMES = 4
 """How many times the room of unfinished bodies there is for those of requests that wait or run."""
 
 
 class NoRoomForBody(Exception):
-    """The node holds as many bytes of bodies as it may (HTTP 503)."""
+    """The node holds its maximum of request bytes (HTTP 503)."""
 
 
 class HeldBody:
@@ -27,7 +27,7 @@ class HeldBody:
         self._counted = 0
 
     def grow(self, size: int) -> None:
-        """So many bytes more have come.
+        """Count `size` more bytes that have been received.
 
         Raises:
             NoRoomForBody: the node has no room for them.
@@ -54,11 +54,11 @@ class BodyBudget:
         """Bytes of complete bodies, here."""
 
     def hold(self) -> HeldBody:
-        """Return the place of a body of which nothing has come yet."""
+        """Return the account of a body of which nothing has been received yet."""
         return HeldBody(self)
 
     def take(self, more: int, own: int) -> None:
-        """Count `more` bytes of a body that then has `own`.
+        """Count `more` bytes of a body, which has `own` with them.
 
         They stay counted in any case, until they are given back. A body that is larger than all
         room is taken when it is alone.
@@ -94,6 +94,6 @@ class BodyBudget:
         self._kept -= size
 
     def give_back(self, size: int) -> None:
-        """These bytes are held no longer."""
+        """Stop counting bytes."""
         if size:
             self._table.add_body_bytes(-size)

@@ -1,34 +1,24 @@
-"""The thin layer between ASGI and the endpoints whose speed matters.
-
-The body is read before an endpoint is asked, which answers with one or with many raw sends and
-notices when the client hangs up; all of it goes around the framework's per-request machinery.
-"""
+"""A request whose body is read under limits, and the answer to it, which may be a stream."""
 
 import asyncio
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import NamedTuple
 
-import msgspec
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from server.access.admission import Reservation
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
+from server.errors import ApiError, internal, invalid, timed_out, unavailable
 from server.http.body_budget import BodyBudget, HeldBody, NoRoomForBody
-from server.http.doorstep import REQUEST_ID
-from server.http.errors import (
-    ApiError,
-    internal,
-    invalid,
-    timed_out,
-    to_api_error,
-    unavailable,
-)
-from server.observe.metrics import FrontEndMetrics
+from server.http.errors import to_api_error
+from server.http.request_id import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +29,9 @@ _EVENT_STREAM = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+
+COMMENT = b": keep-alive\n\n"
+"""What clients of event streams skip."""
 
 _PIECE_BYTES = 1 << 16
 """Of an answer that is sent as it is made."""
@@ -55,31 +48,43 @@ class BodyLimits(NamedTuple):
 
 
 class ClientDisconnected(Exception):
-    """The client hung up: nobody reads an answer."""
+    """The client hung up and will not read an answer."""
 
 
-class Call:
+class Call(Request):
     """One request and the answer to it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
-        self.receive = receive
+        super().__init__(scope, receive)
         self.path: str = scope["path"]
-        self.headers: list[_Header] = scope["headers"]
         self.limits = limits
         self.arrived = time.monotonic()
         self.status: int | None = None
         """Status of the answer once it has begun."""
-        self.body = b""
+        self.sent_at = 0.0
+        """When the last part of a stream of events was sent, in monotonic seconds."""
+        self.sign: asyncio.Task[None] | None = None
+        """Sends `show_life`; the next events wait for it."""
+        self.has_client = True
+        """Whether a client reads the answer as it is made."""
+        self.weight_version: Callable[[], str] | None = None
+        """Says when the answer begins what the weights that generate it are called."""
+        self.content = b""
+        """The body, once it was read."""
         self.key: Tenant = scope.get(SCOPE_KEY, EVERYBODY)
         """Whose key it came with."""
         self.tenant = self.key
         self.reservation: Reservation | None = None
         """The call's place in the queue, given back when the call ends."""
+        self.on_release: list[Callable[[], None]] = []
+        """What else the call holds until it ends, as what gives it back."""
         self._kept_bytes = 0
         """Of the body, as far as they are counted until the call ends."""
-        self._send = send
+        self._answer = send
         self._content_type = b"application/json"
         self._pinned_rank: bytes | None = None
+        self._declared = 0
+        """Bytes that the body has as its head says; 0 if it does not."""
         self.request_id = ""
         for name, value in scope["headers"]:
             if name == b"content-type":
@@ -88,19 +93,21 @@ class Call:
                 self.request_id = value.decode()
             elif name == b"x-data-parallel-rank":
                 self._pinned_rank = value
-        self.request_id = self.request_id or uuid.uuid4().hex
+            elif name == b"content-length":
+                self._declared = int(value)
+        self.request_id = self.request_id or secrets.token_hex(16)
 
     @property
     def trace_context(self) -> dict[str, str]:
         """The client's W3C trace context, if it sent one."""
         wanted = (b"traceparent", b"tracestate")
-        return {n.decode(): v.decode("latin-1") for n, v in self.headers if n in wanted}
+        return {n.decode(): v.decode("latin-1") for n, v in self.scope["headers"] if n in wanted}
 
     @property
     def lasting_headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that matter for what is made after the call has been answered."""
         wanted = (b"traceparent", b"tracestate", b"x-data-parallel-rank")
-        return [(name, value) for name, value in self.headers if name in wanted]
+        return [(name, value) for name, value in self.scope["headers"] if name in wanted]
 
     @property
     def pins_rank(self) -> bool:
@@ -117,7 +124,9 @@ class Call:
         if self._pinned_rank is None:
             return None
         if not _RANK.fullmatch(self._pinned_rank):
-            raise invalid("The header X-data-parallel-rank must be a rank.", "X-data-parallel-rank")
+            raise invalid(
+                "X-data-parallel-rank: must be the rank of an engine", "X-data-parallel-rank"
+            )
         return int(self._pinned_rank)
 
     async def read(self) -> None:
@@ -134,33 +143,36 @@ class Call:
                 "The body must be JSON: send it with 'Content-Type: application/json'.",
                 code="unsupported_media_type",
             )
-        self.body = await self._read()
+        self.content = await self._read()
         try:
-            self._kept_bytes = self.limits.budget.keep(len(self.body))
+            self._kept_bytes = self.limits.budget.keep(len(self.content))
         except NoRoomForBody:
-            self.body = b""
+            self.content = b""
             raise unavailable(
-                "Requests that are not answered yet hold too much; try again."
+                "The server is holding too many request bytes; retry later."
             ) from None
 
     def hand_over(self, other: "Call") -> None:
         """Let another call go on with what was sent, under the same name, when this one ends."""
-        other.body, other.request_id = self.body, self.request_id
+        other.content, other.request_id = self.content, self.request_id
         other._kept_bytes, self._kept_bytes = self._kept_bytes, 0
 
     def release(self) -> None:
         """Give back what the call holds; idempotent."""
         if self.reservation is not None:
             self.reservation.release()
+        while self.on_release:
+            self.on_release.pop()()
         self.forget_body()
 
     def forget_body(self) -> None:
         """Free the body, which is not read any more; idempotent."""
-        self.body = b""
+        self.content = b""
         size, self._kept_bytes = self._kept_bytes, 0
         self.limits.budget.drop(size)
 
     async def _read(self) -> bytes:
+        self._check_size(self._declared)  # before a client that asks first is told to send it
         message = await self.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
@@ -168,8 +180,6 @@ class Call:
         if not message.get("more_body", False):
             self._check_size(len(first))
             return first
-        declared = next((v for name, v in self.headers if name == b"content-length"), b"0")
-        self._check_size(int(declared))
         held = self.limits.budget.hold()
         try:
             async with asyncio.timeout(self.limits.seconds):
@@ -178,7 +188,9 @@ class Call:
             seconds = self.limits.seconds
             raise timed_out(f"The body was not complete after {seconds:g} s.") from None
         except NoRoomForBody:
-            raise unavailable("The server receives too much at once; try again.") from None
+            raise unavailable(
+                "The server is receiving too many request bytes; retry later."
+            ) from None
         finally:
             held.release()
 
@@ -207,20 +219,39 @@ class Call:
 
     async def send_events(self, frames: bytes, *, more: bool) -> None:
         """Send a part of a stream of events, which begins with the first."""
+        if self.sign is not None:
+            await self.sign
         if self.status is None:
             await self.start(200, list(_EVENT_STREAM))
         if frames or not more:
-            await self._send({"type": "http.response.body", "body": frames, "more_body": more})
+            self.sent_at = time.monotonic()
+            await self._answer({"type": "http.response.body", "body": frames, "more_body": more})
+
+    async def show_life(self) -> None:
+        """Send the headers of a stream of events or, if they are out, a comment."""
+        self.sent_at = time.monotonic()
+        if self.status is None:
+            await self.start(200, list(_EVENT_STREAM))
+        else:
+            await self._answer({"type": "http.response.body", "body": COMMENT, "more_body": True})
+        self.sign = None
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Send a message of the answer, which names the request."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self.request_id.encode())]
+            if self.weight_version is not None and (version := self.weight_version()):
+                message["headers"].append((b"x-weight-version", version.encode()))
+        return self._answer(message)
 
     async def start(self, status: int, headers: list[_Header]) -> None:
         """Begin the answer."""
-        self.status = status
-        headers.append((b"x-request-id", self.request_id.encode()))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, more: bool) -> None:
         """Send a part of the answer."""
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await self._answer({"type": "http.response.body", "body": body, "more_body": more})
 
     async def send_json(
         self, status: int, body: bytes, headers: tuple[tuple[str, str], ...] = ()
@@ -248,48 +279,23 @@ class Call:
         else:
             await self.write(bytes(piece), more=False)
 
-    async def send_struct(self, payload: msgspec.Struct) -> None:
-        """Send a success."""
-        await self.send_json(200, msgspec.json.encode(payload))
-
     async def send_error(self, error: ApiError) -> None:
         """Send an error body."""
         await self.send_json(error.status, error.body(self.path), tuple(error.headers))
 
 
-def raw_endpoint(
-    name: str,
-    handler: Callable[[Call], Awaitable[None]],
-    metrics: FrontEndMetrics,
-    limits: BodyLimits,
-) -> ASGIApp:
-    """Return an ASGI application that answers with `handler`, and its errors with error bodies."""
+class Pushed(Response):
+    """A response that a function sends over the call as it is made."""
 
-    async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(scope, receive, send, limits)
-        try:
-            await call.read()
-            await handler(call)
-        except ClientDisconnected:
-            logger.debug(
-                "request %s: the client hung up",
-                call.request_id,
-                extra={"request_id": call.request_id},
-            )
-        except Exception as error:
-            if call.status is not None:
-                raise
-            await call.send_error(foreseen(error, call.request_id))
-        finally:
-            call.release()
-        if call.status is not None:
-            metrics.http_request(name, call.status)
+    def __init__(self, push: Callable[[], Awaitable[None]]) -> None:
+        self._push = push
 
-    return endpoint
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._push()
 
 
 def foreseen(error: Exception, request_id: str) -> ApiError:
-    """Return what the client is told about an error, logging those that nobody foresaw."""
+    """Return what the client is told about an error, logging unexpected ones."""
     known = to_api_error(error)
     if known is None:
         logger.error(

@@ -41,9 +41,9 @@ class Certificates:
         try:
             self._context = _context(self._config)
         except (OSError, ValueError) as error:  # SSLError is an OSError
-            logger.error("the certificate stays as it was: %s cannot be used: %s", names, error)
+            logger.error("keeping the old certificate: cannot use %s: %s", names, error)
         else:
-            logger.info("the certificate was read again: %s", names)
+            logger.info("reloaded the certificate: %s", names)
 
 
 def _context(config: uvicorn.Config) -> ssl.SSLContext:

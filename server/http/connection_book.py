@@ -1,6 +1,6 @@
-"""Which connections a front end holds, and which one gives way when there are too many.
+"""Which connections a front end has, and which one is closed when there are too many.
 
-Without I/O: the protocol tells what happens and does what is decided.
+No I/O: the protocol reports events and carries out what is decided.
 """
 
 import ipaddress
@@ -14,7 +14,7 @@ class Connection(Protocol):
     """A connection that can be ended."""
 
     def cut(self) -> None:
-        """End it at once, whatever is unsent."""
+        """Close it at once; unsent data is lost."""
         ...
 
 
@@ -39,13 +39,13 @@ class ConnectionBook(Generic[C]):
     """The connections of one front end by client.
 
     A connection is waiting while its client has something to send: its first request, the rest of
-    one, or the next. When there is no room for a new connection, one that waits gives way: the
-    one that has waited longest of the client with most connections. So whoever opens thousands
-    closes their own, and connections that are being answered are never cut.
+    one, or the next. When there is no room for a new connection, a waiting one is closed: the
+    longest waiting one of the client with the most connections. A client that opens thousands
+    thus closes its own, and connections that are being answered are never closed.
     """
 
     def __init__(self, most: int, changed: Callable[[int], None] = lambda _: None) -> None:
-        """Note at most so many; `changed` is told how many there are, each time."""
+        """Hold at most `most` connections; `changed` is called with their number each time."""
         self._max = most
         self._changed = changed
         self._total = 0

@@ -5,6 +5,8 @@ import logging
 import os
 import resource
 
+from engine.shared.descriptors import raise_descriptor_limit
+
 logger = logging.getLogger(__name__)
 
 _DESCRIPTORS = 8192
@@ -13,20 +15,14 @@ _OTHERS = 256
 
 
 def make_room_for_descriptors() -> None:
-    """Allow this process as many descriptors as it may have, and make room for them at once.
+    """Raise this process's limit of descriptors to its maximum, and allocate their table at once.
 
-    The soft limit is usually 1,024 for the sake of programs that use `select`, far below the hard
-    one. The kernel's table of descriptors grows by itself at 64, 128, 256 and so on open ones, but
+    The kernel's table of descriptors grows by itself at 64, 128, 256 and so on open ones, but
     where a process has threads the kernel waits for all processors each time, and the event loop
     stands still.
     """
-    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            limit = hard
-        except (OSError, ValueError) as error:  # the hard limit is above what the kernel allows
-            logger.debug("the limit of descriptors stays at %d: %s", limit, error)
+    raise_descriptor_limit()
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _DESCRIPTORS if limit == resource.RLIM_INFINITY else min(_DESCRIPTORS, limit)
     own = os.open(os.devnull, os.O_RDONLY)
     try:
@@ -41,6 +37,11 @@ def make_room_for_descriptors() -> None:
 def room_for_connections(wanted: int) -> int:
     """Return how many of the wanted connections this process has descriptors for."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
+    room = max(limit - _OTHERS, limit // 2)
+    if limit == resource.RLIM_INFINITY or wanted <= room:
         return wanted
-    return max(1, min(wanted, limit - _OTHERS))
+    logger.warning(
+        "only %d connections at a time, not --max-connections %d: the limit of open files is %d "
+        "(raise it with `ulimit -Hn` or LimitNOFILE=)", room, wanted, limit,
+    )  # fmt: skip
+    return room

@@ -38,7 +38,7 @@ class Handshake:
             victim.cut()
 
     def leave(self) -> None:
-        """It is done, or has failed: who serves the connection now takes its place; idempotent."""
+        """It is done, or has failed: leave its place to the connection's server; idempotent."""
         if self._counts:
             self._counts = False
             self._book.close(self, self._address)

@@ -1,5 +1,6 @@
 """uvicorn's server with limits on TLS handshakes, below a process that handles signals itself."""
 
+import asyncio
 import contextlib
 import functools
 import socket
@@ -48,6 +49,11 @@ class HttpServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.shutdown()
 
+    async def answered(self, within: float) -> None:
+        """Wait until every request is answered, at most `within` seconds."""
+        if tasks := list(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=within)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         config = self.config
@@ -87,7 +93,7 @@ class HttpServer(uvicorn.Server):
         return take
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End as uvicorn does; connections that nobody serves yet first."""
+        """Shut down as uvicorn does, after closing connections that are not served yet."""
         for acceptor in self._acceptors:
             acceptor.end()
         await self._tasks.end()

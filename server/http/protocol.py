@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import httptools
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -19,34 +18,38 @@ from server.config import GuardConfig
 from server.http.connection_book import Connection, ConnectionBook, TooManyConnections, client_of
 from server.http.descriptors import room_for_connections
 from server.http.request_meter import Excess, MeterLimits, Phase, RequestMeter
+from server.http.unsent import FREE_BYTES, UnsentBudget
 
 _NO_LINGER = struct.pack("ii", 1, 0)
 _REST_SECONDS = 5.0
 """Time in which the rest of a request that is answered already has to come."""
 
+_NO_PROXY = Excess(405, "This is no proxy.")
+
 logger = logging.getLogger(__name__)
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with limits that it does not have.
+    """uvicorn's protocol with more limits.
 
     Every byte of a request is counted (`RequestMeter`), every wait for a client has an end, and
-    there are only so many connections (`ConnectionBook`). A client that leaves more unread than
-    the transport buffers is cut off after a while: until then whoever writes to it waits, and its
+    the number of connections is limited (`ConnectionBook`). A client that leaves more unread than
+    the transport buffers is disconnected after a while: until then writes to it wait, and its
     request holds its place in an engine.
-
-    More than 20 methods: most are called by the transport, the HTTP parser or uvicorn's class.
     """
 
     limits: MeterLimits
     receive_timeout: float
     send_timeout: float
     book: ConnectionBook[Connection]
+    unsent: UnsentBudget
 
     _address: str | None = None
     _answering: RequestResponseCycle | None = None
     """The request that is being answered; `cycle` is the newest, which may wait for its turn."""
     _excess: Excess | None = None
+    _lingers = False
+    """Whether everything is answered, and what the client still sends is dropped."""
     _wait_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
@@ -56,10 +59,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """`on_made` is called when the connection comes, before it takes its place."""
         super().__init__(*args, **options)
         self._on_made = on_made
+        self._loaded_app: Any = self.app
         self._meter = RequestMeter(self.limits)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.write = transport.write
+        counted: Any = self.unsent.counted(self._loaded_app, self.flow.drain)
+        self.app = counted
+        transport.set_write_buffer_limits(FREE_BYTES)
         self._on_made()
         address = client_of(self.client[0] if self.client else "")
         try:
@@ -84,7 +92,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._answering.message_event.set()
         self.pipeline.clear()
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()
+        self._stop_keep_alive()
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -92,10 +100,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         try:
-            self.parser.feed_data(data)
+            if self._lingers:
+                self._meter.drop(len(data))
+                return
+            self._parse(data)
             self._meter.read(len(data))
-        except httptools.HttpParserUpgrade:
-            logger.debug("an upgrade is not made (%s)", self.client)
         except httptools.HttpParserError:
             excess, self._excess = self._excess, None
             if excess is None:
@@ -105,9 +114,29 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         except Excess as excess:
             self._refuse(excess.status, excess.reason)
 
+    def _parse(self, data: bytes) -> None:
+        """Have the parser read `data` as if the client had not asked for another protocol.
+
+        The parser takes what follows the head of such a request for the other protocol, and there
+        is no way to tell it otherwise. So the request is parsed again from its head, without the
+        header that asks.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                lines = [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
+                version = self.parser.get_http_version().encode()
+                request = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
+                head = b"\r\n".join([request, *lines, b"", b""])
+                data = head + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
     def on_message_begin(self) -> None:
         self._meter.begin()
-        self._unset_keepalive_if_required()
+        self._stop_keep_alive()
         if self._wait_timer is None:
             self._wait(self.receive_timeout)
         super().on_message_begin()
@@ -128,13 +157,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                self._excess = _NO_PROXY
+                raise _NO_PROXY
+            return  # it is parsed again
         self._stop_waiting()
         try:
             self._meter.head_ends(len(self.pipeline))
         except Excess as excess:
             self._excess = excess
             raise
+        waits = self.cycle is not None and not self.cycle.response_complete
         super().on_headers_complete()
+        self.cycle.transport = self  # type: ignore[assignment]  # has it closed with `close`
+        if not waits:
+            self._answering = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._meter.body(len(body))
@@ -148,6 +186,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._meter.end()
         super().on_message_complete()
         if not self.cycle.response_complete:
@@ -157,12 +197,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._stop_waiting()
             self._keep_alive()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answering = cycle
-        super()._start_asgi_task(cycle, app)
-
     def on_response_complete(self) -> None:
+        if self._lingers:
+            return
         pipelined = bool(self.pipeline)
+        if pipelined and not self.transport.is_closing():
+            self._answering = self.pipeline[-1][0]  # the next, which uvicorn starts now
         super().on_response_complete()
         if self.transport.is_closing():
             self._see_it_close()
@@ -172,10 +212,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if self._meter.answered():
                 self._wait(min(_REST_SECONDS, self.receive_timeout))
             if self._meter.phase is not Phase.IDLE:
-                self._unset_keepalive_if_required()
+                self._stop_keep_alive()
+
+    def _stop_keep_alive(self) -> None:
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
 
     def _keep_alive(self) -> None:
-        self._unset_keepalive_if_required()
+        self._stop_keep_alive()
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
@@ -192,32 +237,76 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _is_late(self) -> None:
         self._wait_timer = None
-        if self._meter.phase is Phase.HEAD:
+        if self._meter.phase is Phase.HEAD and not self._lingers:
             self._refuse(408, "The head of the request took too long.")
         else:
             self.transport.close()
             self._see_it_close()
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Answer a request that never reached the application, and close."""
+        """Answer what cannot be read on, unless it is answered already, and close."""
         self._stop_waiting()
-        if self.transport.is_closing():
+        if self.is_closing():
+            self.transport.close()
             return
         logger.info("%s (%s)", reason, self.client)
-        if self.cycle is None or (self.cycle.response_complete and not self._answered_early()):
+        if self._takes_answer():
             body = reason.encode()
             again = b"retry-after: 1\r\n" if status == 503 else b""
             self.transport.write(
                 STATUS_LINE[status] + b"content-type: text/plain; charset=utf-8\r\n%s"
                 b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (again, len(body), body)
             )
-        self.transport.close()
-        self._see_it_close()
+            self.close()
+        else:
+            self.transport.close()
+            self._see_it_close()
 
-    def _answered_early(self) -> bool:
-        return self._meter.phase is Phase.BODY
+    def _takes_answer(self) -> bool:
+        """Return whether the client takes the next answer for one to what it is sending.
+
+        An application that is still reading that hears that its client is gone.
+        """
+        cycle, in_body = self.cycle, self._meter.phase is Phase.BODY
+        if cycle is None or cycle.response_complete:
+            return cycle is None or not in_body
+        if not in_body or cycle is not self._answering or cycle.response_started:
+            return False
+        cycle.disconnected = True
+        cycle.message_event.set()
+        return True
 
     # -- sending ---------------------------------------------------------------------------------
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is answered here."""
+        return self._lingers or self.transport.is_closing()
+
+    def close(self) -> None:
+        """End the connection after an answer.
+
+        Were it closed while the client still sends, the kernel would reset it, and the client might
+        never see the answer. So the rest is read and dropped first, up to a limit.
+        """
+        if self._meter.phase is Phase.IDLE or self.is_closing():
+            self.transport.close()
+            self._see_it_close()
+            return
+        self._lingers = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._stop_keep_alive()
+        self.flow.resume_reading()
+        if self._address is not None:
+            self.book.waiting(self, self._address)
+        self._wait(min(_REST_SECONDS, self.receive_timeout))
+
+    def shutdown(self) -> None:
+        """End the connection, as soon as the request is answered if there is one."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.close()
+        else:
+            self.cycle.keep_alive = False
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -241,7 +330,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._stall_timer = self.loop.call_later(self.send_timeout, self._stalled)
 
     def _stalled(self) -> None:
-        logger.info("a client that does not read is cut off (%s)", self.client)
+        logger.info("disconnected a client that does not read its answers (%s)", self.client)
         self.cut()
 
     def cut(self) -> None:
@@ -271,6 +360,7 @@ def limited_protocol(
         limits = MeterLimits(guards.max_header_bytes, guards.max_body_bytes)
         receive_timeout = guards.receive_timeout
         send_timeout = guards.send_timeout
+        unsent = UnsentBudget()
         book: ConnectionBook[Connection] = ConnectionBook(
             room_for_connections(guards.max_connections), changed
         )

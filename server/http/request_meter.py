@@ -12,8 +12,8 @@ all before reading learns why it was refused, as long as that does not take too 
 
 FREE_CHUNKS = 2048
 BYTES_PER_CHUNK = 64
-"""A body may come in so many chunks, and in one more for each so many bytes: every chunk takes the
-parser microseconds, whatever is in it."""
+"""A body may have FREE_CHUNKS chunks, and one more for every BYTES_PER_CHUNK bytes: each chunk
+costs the parser microseconds, whatever its size."""
 
 MAX_PIPELINED = 64
 """Requests of a connection that wait for the answers to those before them."""
@@ -31,14 +31,14 @@ class Phase(Enum):
 
 
 class MeterLimits(NamedTuple):
-    """How much of what a request may have, in bytes."""
+    """Largest head and body of a request, in bytes."""
 
     head: int
     body: int
 
 
 class Excess(Exception):
-    """A request has more of something than is taken."""
+    """A request exceeds a limit."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -72,21 +72,21 @@ class RequestMeter:
         self._answered = False
 
     def field(self, size: int) -> bool:
-        """Count a part of the request line, a header or a trailer; return whether it is of use."""
+        """Count a part of the request line, a header or a trailer; return whether it is used."""
         self._fields += size
         if self._fields > self._limits.head:
             raise _HEAD_TOO_LARGE
         return self.phase is Phase.HEAD
 
     def head_ends(self, queued: int) -> None:
-        """The head is complete; so many requests wait for their turn."""
+        """The head is complete; `queued` requests of the connection wait before this one."""
         self.phase = Phase.BODY
         self._progress = True
         if queued >= MAX_PIPELINED:
             raise _TOO_MANY
 
     def body(self, size: int) -> None:
-        """So many bytes of the body."""
+        """Count bytes of the body."""
         self._progress = True
         self._body += size
 
@@ -102,12 +102,18 @@ class RequestMeter:
         self.phase = Phase.IDLE
 
     def answered(self) -> bool:
-        """Everything that began is answered; return whether the client still sends of it."""
+        """All requests are answered; return whether the client is still sending the last one."""
         self._answered = self.phase is Phase.BODY
         return self._answered
 
+    def drop(self, size: int) -> None:
+        """Count bytes of a request that has been answered already; they are not parsed."""
+        self._message += size
+        if self._message > self._limits.head + UNREAD * self._limits.body:
+            raise _BODY_TOO_LARGE
+
     def read(self, size: int) -> None:
-        """So many bytes were fed to the parser, and made the events since the last time."""
+        """Count bytes that were fed to the parser and caused the events since the last call."""
         progress, self._progress = self._progress, False
         if self.phase is Phase.HEAD:
             self._head += size

@@ -22,7 +22,9 @@ from engine.shared.messages import (
     EngineEntry,
     EngineSetup,
     EngineStats,
+    ProcessUse,
 )
+from server.router.generation_client import GenerationClient
 
 _EngineValue = Callable[[EngineStats], float]
 _Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -36,6 +38,13 @@ _ENGINE_GAUGES: tuple[tuple[str, str, _EngineValue], ...] = (
         "Prompt tokens received and not yet computed.",
         lambda stats: stats.queued_prefill_tokens,
     ),
+)
+
+_PROCESS_GAUGES: tuple[tuple[str, str, Callable[[ProcessUse], float]], ...] = (
+    ("resident_memory_bytes", "Resident memory.", lambda use: use.resident_bytes),
+    ("open_fds", "Open file descriptors.", lambda use: use.open_fds),
+    ("max_fds", "Maximum open file descriptors.", lambda use: use.max_fds),
+    ("start_time_seconds", "Unix time at which the process began.", lambda use: use.started),
 )
 
 
@@ -115,19 +124,44 @@ class EngineCollector(Collector):
         yield self._cache_config(chosen)
         yield from self._adapters(view, reporting)
         yield from self._membership(chosen)
+        yield self._of_cluster("wave", "Number of the running period of the engines.", view.wave)
+        text = "1 while the engines run, 0 while paused."
+        yield self._of_cluster("engines_running", text, view.running)
+        yield from self._processes(view)
         if self._rank is None:
             yield from self._cluster(view)
 
+    def _of_cluster(self, name: str, text: str, number: float) -> Metric:
+        sample = ((self._model_name,), float(number))
+        return self._gauge(name, text, ("model_name",), [sample])
+
+    def _processes(self, view: ClusterView) -> Iterator[Metric]:
+        chosen = [
+            (each, (self._model_name, each.name, each.host))
+            for each in view.processes
+            if self._rank is None or each.name == f"engine {self._rank}"
+        ]
+        labels = ("model_name", "process", "host")
+        text = "1; the labels are the version of Swell and the protocol that a process speaks."
+        builds = [((*values, each.version, str(each.protocol)), 1.0) for each, values in chosen]
+        yield self._gauge("build_info", text, (*labels, "version", "protocol"), builds)
+        uses = [(values, each.use) for each, values in chosen if each.use is not None]
+        text = "Processor time that the process has taken."
+        times = [(values, use.cpu_seconds) for values, use in uses]
+        yield self._counter("process_cpu_seconds", text, labels, times)
+        for name, text, value in _PROCESS_GAUGES:
+            samples = [(values, value(use)) for values, use in uses]
+            yield self._gauge(f"process_{name}", text, labels, samples)
+
     def _cluster(self, view: ClusterView) -> Iterator[Metric]:
         for name, text, number in (
-            ("wave", "Number of the running period of the engines.", view.wave),
-            ("engines_running", "1 while the engines run, 0 while paused.", view.running),
             ("engines_ready", "Engines that take requests.", sum(e.ready for e in view.engines)),
             ("engines_expected", "Engines that there shall be.", view.expected),
             ("front_ends", "Front ends registered.", view.num_front_ends),
+            ("coordinator_open_fds", "File descriptors of the coordinator.", view.descriptors[0]),
+            ("coordinator_max_fds", "File descriptors that it may open.", view.descriptors[1]),
         ):
-            sample = ((self._model_name,), float(number))
-            yield self._gauge(name, text, ("model_name",), [sample])
+            yield self._of_cluster(name, text, number)
         if self._ages.view is not None:
             text = "Seconds since the last message of the coordinator; it sends at least every 3 s."
             samples = [((self._model_name,), self._ages.view)]
@@ -286,3 +320,14 @@ class EngineCollector(Collector):
 
 def _is_halted(entry: EngineEntry) -> bool:
     return entry.stats is not None and entry.stats.halted
+
+
+def engine_load(client: GenerationClient) -> dict[str, float]:
+    """Return how many sequences wait and run in all engines, and the mean KV cache usage."""
+    view = client.view
+    stats = [] if view is None else [entry.stats for entry in view.engines if entry.stats]
+    return {
+        "kv_cache_usage_perc": sum(each.kv_usage for each in stats) / max(1, len(stats)),
+        "num_requests_waiting": sum(each.waiting for each in stats),
+        "num_requests_running": sum(each.running for each in stats),
+    }

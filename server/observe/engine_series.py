@@ -7,7 +7,6 @@ where a meaning needs more words.
 from bisect import bisect_left
 from typing import Any
 
-import msgspec
 from prometheus_client import Counter, Histogram
 
 from engine.shared.messages import RequestTiming
@@ -125,23 +124,8 @@ class Count:
             self.pending = 0
 
 
-class EndedSequence(msgspec.Struct):
-    """What is known of a sequence that has ended; times in seconds."""
-
-    reason: str
-    waited: float
-    """Since its request arrived."""
-    prompt_tokens: int
-    num_tokens: int
-    max_tokens: int
-    decoding: float
-    """From its first token to its last."""
-    timing: RequestTiming | None
-    """Its times in engines, if they are known."""
-
-
 class EngineSeries:
-    """The series of one engine; more than 15 attributes: one for each."""
+    """The Prometheus series of one engine."""
 
     def __init__(self, families: "SequenceFamilies", rank: int) -> None:
         self._all: list[Distribution | Count] = []
@@ -204,21 +188,42 @@ class EngineSeries:
         self._token_latency.observe(seconds / count, count)
         self._tokens.pending += count
 
-    def ended(self, sequence: EndedSequence, cached: int) -> None:
-        """Count a sequence that has ended; the prefix cache had `cached` of its prompt's tokens."""
-        self._ended[sequence.reason].pending += 1
-        self._e2e_latency.observe(sequence.waited)
-        self._request_prompt_tokens.observe(sequence.prompt_tokens)
-        self._request_generation_tokens.observe(sequence.num_tokens)
-        self._params_max_tokens.observe(sequence.max_tokens)
-        if sequence.num_tokens > 1:
-            self._time_per_output_token.observe(sequence.decoding / (sequence.num_tokens - 1))
-        timing = sequence.timing
+    def ended(
+        self,
+        reason: str,
+        *,
+        waited: float,
+        prompt_tokens: int,
+        cached: int,
+        num_tokens: int,
+        max_tokens: int,
+        decoding: float,
+        timing: RequestTiming | None,
+    ) -> None:
+        """Count a sequence that has ended; times are in seconds.
+
+        Args:
+            reason: why it ended.
+            waited: since its request arrived.
+            prompt_tokens: of its prompt.
+            cached: how many of these the prefix cache had.
+            num_tokens: generated.
+            max_tokens: that could have been generated.
+            decoding: from its first token to its last.
+            timing: its times in engines, if they are known.
+        """
+        self._ended[reason].pending += 1
+        self._e2e_latency.observe(waited)
+        self._request_prompt_tokens.observe(prompt_tokens)
+        self._request_generation_tokens.observe(num_tokens)
+        self._params_max_tokens.observe(max_tokens)
+        if num_tokens > 1:
+            self._time_per_output_token.observe(decoding / (num_tokens - 1))
         if timing is None:
             return
-        if sequence.num_tokens == 0:  # the token that was drawn was not asked for
-            self._prompt(sequence.prompt_tokens, cached)
-        self._kv_computed_tokens.observe(max(0, sequence.prompt_tokens - cached))
+        if num_tokens == 0:  # the token that was drawn was not asked for
+            self._prompt(prompt_tokens, cached)
+        self._kv_computed_tokens.observe(max(0, prompt_tokens - cached))
         self._num_preemptions.observe(timing.preemptions)
         self._queue_time.observe(timing.queue)
         self._prefill_time.observe(timing.prefill)
@@ -226,7 +231,7 @@ class EngineSeries:
         self._inference_time.observe(timing.prefill + timing.decode)
 
     def prompt_ended(self, n: int, longest: int) -> None:
-        """Count a prompt whose `n` answers have ended, the longest with so many tokens."""
+        """Count a prompt whose `n` answers have ended, the longest with `longest` tokens."""
         self._params_n.observe(n)
         self._max_num_generation_tokens.observe(longest)
 

@@ -25,7 +25,7 @@ class LabelledCounter:
 
 
 class LabelledHistogram:
-    """A histogram by engine; whoever asks for a child keeps it."""
+    """A histogram by engine; callers keep the children that they ask for."""
 
     def __init__(self, histogram: Histogram, model_name: str) -> None:
         self._histogram = histogram

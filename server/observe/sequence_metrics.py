@@ -3,9 +3,9 @@
 import time
 
 from engine.shared.messages import RequestTiming
-from server.observe.engine_series import EndedSequence, EngineSeries, SequenceFamilies
+from server.observe.engine_series import EngineSeries, SequenceFamilies
 from server.observe.metric_factory import MetricFactory
-from server.router.engine_times import EngineTimes
+from server.router.engine_times import EngineTimes, EngineVisit
 
 _FLUSH_AFTER = 0.25
 """Seconds for which what is counted may wait to be handed over in bulk."""
@@ -62,7 +62,7 @@ class PromptParams:
         self._unfinished = sequences
 
     def ended(self, num_tokens: int) -> bool:
-        """Take a sequence that ended with so many tokens; return whether it was the last."""
+        """Count a sequence that ended with `num_tokens` tokens; return whether it was the last."""
         self.longest = max(self.longest, num_tokens)
         self._unfinished -= 1
         return self._unfinished == 0
@@ -133,20 +133,25 @@ class SequenceTimer:
         """When the first token came, in monotonic seconds."""
         return self._first if self._num_tokens else None
 
+    @property
+    def visits(self) -> list[EngineVisit]:
+        """The engines that it has been in, once it has ended."""
+        return self._times.visits
+
     def finished(self, reason: str) -> None:
         """The sequence ended, for whatever reason."""
         series, params, now = self._current(), self._params, time.monotonic()
         self.timing = self._times.ended(now)
-        ended = EndedSequence(
+        series.ended(
             reason,
-            now - self._arrived,
-            params.prompt_tokens,
-            self._num_tokens,
-            params.max_tokens,
-            self._last - self._first,
-            self.timing,
+            waited=now - self._arrived,
+            prompt_tokens=params.prompt_tokens,
+            cached=self._cached,
+            num_tokens=self._num_tokens,
+            max_tokens=params.max_tokens,
+            decoding=self._last - self._first,
+            timing=self.timing,
         )
-        series.ended(ended, self._cached)
         if params.ended(self._num_tokens):
             series.prompt_ended(params.n, params.longest)
         self._metrics.ended(now)

@@ -1,9 +1,10 @@
-"""OpenTelemetry traces: one span per request, made when it has ended.
+"""OpenTelemetry traces: a span per request and, below it, one per engine, made when it has ended.
 
-The span lies in the client's trace if the request carried a W3C `traceparent` header. Its
-attributes are those of OpenTelemetry's conventions for generative AI, with vLLM's names for the
-latencies; prompts and texts are not among them. The packages (extra `otel`) are imported only
-when an endpoint is set, and without one nothing is measured that would not be otherwise.
+The span lies in the client's trace if the request carried a W3C `traceparent` header. Its name and
+attributes are those of OpenTelemetry's conventions for generative AI (1.38), beside vLLM's names
+for the latencies and for what older conventions called otherwise; prompts and texts are not among
+them. The packages (extra `otel`) are imported only when an endpoint is set, and without one nothing
+is measured that would not be otherwise.
 """
 
 import os
@@ -12,12 +13,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.shared.extras import install_command
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
 
-    from engine.shared.messages import SamplingParams
+    from engine.shared.messages import RequestTiming, SamplingParams
+    from server.router.engine_times import EngineVisit
 
 _NS = 1_000_000_000
+
+MAX_TRACED_SEQUENCES = 16
+"""Sequences of a request, the first ones, whose engines have spans of their own."""
 
 
 class TracingUnavailable(Exception):
@@ -43,6 +51,10 @@ class EndedRequest(msgspec.Struct, kw_only=True):
     finish_reasons: list[str]
     error: str | None
     """Kind of the failure that ended it."""
+    timing: "RequestTiming | None" = None
+    """How long its first sequence took in engines, if that is known."""
+    visits: "list[list[EngineVisit]]" = []
+    """The engines that each of its sequences was in."""
 
 
 class RequestTracer:
@@ -70,7 +82,7 @@ class RequestTracer:
 
         now = time.monotonic()
         span = self._tracer.start_span(
-            "llm_request",
+            f"{request.operation} {request.model}",
             context=self._propagator.extract(request.carrier),
             kind=SpanKind.SERVER,
             start_time=self._at(request.arrived),
@@ -79,13 +91,18 @@ class RequestTracer:
         span.set_attributes(
             {
                 "gen_ai.operation.name": request.operation,
+                "gen_ai.provider.name": "swell",
                 "gen_ai.request.id": request.request_id,
                 "gen_ai.request.model": request.model,
                 "gen_ai.response.model": request.model,
                 "gen_ai.request.n": request.n,
+                "gen_ai.request.choice.count": request.n,
                 "gen_ai.request.max_tokens": sampling.max_tokens,
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,
+                "gen_ai.usage.input_tokens": request.prompt_tokens,
+                "gen_ai.usage.output_tokens": request.completion_tokens,
+                "gen_ai.usage.cache_read.input_tokens": request.cached_tokens,
                 "gen_ai.usage.prompt_tokens": request.prompt_tokens,
                 "gen_ai.usage.completion_tokens": request.completion_tokens,
                 "gen_ai.usage.cached_tokens": request.cached_tokens,
@@ -97,10 +114,38 @@ class RequestTracer:
             waited = request.first_token - request.arrived
             span.set_attribute("gen_ai.latency.time_to_first_token", waited)
             span.add_event("first token", timestamp=self._at(request.first_token))
+        _set_times(span, request.timing)
+        for sequence, visits in enumerate(request.visits[:MAX_TRACED_SEQUENCES]):
+            self._record_visits(span, sequence, visits)
         if request.error is not None:
             span.set_attribute("error.type", request.error)
             span.set_status(StatusCode.ERROR, request.error)
         span.end(self._at(now))
+
+    def _record_visits(self, request: "Span", sequence: int, visits: "list[EngineVisit]") -> None:
+        """Make a span of each engine that a sequence was in, and of each move to another one."""
+        from opentelemetry.trace import set_span_in_context
+
+        context, before = set_span_in_context(request), None
+        for visit in visits:
+            if before is not None:
+                places = {"swell.from_engine": before.engine, "swell.to_engine": visit.engine}
+                move = self._tracer.start_span(
+                    f"move to engine {visit.engine}",
+                    context=context,
+                    start_time=self._at(before.left),
+                    attributes={"swell.sequence": sequence, **places},
+                )
+                move.end(self._at(visit.sent))
+            span = self._tracer.start_span(
+                f"engine {visit.engine}",
+                context=context,
+                start_time=self._at(visit.sent),
+                attributes={"swell.sequence": sequence, "swell.engine": visit.engine},
+            )
+            _set_times(span, visit.timing)
+            span.end(self._at(visit.left))
+            before = visit
 
     def _at(self, monotonic: float) -> int:
         return self._epoch_ns + int(monotonic * _NS)
@@ -108,6 +153,18 @@ class RequestTracer:
     def close(self) -> None:
         """Send what is left and end the exporter's thread."""
         self._provider.shutdown()
+
+
+def _set_times(span: "Span", timing: "RequestTiming | None") -> None:
+    if timing is not None:
+        span.set_attributes(
+            {
+                "gen_ai.latency.time_in_queue": timing.queue,
+                "gen_ai.latency.time_in_model_prefill": timing.prefill,
+                "gen_ai.latency.time_in_model_decode": timing.decode,
+                "gen_ai.latency.time_in_model_inference": timing.prefill + timing.decode,
+            }
+        )
 
 
 def request_tracer(endpoint: str | None) -> RequestTracer | None:
@@ -122,6 +179,6 @@ def request_tracer(endpoint: str | None) -> RequestTracer | None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise TracingUnavailable(
-            f"--otlp-traces-endpoint needs `pip install 'swell[otel]'` ({error})"
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): {install_command('otel')}"
         ) from error
     return RequestTracer(OTLPSpanExporter(endpoint=endpoint))

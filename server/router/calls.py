@@ -1,14 +1,14 @@
-"""Calls of engine utilities: each engine that was called is answered for, whatever becomes of it.
+"""Calls of engine utilities: every engine that was called gets a result, whatever happens to it.
 
-A state machine without I/O. A call remembers which process it went to: that another one ended in
-its place says nothing.
+A state machine without I/O. A call remembers the process that it went to: the end of another
+process of the same rank does not matter.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.shared.messages import UtilityCall, UtilityResult
-from server.router.events import Action, Answer, Call, Refuse, Send
+from server.router.events import Action, Call, CallResult, Refuse, Send
 from server.router.generation_client import NoEngineAvailable
 from server.router.route import Engine, Route
 
@@ -45,7 +45,7 @@ class UtilityCalls:
         return [Send(route.identity or b"", *route.engine, message) for route in called]
 
     def answered(self, result: UtilityResult) -> list[Action]:
-        """Take an answer; one that nobody waits for is dropped."""
+        """Take an answer; one that is not awaited is dropped."""
         call = self._open.get(result.call_id)
         if call is None or call.awaited.pop(result.rank, None) is None:
             return []
@@ -53,10 +53,10 @@ class UtilityCalls:
         if call.awaited:
             return []
         del self._open[result.call_id]
-        return [Answer(result.call_id, [call.results[rank] for rank in sorted(call.results)])]
+        return [CallResult(result.call_id, [call.results[rank] for rank in sorted(call.results)])]
 
     def engine_lost(self, engine: Engine) -> list[Action]:
-        """Answer for an engine process that cannot."""
+        """Answer for an engine process that has gone."""
         rank, incarnation = engine
         actions: list[Action] = []
         for call_id, call in list(self._open.items()):
@@ -66,7 +66,7 @@ class UtilityCalls:
         return actions
 
     def overdue(self, call_id: int, why: str) -> list[Action]:
-        """Answer for all engines that have not: nobody waits any longer."""
+        """Answer for all engines that have not answered: the caller waits no longer."""
         call = self._open.get(call_id)
         actions: list[Action] = []
         for rank in list(call.awaited) if call is not None else ():

@@ -1,8 +1,7 @@
 """Requests in flight: on their way to engines, and their tokens on the way back.
 
-A state machine without I/O. A request gets a new id each time it is sent to another engine or
-anew, so nothing that an earlier engine, or an earlier connection, still says about it is taken
-for news.
+A state machine without I/O. A request gets a new id each time it is sent, so outputs that an
+earlier engine or connection still sends for it are ignored.
 """
 
 import msgspec
@@ -48,15 +47,18 @@ class Delivery:
     # -- requests --------------------------------------------------------------------------------
 
     def begin(self, request: RoutedRequest) -> None:
-        """A new request is in flight from now on, if on no engine yet."""
+        """Add a new request, which is on no engine yet."""
         self._next_id += 1
         request.message = msgspec.structs.replace(
-            request.message, id=self._next_id, wave=self._members.wave
+            request.message,
+            id=self._next_id,
+            front_end=self._front_end,
+            wave=self._members.wave,
         )
         self.in_flight[request.id] = request
 
     def renumber(self, request: RoutedRequest, now: float) -> None:
-        """Let a request run nowhere, and nothing that is still said of it count."""
+        """Take a request off its engine; later outputs of that engine do not count."""
         request.times.left(now)
         request.engine = None
         del self.in_flight[request.id]
@@ -94,7 +96,7 @@ class Delivery:
         return [send, Notify(WakeUp(self._front_end, rank, members.wave))]
 
     def not_sent(self, message: AddRequest, engine: Engine) -> RoutedRequest | None:
-        """There was no peer: return the request, if it has not ended, as on no engine."""
+        """A send failed: return the request, now on no engine, if it has not ended."""
         route = self._members.find(*engine)
         if route is not None:
             self._loads.not_sent(route, message.num_tokens)
@@ -108,15 +110,17 @@ class Delivery:
         adapter = request.message.adapter
         if pinned_rank is not None:
             route = routes.get(pinned_rank)
-            is_there = route is not None and route.is_open and route.has_adapter(adapter)
+            is_there = route is not None and route.is_open and route.can_serve(request.message)
             return Choice(pinned_rank, "pinned") if is_there else None
-        usable = [each for each in routes.values() if each.is_usable and each.has_adapter(adapter)]
+        usable = [
+            each for each in routes.values() if each.is_usable and each.can_serve(request.message)
+        ]
         loads = self._loads.of(usable)
         if not loads:
             return None
         choice = self._policy.choose(
             loads,
-            request.message.prompt_token_ids,
+            request.shown_token_ids,
             self._members.unseen_front_ends(self._loads.num_front_ends),
             cache_root=request.message.cache_root + adapter.encode(),
         )
@@ -133,7 +137,7 @@ class Delivery:
         return [Abort(route.identity, ids)]
 
     def leave(self, request: RoutedRequest) -> list[Action]:
-        """Spare an engine that may only be silent the work, should it hear again."""
+        """Abort a request on an engine that may only be silent, to save it the work."""
         assert request.engine is not None, f"request {request.id} is on no engine that it can leave"
         identity = self._members.last_identity(request.engine)
         return [] if identity is None else [Abort(identity, [request.id])]
@@ -154,7 +158,7 @@ class Delivery:
             request = in_flight.get(output.id)
             if request is None:
                 if output.finish_reason is None:
-                    stale.append(output.id)  # has moved on, or was aborted by nobody it heard
+                    stale.append(output.id)  # has moved on, or its abort was lost
             elif order == 0 and request.engine == engine:
                 if output.timing is not None:
                     request.times.said(output.timing, now, last=output.finish_reason is not None)
@@ -166,7 +170,7 @@ class Delivery:
         return actions + self.abort(stale, engine) if stale else actions
 
     def engines_run(self, now: float) -> list[Action]:
-        """Engines are seen to run: a wake-up may be over."""
+        """Engines run: a wake-up may be over."""
         if self._woken_at is None:
             return []
         woken_at, self._woken_at = self._woken_at, None

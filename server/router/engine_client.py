@@ -20,17 +20,17 @@ from engine.shared.messages import (
     ClusterView,
     EngineInput,
     EngineOutput,
+    FleetOrder,
+    FleetWish,
     FrontEndNotice,
-    PoolingParams,
     RouteHello,
-    SamplingParams,
     UtilityResult,
     UtilityValue,
     encode,
 )
 from engine.shared.transport import Inbox
 from server.router.adapters import Adapters
-from server.router.events import CallOverdue, Event, Heard, Tick
+from server.router.events import CallOverdue, EngineHello, Event, Tick
 from server.router.generation_client import NoEngineAvailable
 from server.router.router import Router
 from server.router.shell import ClientMetrics, RouterShell
@@ -41,7 +41,10 @@ logger = logging.getLogger(__name__)
 UTILITY_TIMEOUT = 120.0
 """Seconds that an engine may take for a utility; waking up may mean loading a model."""
 
-ACQUAINTANCE_TIME = 5.0
+FLEET_INTERVAL = 0.05
+"""Seconds between two looks at how far engines are with an order for all of them."""
+
+FIRST_CONNECT_TIMEOUT = 5.0
 """Seconds that the first requests of a front end may wait for it to reach the engines."""
 
 TICK_INTERVAL = 1.0
@@ -50,9 +53,6 @@ TICK_INTERVAL = 1.0
 
 class EngineClient:
     """A front end's two sockets to all engines, around its `Router`.
-
-    More than 15 attributes and 20 methods: the latter are those of `GenerationClient` and what
-    sockets, timers and the coordinator's link call; what is decided is decided in the router.
 
     Args:
         front_end: this front end's number.
@@ -74,12 +74,14 @@ class EngineClient:
         min_ready_engines: int = 1,
     ) -> None:
         """Start to listen; `min_ready_engines` have to be usable before `ready` is first true."""
-        self._front_end = front_end
         self._router = router
         self._notify = notify
         self.adapters = Adapters(front_end, router.members.incarnation)
         """The adapters that requests may name."""
         self._wishes: dict[int, asyncio.Future[AdapterOutcome]] = {}
+        self.fleet: FleetOrder | None = None
+        """The newest order for all engines that is known here."""
+        self._fleet_wishes: dict[int, tuple[FleetWish, asyncio.Future[int]]] = {}
         self._idle = asyncio.Event()
         self._shell = RouterShell(
             router,
@@ -97,13 +99,17 @@ class EngineClient:
         requests.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._min_ready_engines = min_ready_engines
         self._became_ready = asyncio.Event()
-        self._acquainted = asyncio.Event()
+        self._reached_engines = asyncio.Event()
         self._draining = False
         self._loop = asyncio.get_running_loop()
-        self._requests.attach(self._loop, lambda sender, hello: self._handle(Heard(sender, hello)))
+        self._requests.attach(
+            self._loop, lambda sender, hello: self._handle(EngineHello(sender, hello))
+        )
         self._outputs.attach(self._loop, lambda _sender, message: self._handle(message))
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
-        self._acquaintance = self._loop.call_later(ACQUAINTANCE_TIME, self._acquainted.set)
+        self._first_connect_timer = self._loop.call_later(
+            FIRST_CONNECT_TIMEOUT, self._reached_engines.set
+        )
 
     # -- GenerationClient ------------------------------------------------------------------------
 
@@ -112,9 +118,11 @@ class EngineClient:
         members = self._router.members
         return self._became_ready.is_set() and members.ready and not self._draining
 
-    @property
-    def takes_requests(self) -> bool:
-        return self._router.members.has_engines and not self._draining
+    def check_takes_requests(self) -> None:
+        if self._draining:
+            raise _shutting_down()
+        if not self._router.members.has_engines:
+            raise NoEngineAvailable("No engine can serve now; try again.")
 
     @property
     def max_model_len(self) -> int:
@@ -122,6 +130,10 @@ class EngineClient:
         if length is None:
             raise NoEngineAvailable("No engine can serve now; try again.")
         return length
+
+    @property
+    def serves_images(self) -> bool:
+        return self._router.members.serves_images
 
     @property
     def num_slots(self) -> int:
@@ -135,6 +147,11 @@ class EngineClient:
     def view_age(self) -> float | None:
         return self._router.members.view_age(time.monotonic())
 
+    def weight_version(self, rank: int) -> str:
+        route = self._router.members.routes.get(rank)
+        stats = None if route is None else route.traffic.stats
+        return "" if stats is None else stats.weight_version
+
     @property
     def stats_age(self) -> dict[int, float]:
         return self._router.members.stats_age(time.monotonic())
@@ -144,37 +161,10 @@ class EngineClient:
         """Requests of this front end that have not ended."""
         return len(self._router.delivery.in_flight)
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        pinned_rank: int | None = None,
-        tenant: int = 0,
-        cache_root: bytes = b"",
-        group: int = 0,
-        pooling: PoolingParams | None = None,
-        adapter: str = "",
-    ) -> RequestStream:
+    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> RequestStream:
         """Route one sequence to an engine and return its stream."""
         if self._draining:
-            raise NoEngineAvailable("this server is shutting down")
-        message = AddRequest(
-            id=0,
-            request_id=request_id,
-            front_end=self._front_end,
-            wave=0,
-            prompt_token_ids=prompt_token_ids,
-            sampling=sampling,
-            priority=priority,
-            tenant=tenant,
-            cache_root=cache_root,
-            group=group,
-            pooling=pooling,
-            adapter=adapter,
-        )
+            raise _shutting_down()
         return self._shell.submit(message, pinned_rank)
 
     async def call_utility(
@@ -227,30 +217,67 @@ class EngineClient:
             del self._wishes[wish.ticket]
             self.adapters.give_up(wish.ticket)
 
+    async def order_fleet(
+        self, wish: FleetWish, within: float = UTILITY_TIMEOUT
+    ) -> list[UtilityResult]:
+        """Have all engines do something, those that are still to come included.
+
+        Returns what each says of itself when it has done it (the utility `info`).
+
+        Raises:
+            NoEngineAvailable: not all had done it within `within` seconds; the order stands.
+        """
+        ordered: asyncio.Future[int] = self._loop.create_future()
+        self._fleet_wishes[wish.ticket] = wish, ordered
+        self._notify(wish)
+        missing = "the coordinator has not taken the order"
+        try:
+            async with asyncio.timeout(within):
+                revision = await ordered
+                while True:
+                    results = await self._infos()
+                    late = [each for each in results if not _followed(each, wish, revision)]
+                    if not late:
+                        return results
+                    missing = f"engine {late[0].rank} has not followed yet; the order stands"
+                    await asyncio.sleep(FLEET_INTERVAL)
+        except TimeoutError:
+            raise NoEngineAvailable(f"After {within:g} s {missing}.") from None
+        finally:
+            del self._fleet_wishes[wish.ticket]
+
+    async def _infos(self) -> list[UtilityResult]:
+        """Return what the engines that are there say of themselves."""
+        if not self._router.members.has_engines:
+            return []
+        return await self.call_utility(None, "info", {})
+
     def _tell_of_adapters(self) -> None:
         for notice in self.adapters.notices(time.monotonic()):
             self._notify(notice)
 
     async def drain(self, within: float) -> int:
-        """Take no new requests and wait until those in flight have ended.
+        """Take no new sequences, wait for those in flight, then end the others with an error.
 
         Returns how many had not ended after `within` seconds.
         """
         self._draining = True
-        self._acquainted.set()
+        self._reached_engines.set()
         self._idle.clear()
         if self._router.delivery.in_flight:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), within)
-        return len(self._router.delivery.in_flight)
+        left = len(self._router.delivery.in_flight)
+        self._shell.fail_all(_shutting_down())
+        return left
 
-    async def acquainted(self) -> None:
+    async def wait_for_first_engines(self) -> None:
         """Wait until this front end has reached the engines that serve, or could have.
 
         It listens on the same socket as others of its node, and gets requests as soon as it does.
         """
-        if not self._acquainted.is_set():
-            await self._acquainted.wait()
+        if not self._reached_engines.is_set():
+            await self._reached_engines.wait()
 
     async def wait_until_ready(self) -> None:
         """Wait until as many engines can serve as there have to be at the start."""
@@ -262,24 +289,38 @@ class EngineClient:
         """Take a cluster view from the coordinator."""
         outcomes = self.adapters.take(view.adapters)
         self._tell_of_adapters()
+        self._take_fleet(view.fleet)
         self._handle(view)
         for each in outcomes:
             waiting = self._wishes.get(each.ticket)
             if waiting is not None and not waiting.done():
                 waiting.set_result(each)
 
+    def _take_fleet(self, order: FleetOrder | None) -> None:
+        """Take the order of a view, unless a coordinator that has begun anew knows less."""
+        if order is None or (self.fleet is not None and order.revision < self.fleet.revision):
+            return
+        self.fleet = order
+        for ticket in order.tickets:
+            _, ordered = self._fleet_wishes.get(ticket, (None, None))
+            if ordered is not None and not ordered.done():
+                ordered.set_result(order.revision)
+
     def _tick(self) -> None:
         self._handle(Tick())
         self._tell_of_adapters()
+        for wish, ordered in self._fleet_wishes.values():
+            if not ordered.done():
+                self._notify(wish)
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
 
     def _handle(self, event: Event) -> None:
         self._shell.handle(event)
-        if self._became_ready.is_set() and self._acquainted.is_set():
+        if self._became_ready.is_set() and self._reached_engines.is_set():
             return
         members = self._router.members
-        if members.is_acquainted:
-            self._acquainted.set()
+        if members.reaches_engines:
+            self._reached_engines.set()
         if members.num_usable >= self._min_ready_engines:
             self._became_ready.set()
 
@@ -294,6 +335,19 @@ class EngineClient:
     def close(self) -> None:
         """Stop receiving and close the sockets."""
         self._timer.cancel()
-        self._acquaintance.cancel()
+        self._first_connect_timer.cancel()
         for inbox in (self._requests, self._outputs):
             inbox.close()
+
+
+def _followed(result: UtilityResult, wish: FleetWish, revision: int) -> bool:
+    """Whether an engine has done what was wished, by its answer to `info`."""
+    info = result.result
+    if result.error is not None or not isinstance(info, dict):
+        return False
+    done = int(info.get("fleet_revision") or 0) >= revision
+    return done and (wish.action != "pause" or bool(info["is_paused"]))
+
+
+def _shutting_down() -> NoEngineAvailable:
+    return NoEngineAvailable("This server is shutting down; send the request again.")

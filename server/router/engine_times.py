@@ -1,6 +1,18 @@
 """How long a request took in the engines that ran it. No clock: events come in with the time."""
 
+from typing import NamedTuple
+
 from engine.shared.messages import RequestTiming
+
+
+class EngineVisit(NamedTuple):
+    """One stay of a request in an engine; times in monotonic seconds of the front end."""
+
+    engine: int
+    sent: float
+    left: float
+    timing: RequestTiming | None
+    """How long it queued and was computed there; None if the engine said nothing of it."""
 
 
 class EngineTimes:
@@ -13,7 +25,7 @@ class EngineTimes:
     """
 
     __slots__ = ("_decode", "_ended_here", "_first_at", "_here", "_preemptions", "_prefill",
-                 "_queue", "_ran", "_since", "engine")  # fmt: skip
+                 "_queue", "_ran", "_sent", "_since", "engine", "visits")  # fmt: skip
 
     def __init__(self) -> None:
         self.engine = -1
@@ -25,11 +37,16 @@ class EngineTimes:
         self._ran = False
         self._first_at = 0.0
         self._since: float | None = None
+        self._sent: float | None = None
+        """When it was sent to the engine that it is in; None: it is in none."""
+        self.visits: list[EngineVisit] = []
+        """Its stays in engines that are over, in their order."""
 
     def sent(self, engine: int, now: float) -> None:
         """The request goes to an engine."""
-        self.engine = engine
         self.left(now)
+        self.engine = engine
+        self._sent = now
 
     def said(self, timing: RequestTiming, now: float, *, last: bool) -> None:
         """An output of the engine came with its times; `last` if the request ended with it."""
@@ -42,11 +59,17 @@ class EngineTimes:
     def left(self, now: float) -> None:
         """The engine was lost, or what it does from now on is not the request's any more."""
         here = self._here
+        if here is not None and not self._ended_here:
+            decode = now - self._first_at
+            here = RequestTiming(here.queue, here.prefill, decode, here.preemptions)
+        if self._sent is not None:
+            self.visits.append(EngineVisit(self.engine, self._sent, now, here))
+            self._sent = None
         if here is not None:
             self._queue += here.queue
             self._prefill += here.prefill
             self._preemptions += here.preemptions
-            self._decode += here.decode if self._ended_here else now - self._first_at
+            self._decode += here.decode
         elif self._since is not None:
             self._queue += now - self._since
         self._here = None

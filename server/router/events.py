@@ -30,12 +30,12 @@ class Submit(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Nobody reads a request any more, whether it has ended or not."""
+    """The outputs of a request are no longer read, whether it has ended or not."""
 
     request: RoutedRequest
 
 
-class Heard(msgspec.Struct, frozen=True):
+class EngineHello(msgspec.Struct, frozen=True):
     """An engine's hello on the request socket; `sender` is how to reach it."""
 
     sender: bytes
@@ -58,7 +58,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class CallOverdue(msgspec.Struct, frozen=True):
-    """Nobody waits any longer for the answers to a call that are still missing."""
+    """The caller waits no longer for the answers that are still missing."""
 
     call_id: int
     why: str
@@ -69,7 +69,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 Event = (
-    StepOutputs | Submit | Close | Heard | ClusterView | Tick | EngineDead
+    StepOutputs | Submit | Close | EngineHello | ClusterView | Tick | EngineDead
     | SendsFailed | Call | UtilityResult | CallOverdue
 )  # fmt: skip
 
@@ -96,14 +96,14 @@ class Abort(msgspec.Struct, frozen=True):
 
 
 class Confirm(msgspec.Struct, frozen=True):
-    """Tell an engine that asked on this connection that requests go to it."""
+    """Tell an engine, on the connection that it asked on, that requests are sent to it."""
 
     to: bytes
     session: int
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Hand to whoever reads each request what one step added to it."""
+    """Hand the outputs of one step to the readers of their requests."""
 
     outputs: list[tuple[RoutedRequest, RequestOutput]]
 
@@ -121,8 +121,8 @@ class Refuse(msgspec.Struct, frozen=True):
     error: NoEngineAvailable
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """A call is over: these are the answers, by rank, those that nobody gave included."""
+class CallResult(msgspec.Struct, frozen=True):
+    """A call is over: these are the answers, by rank, including errors for missing ones."""
 
     call_id: int
     results: list[UtilityResult]
@@ -141,11 +141,11 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 class Woken(msgspec.Struct, frozen=True):
-    """For the metrics: paused engines run, so long after the first request was sent to one."""
+    """For the metrics: how long paused engines took to run after a request was sent to one."""
 
     seconds: float
 
 
 Action = (
-    Deliver | Send | Abort | Confirm | Fail | Refuse | Answer | Notify | Resumed | Woken
+    Deliver | Send | Abort | Confirm | Fail | Refuse | CallResult | Notify | Resumed | Woken
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What becomes of requests whose engines die, fall silent, forget them, or are halted.
+"""What happens to requests whose engines die, fall silent, lose them, or are halted.
 
-A state machine without I/O. Requests move to other engines with their tokens so far, or wait for
-one. Those that too many engines died with are suspects, and run alone
+A state machine without I/O. Requests move to other engines with their tokens so far, or wait for an
+engine. Requests that were in flight on too many engines that died are suspects, and run alone
 (`server.router.probation`).
 """
 
@@ -20,7 +20,10 @@ from server.router.route import Engine
 logger = logging.getLogger(__name__)
 
 PROBATION_PATIENCE = 10
-"""A suspect that is neither cleared nor convicted is given up after so many `resume_timeout`s."""
+"""Multiple of `resume_timeout` after which a suspect is given up if it is neither cleared nor
+convicted."""
+
+ALL_HALTED = "All engines are paused or asleep, and none resumed in time; try again later."
 
 
 class Failover:
@@ -32,9 +35,7 @@ class Failover:
         delivery: the requests in flight.
         max_resumes: how many engines may die with a request before it is suspected.
         resume_timeout: seconds that a request waits for an engine.
-
-    More than 20 methods: each way in which a request can lose its engine is one, and all of them
-    end in the same few.
+        halted_timeout: seconds that it waits while operators have all engines halted.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Failover:
         delivery: Delivery,
         max_resumes: int,
         resume_timeout: float,
+        halted_timeout: float,
     ) -> None:
         self.waiting: dict[RoutedRequest, float] = {}
         """Requests that are on no engine, and since when."""
@@ -53,6 +55,7 @@ class Failover:
         self._loads = loads
         self._delivery = delivery
         self._resume_timeout = resume_timeout
+        self._halted_timeout = halted_timeout
 
     # -- requests and their engines --------------------------------------------------------------
 
@@ -66,7 +69,7 @@ class Failover:
         return []
 
     def place_again(self, request: RoutedRequest, now: float) -> list[Action]:
-        """Send a request anew, wherever it was; nothing that is still said of it counts."""
+        """Resend a request; later outputs of its earlier engine do not count."""
         self._delivery.renumber(request, now)
         return self.place(request, now)
 
@@ -81,7 +84,7 @@ class Failover:
         self.probation.drop(request)
 
     def place_waiting(self, now: float) -> list[Action]:
-        """Engines have come, or go on: look for those that requests wait for."""
+        """Engines have come or resumed: place the requests that wait for one."""
         actions: list[Action] = []
         ready = self._members.ready
         for request in list(self.waiting):
@@ -90,7 +93,7 @@ class Failover:
         return actions
 
     def hand_over(self, now: float) -> list[Action]:
-        """Send what halted engines hold to others, if their operators wish it: nobody has died."""
+        """Send the requests of halted engines to others if the operators want that."""
         actions: list[Action] = []
         if not self._members.ready:
             return []
@@ -108,12 +111,12 @@ class Failover:
         return actions
 
     def send_again(self, engine: Engine, now: float) -> list[Action]:
-        """Send the requests of a living engine anew, because it or its answers were not heard."""
+        """Resend the requests of a living engine, because messages to or from it were lost."""
         again = self._delivery.running_on(engine)
         route = self._members.find(*engine)
         if route is not None:
             self._loads.forget_unreceived(route)
-        what = "messages to or of engine %d were lost: sending %d requests again"
+        what = "messages to or from engine %d were lost: resending %d requests"
         logger.warning(what, engine[0], len(again))
         actions = self._delivery.abort([each.id for each in again], engine) if again else []
         for request in again:
@@ -132,10 +135,11 @@ class Failover:
     # -- engines that go -------------------------------------------------------------------------
 
     def out_of_reach(self, lost: EngineLost, now: float) -> list[Action]:
-        """Move what runs on an engine that may have died, or be out of reach only.
+        """Move the requests of an engine that is out of reach and may have died.
 
-        If it died, perhaps of one of these requests, only its return or its end will tell. If a
-        connection broke that is known soon; if it fell silent nobody can wait for it.
+        Whether it died, perhaps because of one of these requests, only its return or its end will
+        show. After a broken connection that is known soon; after silence it may take too long to
+        wait.
         """
         engine = lost.engine
         stranded = self._delivery.running_on(engine)
@@ -151,7 +155,7 @@ class Failover:
         return actions
 
     def engine_lost(self, lost: EngineLost, now: float) -> list[Action]:
-        """An engine process has ended: move what ran on it, and look at what had left it."""
+        """An engine process has ended: move its requests, and examine those that had left it."""
         engine = lost.engine
         stranded = self._delivery.running_on(engine)
         if stranded:
@@ -179,7 +183,7 @@ class Failover:
         return actions
 
     def replaced(self, incarnations: Mapping[int, int], now: float) -> list[Action]:
-        """Engines that fell silent have died if others are in their places now."""
+        """Engines that fell silent have died if other processes replaced them."""
         actions: list[Action] = []
         for request in list(self._delivery.in_flight.values()):
             if request.suspicion.silent_on:
@@ -188,14 +192,14 @@ class Failover:
         return actions
 
     def heard(self, engine: Engine) -> None:
-        """An engine lives: it was only out of reach."""
+        """An engine is alive: it was only out of reach."""
         for request in self._delivery.in_flight.values():
             request.suspicion.heard(engine)
 
     # -- suspects --------------------------------------------------------------------------------
 
     def _look_at(self, request: RoutedRequest, now: float) -> list[Action] | None:
-        """See what the deaths of engines say of a request; None: it may run as it did."""
+        """Decide whether a request is a suspect; None: it may go on as before."""
         probation = self.probation
         if request not in probation.suspects:
             if not probation.is_suspect(request):
@@ -215,7 +219,7 @@ class Failover:
         return []
 
     def _take_off(self, request: RoutedRequest, now: float) -> None:
-        """Let a request run nowhere, and wait for nothing but its turn."""
+        """Take a request off its engine; it waits only for its turn to run alone."""
         self._delivery.renumber(request, now)
         self.waiting.pop(request, None)
 
@@ -226,7 +230,7 @@ class Failover:
         return []
 
     def _convict(self, request: RoutedRequest, engine: Engine) -> list[Action]:
-        """An engine died of a request that ran alone: others did not kill the engines before."""
+        """An engine died while it ran a request alone: others did not cause the earlier deaths."""
         request.suspicion.alone_on = engine
         self.probation.convicted(request, self._delivery.in_flight.values())
         return self._kills_engines(request)
@@ -236,16 +240,18 @@ class Failover:
         logger.error("request %s: %s", name, why, extra={"request_id": name})
         return self._end(request, KillsEngines(why))
 
-    # -- requests that nobody can go on with -----------------------------------------------------
+    # -- requests that cannot go on --------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed: end what has waited for too long, and let the acquitted run."""
+        """Time has passed: end requests that have waited too long, and let acquitted ones run."""
         actions: list[Action] = []
         only_halted = self._members.has_engines and not self._members.ready
         for request, since in list(self.waiting.items()):
             waits_for_operator = only_halted and request.pinned_rank is None
-            if now - since > self._resume_timeout and not waits_for_operator:
-                name, why = request.message.request_id, self._why_no_engine(request)
+            within = self._halted_timeout if waits_for_operator else self._resume_timeout
+            if now - since > within:
+                name = request.message.request_id
+                why = ALL_HALTED if waits_for_operator else self._why_no_engine(request)
                 logger.error("request %s: %s", name, why, extra={"request_id": name})
                 actions += self._end(request, NoEngineAvailable(why))
         for request in self.probation.overdue(now):
@@ -256,7 +262,7 @@ class Failover:
 
     def _why_no_engine(self, request: RoutedRequest) -> str:
         if request.pinned_rank is None:
-            return "the engine died and no other could take the request over"
+            return "the engine died and no other could take over the request"
         return (
             f"engine {request.pinned_rank}, the only one that may run the request, has gone "
             f"and was not back within {self._resume_timeout:g} s"

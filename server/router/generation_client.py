@@ -1,13 +1,13 @@
-"""What the HTTP layer needs from whatever reaches the engines; tests give it a fake."""
+"""What the HTTP layer needs of the client that reaches the engines; tests give it a fake."""
 
 from typing import Protocol
 
 from engine.shared.messages import (
     AdapterOutcome,
+    AddRequest,
     ClusterView,
-    PoolingParams,
+    FleetWish,
     RequestOutput,
-    SamplingParams,
     UtilityResult,
     UtilityValue,
 )
@@ -20,15 +20,15 @@ class NoEngineAvailable(Exception):
 
 
 class NoSuchEngine(NoEngineAvailable):
-    """The wished engine is none of those that there are or will be (HTTP 400)."""
+    """The requested engine does not exist and is not expected (HTTP 400)."""
 
 
 class ReaderTooSlow(Exception):
-    """Too much had been generated for a client that does not read it; the request was aborted."""
+    """The client did not read what was generated; the request was aborted."""
 
 
 class KillsEngines(Exception):
-    """The request ended the engines that computed it, or may have: it must not be sent again."""
+    """The request killed the engines that ran it, or may have: it must not be sent again."""
 
 
 class TokenStream(Protocol):
@@ -41,7 +41,7 @@ class TokenStream(Protocol):
 
     @property
     def times(self) -> EngineTimes:
-        """Which engine that is, and how long the request took there and in those before."""
+        """Which engine runs it, and how long the request took there and in earlier engines."""
         ...
 
     async def next(self) -> RequestOutput:
@@ -51,8 +51,8 @@ class TokenStream(Protocol):
 
         Raises:
             NoEngineAvailable: the request was lost with its engine and nothing can take it over.
-            KillsEngines: it is the reason, or has to be taken for it.
-            ReaderTooSlow: nobody read for so long that the request was aborted.
+            KillsEngines: it is, or must be assumed to be, the reason.
+            ReaderTooSlow: the outputs were not read for so long that the request was aborted.
         """
         ...
 
@@ -69,13 +69,16 @@ class GenerationClient(Protocol):
         """Whether at least one engine can serve now."""
         ...
 
-    async def acquainted(self) -> None:
-        """Wait until it is known who can serve, which in a new process takes a moment."""
+    async def wait_for_first_engines(self) -> None:
+        """Wait until the engines that serve are known, which takes a moment in a new process."""
         ...
 
-    @property
-    def takes_requests(self) -> bool:
-        """Whether requests are taken; they wait while all engines are halted."""
+    def check_takes_requests(self) -> None:
+        """Return if requests are taken; they wait while all engines are halted.
+
+        Raises:
+            NoEngineAvailable: there is no engine, or this server is shutting down.
+        """
         ...
 
     @property
@@ -85,6 +88,11 @@ class GenerationClient(Protocol):
         Raises:
             NoEngineAvailable: no engine is there.
         """
+        ...
+
+    @property
+    def serves_images(self) -> bool:
+        """Whether an engine that is there takes images."""
         ...
 
     @property
@@ -100,6 +108,10 @@ class GenerationClient(Protocol):
     @property
     def view_age(self) -> float | None:
         """Seconds since the coordinator's newest view came; None before the first."""
+        ...
+
+    def weight_version(self, rank: int) -> str:
+        """What the weights of an engine are called; "" for those of its settings."""
         ...
 
     @property
@@ -122,33 +134,35 @@ class GenerationClient(Protocol):
         ...
 
     async def call_utility(
-        self, rank: int | None, name: str, arguments: dict[str, UtilityValue]
+        self,
+        rank: int | None,
+        name: str,
+        arguments: dict[str, UtilityValue],
+        within: float = 120.0,
     ) -> list[UtilityResult]:
         """Call a utility of one engine, or of all with rank None; return what they answered.
+
+        An engine that dies meanwhile, or takes more than `within` seconds, answers an error.
 
         Raises:
             NoEngineAvailable: there is no such engine now.
         """
         ...
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        pinned_rank: int | None = None,
-        tenant: int = 0,
-        cache_root: bytes = b"",
-        group: int = 0,
-        pooling: PoolingParams | None = None,
-        adapter: str = "",
-    ) -> TokenStream:
-        """Route one sequence to an engine and return its stream.
+    async def order_fleet(self, wish: FleetWish, within: float = 120.0) -> list[UtilityResult]:
+        """Have all engines do something, those that are still to come included.
 
-        `tenant`, `cache_root`, `group`, `pooling` and `adapter` are what engines are told
-        (`engine.shared.messages.AddRequest`).
+        Returns what each says of itself when it has done it (the utility `info`).
+
+        Raises:
+            NoEngineAvailable: not all had done it within `within` seconds; the order stands.
+        """
+        ...
+
+    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> TokenStream:
+        """Route one sequence to an engine, the pinned one if there is one; return its stream.
+
+        The router sets the message's `id`, `front_end` and `wave`.
 
         Raises:
             NoEngineAvailable: there is no engine (or the pinned one is not there).

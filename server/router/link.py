@@ -21,9 +21,11 @@ from engine.shared.messages import (
     AdapterSheet,
     ClusterView,
     CoordinatorReply,
+    FleetOrder,
     FrontEndNotice,
     encode,
 )
+from engine.shared.process_use import process_use
 from engine.shared.transport import Inbox, Transport
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,9 @@ class ClusterLink:
         heartbeat_interval: float,
         transport: Transport,
     ) -> None:
-        self._membership = Membership(identity, heartbeat_interval)
+        self._membership = Membership(
+            identity, heartbeat_interval, lambda: process_use(transport.descriptors)
+        )
         self._coordinator = coordinator
         self._interval = heartbeat_interval
         self._transport = transport
@@ -66,7 +70,7 @@ class ClusterLink:
         """Register and return this front end's number.
 
         Raises:
-            JoinRefused: the coordinator refused, or nobody answered in time.
+            JoinRefused: the coordinator refused, or did not answer in time.
         """
         socket = self._transport.connect(zmq.DEALER, self._coordinator, identity=self._name)
         self._registration = Inbox(socket, CoordinatorReply, "registration")
@@ -99,9 +103,10 @@ class ClusterLink:
         if view.group == self._membership.group:
             self._on_view(view)
 
-    def know_adapters(self, sheet: AdapterSheet | None) -> None:
-        """Note the newest sheet of adapters, for a coordinator that starts again."""
+    def know(self, sheet: AdapterSheet | None, order: FleetOrder | None) -> None:
+        """Note the newest sheet of adapters and order, for a coordinator that starts again."""
         self._membership.adapters = sheet
+        self._membership.fleet = order
 
     def ready(self) -> None:
         """Tell the coordinator that this front end serves."""
@@ -142,7 +147,7 @@ class ClusterLink:
     def _refused_again(self, reason: str) -> None:
         """Engines of another model have come: keep asking, until those of this one are back."""
         if reason != self._refusal:
-            logger.error("the coordinator refused this front end, which keeps asking: %s", reason)
+            logger.error("the coordinator refused this front end, which keeps retrying: %s", reason)
         self._refusal = reason
 
     def _joined(self, event: Joined) -> None:

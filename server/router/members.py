@@ -1,7 +1,7 @@
-"""Which engine processes there are: as the coordinator lists them, and as they are heard here.
+"""Which engine processes exist: as listed by the coordinator, and as heard by this front end.
 
-A state machine without I/O. Who has gone and who is out of reach is returned; what that means for
-requests, `server.router.failover` decides.
+A state machine without I/O. It returns which engines have gone or are out of reach;
+`server.router.failover` decides what that means for requests.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,9 @@ class EngineLost:
     rank: int
     incarnation: int
     was_silent: bool = False
-    """It was not heard for long before: it may be back some day, and its end was no crash that
-    was seen."""
+    """It had been silent for long: it may come back, and no crash was seen."""
     alone: int = 0
-    """Id of the request that it ran alone: its end was the doing of nobody else there."""
+    """Id of the request that it ran alone, and that alone can have caused its end; 0: none."""
 
     @property
     def engine(self) -> Engine:
@@ -35,14 +34,12 @@ class EngineLost:
 class Members:
     """The routes to all engines, and what becomes of them.
 
-    More than 20 methods: half of them are what others ask of all engines together.
-
     Args:
         incarnation: this front end's process.
         grace: seconds of silence after which an engine is out of reach, or gone if a restarted
             coordinator does not list it either.
         scope: which engines this front end may use.
-        num_ranks: engines of ranks below that shall come, whether or not they are there.
+        num_ranks: engines of ranks below this are expected, whether or not they are there.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class Members:
         """The newest snapshot, with the engines in scope."""
         self._view_at = 0.0
         self.num_ranks = num_ranks
-        """Ranks below this belong to engines that there are, were or shall be."""
+        """Ranks below this belong to engines that exist, existed or are expected."""
         self.incarnation = incarnation
         self._grace = grace
         self._scope = scope
@@ -93,7 +90,7 @@ class Members:
         return lost
 
     def _as_known(self, entry: EngineEntry) -> EngineEntry:
-        """Return an engine as it is, though its coordinator has just begun to learn of it.
+        """Return an engine's entry, as it was before if the coordinator has just restarted.
 
         An engine registers with a restarted coordinator in two messages, and is listed between
         them as one that is not ready. One that was ready goes on until it drains, or ends.
@@ -122,7 +119,7 @@ class Members:
         return route
 
     def expire(self, now: float) -> list[EngineLost]:
-        """Return the engines that a restarted coordinator does not list, nor are heard here."""
+        """Return engines that a restarted coordinator does not list and that are silent here."""
         self._look(now)
         return self._drop(self._roster.expire(now), now)
 
@@ -137,9 +134,9 @@ class Members:
         return lost
 
     def unheard(self, now: float) -> list[EngineLost]:
-        """Return the engines that live, as the coordinator says, but are not heard here any more.
+        """Return the engines that are alive for the coordinator but silent here.
 
-        They are out of reach until they say hello again. Has to be called at least every second.
+        They are out of reach until they say hello again. Must be called at least every second.
         """
         self._look(now)
         silent = [
@@ -154,7 +151,8 @@ class Members:
         ]
 
     def _look(self, now: float) -> None:
-        """This process runs; if it was held up, what was said meanwhile is still unread."""
+        """Note that this process runs; if it was stalled, messages are still unread: excuse
+        engines."""
         held_up = self._looked_at is not None and now - self._looked_at > self._grace / 2
         self._looked_at = now
         for rank, route in self.routes.items() if held_up else ():
@@ -182,7 +180,7 @@ class Members:
         return known is not None and known.session != hello.session
 
     def out_of_reach(self, rank: int, incarnation: int) -> list[EngineLost]:
-        """An engine does not hear this front end, or is not heard, until it says hello again."""
+        """Connections to or from an engine are broken until it says hello again."""
         route = self.find(rank, incarnation)
         if route is None or route.identity is None:
             return []
@@ -224,12 +222,12 @@ class Members:
 
     @property
     def has_engines(self) -> bool:
-        """Whether at least one engine is there, if only halted: it will run requests."""
+        """Whether there is at least one engine, even if halted: it will run requests."""
         return any(route.is_open for route in self.routes.values())
 
     @property
-    def is_acquainted(self) -> bool:
-        """Whether the coordinator has told of the engines, and all that serve can be reached."""
+    def reaches_engines(self) -> bool:
+        """Whether the coordinator has listed the engines, and all that serve can be reached."""
         routes = self.routes.values()
         return self.view is not None and all(each.is_open for each in routes if each.entry.ready)
 
@@ -239,7 +237,7 @@ class Members:
 
     @property
     def paused(self) -> bool:
-        """Whether all that is known here says that no engine is stepping."""
+        """Whether no engine is stepping, as far as is known here."""
         if self.view is not None and self.view.running:
             return False
         return all(route.is_idle for route in self.routes.values())
@@ -249,6 +247,11 @@ class Members:
         """Longest sequence that every engine takes; None without one."""
         setups = [route.entry.setup for route in self.routes.values() if route.is_open]
         return min((setup.max_model_len for setup in setups if setup), default=None)
+
+    @property
+    def serves_images(self) -> bool:
+        """Whether an engine that is there takes images."""
+        return any(route.is_open and route.takes_images for route in self.routes.values())
 
     @property
     def num_slots(self) -> int:
@@ -270,7 +273,7 @@ class Members:
         }
 
     def unseen_front_ends(self, seen: int) -> int:
-        """How many others than the `seen` route to the same engines."""
+        """How many front ends, besides the `seen` ones, route to the same engines."""
         if self.view is None or self._scope != EVERYTHING:
             return 0
         return max(0, self.view.num_front_ends - seen)

@@ -1,8 +1,7 @@
-"""Suspects of one front end: one at a time is tried, the others wait for their turn.
+"""Requests suspected of killing engines: one at a time is tried, the others wait for their turn.
 
-Innocent requests become suspects too, when they shared engines with whatever killed these. So
-nobody is answered with an error for that: a suspect is computed alone, and what happens then
-tells.
+Innocent requests become suspects too if they shared engines with the culprit. So being suspected is
+not an error: a suspect runs alone, and the result shows whether it kills engines.
 """
 
 from collections.abc import Iterable
@@ -13,21 +12,21 @@ from engine.shared.messages import EngineStats
 from server.router.request import RoutedRequest
 
 STEPS_ALONE = 8
-"""Steps with a draw that a suspect is computed alone: more than were lost of it with its engine."""
+"""Sampling steps for which a suspect runs alone: more than were lost with its engine."""
 
 STEPS_GROWTH = 4
-"""How many times as long a request is tried that had been cleared before, up to twice."""
+"""Factor by which each earlier acquittal, up to two, lengthens a trial."""
 
 CONVICTING_DEATHS = 2
-"""Engines that have to die while they run the same suspect alone: one may have been killed by
-somebody who restarts engines, or by its machine."""
+"""Engines that must die while running the same suspect alone: a single one may have been killed by
+an operator or by its machine."""
 
 MAX_TRIES = 3
-"""Engines that may die, nobody knows why, while the same suspect waits there to run alone."""
+"""Engines that may die for unknown reasons while the same suspect waits there to run alone."""
 
 
 class Probation:
-    """Who is suspected, and whose turn it is to run alone.
+    """Which requests are suspects, and which of them runs alone now.
 
     Args:
         max_resumes: how many engines may die with a request before it is suspected.
@@ -36,12 +35,12 @@ class Probation:
 
     def __init__(self, max_resumes: int, patience: float) -> None:
         self.on_trial: RoutedRequest | None = None
-        """The suspect that was sent to an engine, or is as soon as there is one."""
+        """The suspect that runs alone, or will as soon as there is an engine."""
         self.suspects: dict[RoutedRequest, float] = {}
-        """Since when each is one, in the order of their turns."""
+        """When each became one, in the order of their turns."""
         self._max_resumes = max_resumes
         self._patience = patience
-        self._rests = False
+        self._pausing_until_next_trial = False
 
     def is_suspect(self, request: RoutedRequest) -> bool:
         """Whether too many engines died with a request for it to run beside others."""
@@ -50,7 +49,8 @@ class Probation:
     def may_run(self, request: RoutedRequest) -> bool:
         """Whether a request may be sent to an engine: it is on trial, or cannot become a suspect.
 
-        One that would be a suspect if an engine that it left has died waits to know.
+        A request that becomes a suspect if an engine that it left has died waits until that is
+        known.
         """
         suspicion = request.suspicion
         possible = len(suspicion.died_on) + len(suspicion.in_doubt)
@@ -61,11 +61,11 @@ class Probation:
         self.suspects.setdefault(request, now)
 
     def next(self) -> RoutedRequest | None:
-        """Begin the next trial if it is time for one, and return who is tried.
+        """Begin the next trial if it is time for one, and return the suspect.
 
-        Whoever left an engine that may have died waits until that is known.
+        Suspects that left an engine which may have died wait until that is known.
         """
-        if self.on_trial is not None or self._rests:
+        if self.on_trial is not None or self._pausing_until_next_trial:
             return None
         request = next((each for each in self.suspects if not each.suspicion.in_doubt), None)
         if request is not None:
@@ -76,14 +76,14 @@ class Probation:
         return request
 
     def broke_off(self, request: RoutedRequest) -> None:
-        """A suspect has lost its engine: others are tried first unless it ran there alone."""
+        """A suspect has lost its engine: others are tried first unless it ran alone there."""
         if not request.suspicion.deaths_alone:
             self.suspects[request] = self.suspects.pop(request)
         if self.on_trial is request:
             self.on_trial = None
 
     def watch(self, stats: EngineStats) -> None:
-        """An engine says whom it runs alone: the trial begins there, or is over and ended well."""
+        """An engine reports the request that it runs alone: a trial has begun, or ended well."""
         request = self.on_trial
         engine = (stats.rank, stats.incarnation)
         if request is None or request.engine != engine:
@@ -95,13 +95,13 @@ class Probation:
             request.suspicion.cleared()
 
     def convicted(self, request: RoutedRequest, in_flight: Iterable[RoutedRequest]) -> None:
-        """A request is the reason for the deaths that others are suspected of, too.
+        """A request caused the deaths that others are suspected of, too.
 
-        Nobody runs for that before the next tick: others of the same client's request are closed
-        by then.
+        No trial begins before the next tick: by then, other sequences of the same request are
+        closed.
         """
         self.drop(request)
-        self._rests = True
+        self._pausing_until_next_trial = True
         for other in in_flight:
             if other is not request:
                 other.suspicion.explained(request.suspicion.died_on)
@@ -111,7 +111,7 @@ class Probation:
         request.message = msgspec.structs.replace(request.message, alone=0)
 
     def drop(self, request: RoutedRequest) -> None:
-        """The request has ended, or is a suspect no more."""
+        """The request has ended, or is no longer a suspect."""
         self.suspects.pop(request, None)
         if self.on_trial is request:
             self.on_trial = None
@@ -121,8 +121,8 @@ class Probation:
         return [each for each, since in self.suspects.items() if now - since > self._patience]
 
     def tick(self) -> list[RoutedRequest]:
-        """Time has passed; return those who wait for their turn and need it no more."""
-        self._rests = False
+        """Time has passed; return the waiting requests that are no longer suspects."""
+        self._pausing_until_next_trial = False
         waiting = [each for each in self.suspects if each is not self.on_trial]
         acquitted = [each for each in waiting if not self.is_suspect(each)]
         for each in acquitted:

@@ -1,5 +1,6 @@
-"""One sequence that a front end has in flight: what it is, and where it runs."""
+"""A sequence that a front end has in flight: what it is, where it runs, and its suspicion."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -7,15 +8,104 @@ import msgspec
 from engine.shared.messages import AddRequest
 from server.router.engine_times import EngineTimes
 from server.router.route import Engine
-from server.router.suspicion import Suspicion
+
+_NONE: frozenset[Engine] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Suspicion:
+    """The deaths of engines that one request may have caused."""
+
+    died_on: frozenset[Engine] = _NONE
+    """Engines that died with the request in flight, for an unknown reason."""
+    in_doubt: frozenset[Engine] = _NONE
+    """Engines that it was moved away from and that may have died."""
+    silent_on: frozenset[Engine] = _NONE
+    """Engines that fell silent with it in flight: they died if other processes replace them."""
+    alone_on: Engine | None = None
+    """The engine that said that it runs this request alone."""
+    tried_on: Engine | None = None
+    """The engine that it was last sent to, to run alone."""
+    tries: int = 0
+    """Engines that died for an unknown reason while the request waited there to run alone."""
+    deaths_alone: int = 0
+    """Engines that died while they ran it alone."""
+    clearances: int = 0
+    """How often it has run alone without harm."""
+
+    def says(self) -> str:
+        """Return what the client is told when the request ends for it."""
+        deaths = len(self.died_on) + (self.alone_on is not None)
+        if self.alone_on is not None:
+            return (
+                f"the request ended {deaths} engines, {self.deaths_alone} of them while it ran "
+                "there alone: it must not be sent again"
+            )
+        return (
+            f"the request was in flight on {deaths} engines that died and could not be run alone: "
+            "it is suspected to be the reason and should not be sent again"
+        )
+
+    def left(self, engine: Engine, *, was_silent: bool) -> None:
+        """The request leaves an engine that is out of reach."""
+        if was_silent:
+            self.silent_on |= {engine}
+        else:
+            self.in_doubt |= {engine}
+
+    def left_on(self, engine: Engine) -> bool:
+        """Whether it left that engine before it was known whether the engine had died."""
+        return engine in self.in_doubt or engine in self.silent_on
+
+    def heard(self, engine: Engine) -> None:
+        """An engine is alive: it was only out of reach."""
+        if not (self.died_on or self.in_doubt or self.silent_on):
+            return
+        if self.left_on(engine) and self.alone_on == engine:
+            self.alone_on = None
+        self.excused(engine)
+        self.died_on -= {engine}
+
+    def excused(self, engine: Engine) -> None:
+        """This request did not cause what happened to an engine."""
+        self.in_doubt -= {engine}
+        self.silent_on -= {engine}
+
+    def ended(self, engine: Engine, *, was_silent: bool) -> None:
+        """An engine has gone; one that had been silent may come back."""
+        self.excused(engine)
+        if was_silent:
+            self.silent_on |= {engine}
+        else:
+            self.died_on |= {engine}
+        if engine == self.tried_on and not was_silent:
+            self.tries += 1
+            self.tried_on = None
+
+    def replaced(self, incarnations: Mapping[int, int]) -> None:
+        """Engines that fell silent have died if other processes replaced them."""
+        for rank, incarnation in self.silent_on:
+            if incarnations.get(rank, incarnation) != incarnation:
+                self.ended((rank, incarnation), was_silent=False)
+
+    def explained(self, deaths: frozenset[Engine]) -> None:
+        """Another request caused these deaths."""
+        self.died_on -= deaths
+
+    def cleared(self) -> None:
+        """It has run alone without harm: the engines died for other reasons."""
+        self.died_on = _NONE
+        self.alone_on = self.tried_on = None
+        self.tries = self.deaths_alone = 0
+        self.clearances += 1
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A request that the front end owns until it ends, on whichever engines it runs.
+    """A request that the front end owns until it ends, whichever engines run it.
 
-    Prompt, sampling parameters and every token so far stay here, so that another engine can go on
-    where one has died.
+    Prompt, sampling parameters and all tokens so far stay here, so that another engine can continue
+    if one dies.
     """
 
     message: AddRequest
@@ -29,7 +119,7 @@ class RoutedRequest:
     times: EngineTimes = field(default_factory=EngineTimes)
     suspicion: Suspicion = field(default_factory=Suspicion)
     waited_since: float | None = None
-    """Since when it had waited for the engine that it was sent to last; None: not at all."""
+    """When it began to wait for the engine that it was sent to last; None: it did not wait."""
 
     @property
     def id(self) -> int:
@@ -39,6 +129,17 @@ class RoutedRequest:
     def rank(self) -> int:
         """Rank of the engine that runs it; -1 without one."""
         return -1 if self.engine is None else self.engine[0]
+
+    @property
+    def shown_token_ids(self) -> list[int]:
+        """The prompt in which numbers of their own stand for images: their tokens are all alike."""
+        message = self.message
+        if not message.encoder_inputs:
+            return message.prompt_token_ids
+        shown = list(message.prompt_token_ids)
+        for each in message.encoder_inputs:
+            shown[each.position] = int.from_bytes(each.digest[:7])
+        return shown
 
     def to_send(self, wave: int) -> AddRequest:
         """Return the request as an engine has to take it (over): with the tokens so far."""

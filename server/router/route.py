@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.shared.messages import EngineEntry, EngineStats
+from engine.shared.messages import AddRequest, EngineEntry, EngineStats
 from server.router.load_table import Sent
 from server.router.routing import KV_PRESSURE_FROM, EngineLoad
 
@@ -57,6 +57,16 @@ class Route:
     def has_adapter(self, version: str) -> bool:
         """Whether it can compute with a version; "" is none."""
         return not version or version in self.entry.adapters
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether requests may show it images."""
+        return self.entry.setup is not None and self.entry.setup.images
+
+    def can_serve(self, message: AddRequest) -> bool:
+        """Whether it is able to compute a request."""
+        seen = self.takes_images or not message.encoder_inputs
+        return seen and self.has_adapter(message.adapter)
 
     def has_resident(self, version: str) -> bool:
         """Whether its steps are computed with a version already."""

@@ -28,8 +28,8 @@ from server.router.events import (
     Close,
     Confirm,
     Deliver,
+    EngineHello,
     Event,
-    Heard,
     Refuse,
     Send,
     SendsFailed,
@@ -91,7 +91,7 @@ class Router:
         return actions
 
     def _engines_changed(
-        self, event: Heard | ClusterView | EngineDead | SendsFailed | Tick, now: float
+        self, event: EngineHello | ClusterView | EngineDead | SendsFailed | Tick, now: float
     ) -> list[Action]:
         """Engines may have come, gone, fallen silent, or be halted or not.
 
@@ -101,7 +101,7 @@ class Router:
         events move requests for that.
         """
         match event:
-            case Heard():
+            case EngineHello():
                 return self._heard(event, now)
             case ClusterView():
                 return self._view(event, now)
@@ -168,7 +168,7 @@ class Router:
 
     # -- engines that come and go ----------------------------------------------------------------
 
-    def _heard(self, event: Heard, now: float) -> list[Action]:
+    def _heard(self, event: EngineHello, now: float) -> list[Action]:
         """An engine says that its request route is open; it repeats that as a sign of life."""
         sender, hello = event.sender, event.hello
         engine = (hello.rank, hello.incarnation)
@@ -248,6 +248,7 @@ def build_router(
     grace: float,
     max_resumes: int,
     resume_timeout: float,
+    halted_timeout: float,
     scope: Scope = EVERYTHING,
     num_ranks: int = 0,
 ) -> Router:
@@ -263,6 +264,7 @@ def build_router(
         delivery=delivery,
         max_resumes=max_resumes,
         resume_timeout=resume_timeout,
+        halted_timeout=halted_timeout,
     )
     return Router(
         members=members,

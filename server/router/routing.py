@@ -5,15 +5,20 @@ counts one, queued prefill tokens count in proportion, and requests that wait wh
 is nearly full count more, because they will wait longer.
 
 Front ends of one node see each other's sends; those of other nodes only show in the next stats.
-If all of them chose the least loaded engine they would all choose the same one, so whoever has
+If all of them chose the least loaded engine they would all choose the same one, so a front end with
 such neighbours compares only some engines, drawn at random: the fewer, the more neighbours.
 """
 
+import logging
 import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
+
+from engine.shared.plugins import load_plugin
+
+logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS_PER_REQUEST = 512
 """Queued prompt tokens that weigh as much as one running request."""
@@ -228,9 +233,9 @@ class PrefixAffinity:
 
 
 def _bound(loads: Sequence[EngineLoad], blocks: int) -> float:
-    """Return up to which cost an engine is worth choosing that may have so many blocks cached.
+    """Return the highest cost at which to choose an engine that may have `blocks` blocks cached.
 
-    What need not be computed again is worth as much as it would weigh in the queue.
+    A cached block saves what its tokens would add to the cost of the queue.
     """
     saved = blocks * AFFINITY_BLOCK / PREFILL_TOKENS_PER_REQUEST
     return min(cost(each) for each in loads) * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
@@ -262,3 +267,58 @@ POLICIES: dict[str, Callable[[int], RoutingPolicy]] = {
     "round-robin": RoundRobin,
 }
 """Every policy by the name under which it is configured; the argument is where to begin."""
+
+
+def build_policy(name: str, start: int) -> RoutingPolicy:
+    """Return a policy of ours or of a plugin, which begins at `start`.
+
+    Raises:
+        BadPlugin: it is a plugin's, and cannot be used.
+    """
+    if name in POLICIES:
+        return POLICIES[name](start)
+
+    def tried(policy: Callable[[int], RoutingPolicy]) -> RoutingPolicy:
+        idle = [EngineLoad(0, 0, 0, 0, 0.0)]
+        chosen = policy(start).choose(idle, (), 0, cache_root=b"")
+        if chosen.rank != 0:
+            raise ValueError(f"it chose engine {chosen.rank} of engine 0 alone")
+        return _Foreign(name, policy(start), start)
+
+    return load_plugin("swell.routing_policies", name, "--routing-policy", tried)
+
+
+class _Foreign:
+    """A plugin's policy; where it fails, the least loaded engine is chosen."""
+
+    def __init__(self, name: str, policy: RoutingPolicy, start: int) -> None:
+        self._name, self._policy = name, policy
+        self._otherwise = LeastLoaded(start)
+        self._has_failed = False
+
+    def choose(
+        self,
+        loads: Sequence[EngineLoad],
+        prompt_token_ids: Sequence[int] = (),
+        unseen_front_ends: int = 0,
+        *,
+        cache_root: bytes = b"",
+    ) -> Choice:
+        try:
+            choice = self._policy.choose(
+                loads, prompt_token_ids, unseen_front_ends, cache_root=cache_root
+            )
+            if any(choice.rank == load.rank for load in loads):
+                return choice
+            error = f"there is no engine {choice.rank!r}"
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        if not self._has_failed:
+            self._has_failed = True
+            logger.error(
+                "--routing-policy %s failed, so that the least loaded engine was taken; "
+                "this is not logged again: %s",
+                self._name,
+                error,
+            )
+        return self._otherwise.choose(loads, unseen_front_ends=unseen_front_ends)

@@ -21,8 +21,8 @@ from engine.shared.messages import (
 from server.router.events import (
     Abort,
     Action,
-    Answer,
     Call,
+    CallResult,
     Close,
     Confirm,
     Deliver,
@@ -104,8 +104,8 @@ class RouterShell:
         return stream
 
     def _close(self, stream: RequestStream) -> None:
-        self._streams.pop(stream.request, None)
-        self.handle(Close(stream.request))
+        if self._streams.pop(stream.request, None) is not None:
+            self.handle(Close(stream.request))
 
     def call(
         self,
@@ -163,7 +163,7 @@ class RouterShell:
                     self._fail(request, error)
                 case Refuse(error):
                     raise error
-                case Answer(call_id, results):
+                case CallResult(call_id, results):
                     self._on_answers.pop(call_id)(results)
                 case Notify(notice):
                     self._notify(notice)
@@ -182,6 +182,12 @@ class RouterShell:
                 stream = streams.pop(request, None)
             if stream is not None:
                 stream.put(output)
+
+    def fail_all(self, error: NoEngineAvailable) -> None:
+        """End all requests with an error."""
+        for request in list(self._streams):
+            self._fail(request, error)
+            self.handle(Close(request))
 
     def _fail(self, request: RoutedRequest, error: NoEngineAvailable | KillsEngines) -> None:
         if (stream := self._streams.pop(request, None)) is not None:

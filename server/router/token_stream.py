@@ -9,18 +9,18 @@ from server.router.generation_client import KillsEngines, NoEngineAvailable, Rea
 from server.router.request import RoutedRequest
 
 MAX_BACKLOG = 1 << 16
-"""Tokens that are kept for a client that does not read before its request is aborted."""
+"""Unread tokens after which the request of a client that does not read is aborted."""
 
 _MERGED = 64
 """Unread outputs that become one."""
 
 
 class RequestStream:
-    """What has come of one request and has not been read yet.
+    """The outputs of one request that have not been read yet.
 
     Args:
         message: what is asked for; the router gives it its id.
-        on_close: called when nobody reads any more.
+        on_close: called when the stream is closed by its reader.
         pinned_rank: the only engine that may run it.
     """
 

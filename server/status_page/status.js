@@ -1,4 +1,7 @@
-// Polls /status.json, shows it, and streams completions into the playground.
+// Polls /status.json and shows it.
+
+import { hasKey, headers, needsKey, whenKeyChanges } from "./access.js";
+import { showServer } from "./playground.js";
 
 const POLL_MS = 1000;
 const HISTORY = 120; // samples in a sparkline
@@ -204,8 +207,8 @@ function showEngines(status, before) {
 function showState(status) {
   const ready = status.engines.filter((engine) => engine.ready).length;
   const badge = $("state");
-  setText(badge, !status.ready ? "not ready" : status.running ? "running" : "paused");
-  badge.className = `badge ${!status.ready ? "bad" : status.running ? "good" : ""}`;
+  setText(badge, !status.ready ? "not ready" : status.running ? "running" : "ready");
+  badge.className = `badge ${status.ready ? "good" : "bad"}`;
   const number = Math.max(status.num_expected, status.engines.length);
   setText($("engines-title"), `Engines: ${ready} of ${number} ready`);
   const missing = status.missing.map(
@@ -235,7 +238,7 @@ function showTiles(status, before, previous) {
     ? `fullest engine; ${percent(sum("prefix_cache_hits_total") / queries)} prefix hits` : "fullest engine");
   setText($("wave"), number.format(status.wave));
   const wakeups = Object.values(status.wakeups_total).reduce((value, each) => value + each, 0);
-  setText($("wakeups"), `${status.running ? "running" : "paused"}; woken ${number.format(wakeups)}×`);
+  setText($("wakeups"), `${status.running ? "running" : "idle"}; woken ${number.format(wakeups)}×`);
   setText($("front-ends"), number.format(status.num_front_ends));
   setText($("uptime"), `up ${duration(Math.max(0, status.time - status.started))}`);
 }
@@ -243,17 +246,7 @@ function showTiles(status, before, previous) {
 function showModels(status) {
   setText($("models"), status.models.join(", "));
   setText($("version"), `Swell ${status.version}`);
-  if (status.has_chat_template && !samples.length) offerChat();
-  const select = $("model");
-  if ([...select.options].map((option) => option.value).join() !== status.models.join())
-    select.replaceChildren(...status.models.map((name) => new Option(name, name)));
-}
-
-// A model that chats is first asked as one, unless the form has been used already.
-function offerChat() {
-  if ($("endpoint").value !== "completions" || $("prompt").value !== $("prompt").defaultValue) return;
-  $("endpoint").value = "chat";
-  $("prompt").value = "What can you tell me about the sea?";
+  showServer(status);
 }
 
 function show(status) {
@@ -266,16 +259,7 @@ function show(status) {
   showEngines(status, samples[0]);
 }
 
-let key = ""; // kept here alone: gone with the page
-$("api-key").addEventListener("change", () => {
-  key = $("api-key").value.trim();
-  if (key) poll();
-});
-$("access").addEventListener("submit", (event) => event.preventDefault()); // Enter has changed the key
-
-function headers() {
-  return key ? { Authorization: `Bearer ${key}` } : {};
-}
+whenKeyChanges(poll);
 
 function trouble(text) {
   $("trouble").hidden = !text;
@@ -287,8 +271,8 @@ function showLocked() {
   setText($("state"), "locked");
   $("state").className = "badge warn";
   $("links").hidden = true;
-  trouble(key ? "The server does not know this key." : "The server wants a key: enter it under API key.");
-  if (!key && document.activeElement === document.body) $("api-key").focus();
+  trouble(hasKey() ? "The server does not accept this key." : "This server needs an API key.");
+  needsKey();
 }
 
 async function poll() {
@@ -299,7 +283,7 @@ async function poll() {
     if (answer.status === 401) return showLocked();
     if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
     show(await answer.json());
-    $("links").hidden = headers().Authorization !== undefined; // a link carries no key
+    $("links").hidden = hasKey(); // a link carries no key
     trouble("");
   } catch (error) {
     setText($("state"), "no connection");
@@ -315,106 +299,5 @@ async function keepPolling() {
     await new Promise((done) => setTimeout(done, Math.max(0, POLL_MS - (performance.now() - began))));
   }
 }
-
-// -- playground ------------------------------------------------------------------------------
-
-let running = null; // AbortController of the stream that is shown
-
-function requestOf() {
-  const body = {
-    model: $("model").value || undefined,
-    max_tokens: Number($("max-tokens").value) || 16,
-    temperature: Number($("temperature").value),
-    stream: true,
-    stream_options: { include_usage: true },
-  };
-  if ($("endpoint").value === "chat")
-    return ["/v1/chat/completions", { ...body, messages: [{ role: "user", content: $("prompt").value }] }];
-  return ["/v1/completions", { ...body, prompt: $("prompt").value }];
-}
-
-// Yields the data of server-sent events.
-async function* events(stream) {
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const blocks = (rest + value).split("\n\n");
-    rest = blocks.pop();
-    for (const block of blocks) if (block.startsWith("data: ")) yield block.slice(6);
-  }
-}
-
-async function stream(signal) {
-  const [path, body] = requestOf();
-  const began = performance.now();
-  const answer = await fetch(path, {
-    method: "POST", signal, body: JSON.stringify(body),
-    headers: { "Content-Type": "application/json", ...headers() },
-  });
-  if (!answer.ok) {
-    const error = await answer.json().catch(() => null);
-    throw new Error(error?.error?.message ?? `the server answered ${answer.status}`);
-  }
-  const output = $("output");
-  const shown = output.appendChild(document.createTextNode(""));
-  let first = null;
-  for await (const data of events(answer.body)) {
-    if (data === "[DONE]") break;
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new Error(chunk.error.message);
-    const choice = chunk.choices[0];
-    const text = choice?.text ?? choice?.delta?.content ?? choice?.delta?.reasoning_content ?? "";
-    if (text) {
-      first ??= performance.now();
-      const atEnd = output.scrollTop + output.clientHeight >= output.scrollHeight - 8;
-      shown.appendData(text);
-      if (atEnd) output.scrollTop = output.scrollHeight;
-    }
-    if (chunk.usage) showFacts(chunk.usage, began, first);
-  }
-}
-
-function showFacts(usage, began, first) {
-  const now = performance.now();
-  const facts = [`${usage.prompt_tokens} prompt tokens`, `${usage.completion_tokens} output tokens`];
-  if (first !== null) {
-    facts.push(`first after ${milliseconds((first - began) / 1000)}`);
-    if (usage.completion_tokens > 1 && now > first)
-      facts.push(`${number.format((1000 * (usage.completion_tokens - 1)) / (now - first))} tokens/s`);
-  }
-  setText($("output-facts"), facts.join(", "));
-}
-
-async function play() {
-  running?.abort();
-  const mine = new AbortController();
-  running = mine;
-  $("output").textContent = "";
-  setText($("output-facts"), "");
-  $("stop").disabled = false;
-  $("output").setAttribute("aria-busy", "true"); // read out once, at the end
-  try {
-    await stream(mine.signal);
-  } catch (error) {
-    if (running === mine) setText($("output-facts"), mine.signal.aborted ? "stopped" : `failed: ${error.message}`);
-  } finally {
-    if (running === mine) {
-      running = null;
-      $("stop").disabled = true;
-      $("output").setAttribute("aria-busy", "false");
-    }
-  }
-}
-
-$("playground").addEventListener("submit", (event) => {
-  event.preventDefault();
-  play();
-});
-$("stop").addEventListener("click", () => running?.abort());
-$("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("playground").requestSubmit();
-});
 
 keepPolling();

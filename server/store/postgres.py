@@ -1,54 +1,24 @@
-"""A PostgreSQL database, which the front ends of all nodes have open."""
+"""A PostgreSQL database that the front ends of all nodes share."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 
 import psycopg
 
 from server.store.records import BackendFailed
-from server.store.sql import TABLES, Rows, SqlBackend
+from server.store.sql import TABLES, Rows
 
 _WAIT = 10
 """Seconds for which a front end waits for a connection, a lock or a statement."""
 _LOCK = 0x5357_454C_4C
-"""Number of the lock that whoever makes changes has."""
-_TRIGGERS = """
-CREATE OR REPLACE FUNCTION account() RETURNS trigger AS $$ BEGIN
-    IF TG_OP <> 'DELETE' THEN
-        INSERT INTO tenants VALUES (NEW.tenant, NEW.size)
-            ON CONFLICT (tenant) DO UPDATE SET bytes = tenants.bytes + NEW.size;
-    END IF;
-    IF TG_OP <> 'INSERT' THEN
-        UPDATE tenants SET bytes = bytes - OLD.size WHERE tenant = OLD.tenant;
-    END IF;
-    RETURN NULL;
-END $$ LANGUAGE plpgsql;
-CREATE OR REPLACE FUNCTION forget_events() RETURNS trigger AS $$ BEGIN
-    DELETE FROM events WHERE tenant = OLD.tenant AND response = OLD.id;
-    RETURN NULL;
-END $$ LANGUAGE plpgsql;
-CREATE OR REPLACE TRIGGER events_out AFTER DELETE ON responses
-    FOR EACH ROW EXECUTE FUNCTION forget_events();
-""" + "".join(
-    f"""
-CREATE OR REPLACE TRIGGER {table}_account AFTER INSERT OR DELETE OR UPDATE OF size ON {table}
-    FOR EACH ROW EXECUTE FUNCTION account();
-"""
-    for table in ("responses", "conversations")
-)
-
-
-def postgres_backend(url: str, max_bytes: int, max_age: float) -> SqlBackend:
-    """Return what keeps records in a database, in a schema of its own that is named `swell`.
-
-    Raises:
-        OSError: the database cannot be used.
-    """
-    return SqlBackend(PostgresDatabase(url), max_bytes, max_age)
+"""Number of the advisory lock that every transaction holds."""
 
 
 class PostgresDatabase:
-    """A connection that is made anew when it was lost; see `server.store.sql.Database`.
+    """A connection that is reopened when it is lost; see `server.store.sql.Database`.
+
+    Its tables are in a schema of its own, `swell`.
 
     Args:
         url: `postgresql://...`, as libpq has it; what it leaves out is in libpq's variables and
@@ -65,9 +35,11 @@ class PostgresDatabase:
             self._connection = self._connect()
             with self.transaction():
                 self.execute("CREATE SCHEMA IF NOT EXISTS swell")
-                self.execute(TABLES.format(BYTES="BYTEA") + _TRIGGERS)
+                self.execute(TABLES.format(BYTES="BYTEA"))
+            (epoch,) = self.execute("SELECT extract(epoch FROM clock_timestamp())").fetchone()
         except (psycopg.Error, BackendFailed) as error:
             raise OSError(f"the store of responses cannot be used: {error}") from error
+        self._epoch = float(epoch) - _since_boot()
 
     def _connect(self) -> "psycopg.Connection[tuple[object, ...]]":
         connection = psycopg.connect(
@@ -81,11 +53,19 @@ class PostgresDatabase:
         return connection
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._connection.close()
 
+    def now(self) -> float:
+        """Return the database's time at the start of this process, and what has passed since."""
+        return self._epoch + _since_boot()
+
+    def has_room(self, _: int) -> bool:
+        """Always true: the database's operator looks after its disk."""
+        return True
+
     def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
-        """Execute a statement; if the connection is lost on another, but in no transaction."""
+        """Execute a statement; outside a transaction, on a new connection if this one is lost."""
         # No text here has a NUL, which the database does not take.
         sent = [each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in values]
         text = statement.replace("?", "%s").encode()
@@ -102,7 +82,7 @@ class PostgresDatabase:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make changes that are kept together, or not at all; nobody else makes any meanwhile."""
+        """Make changes atomically; no other process makes any at the same time."""
         self.execute("BEGIN")
         self._in_transaction = True
         try:
@@ -111,8 +91,12 @@ class PostgresDatabase:
             self.execute("COMMIT")
         except BaseException:
             if not self._connection.closed:
-                with contextlib.suppress(BackendFailed):  # at its end at the latest
+                with contextlib.suppress(BackendFailed):  # the server rolls back by itself, too
                     self.execute("ROLLBACK")
             raise
         finally:
             self._in_transaction = False
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

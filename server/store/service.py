@@ -1,33 +1,36 @@
-"""Kept responses and conversations, without holding up the event loop."""
+"""Stored responses and conversations, without blocking the event loop."""
 
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import suppress
+from typing import Concatenate, ParamSpec, TypeVar
 
+from engine.shared.fair_threads import FairQueue, QueueFull
+from server.limits import MAX_JOBS, MAX_JOBS_OF_ONE, MAX_UNSENT, MAX_UNSENT_OF_ONE
 from server.store.jobs import Jobs
-from server.store.records import (
-    UNFINISHED,
-    Backend,
-    BackendFailed,
-    EventBatch,
-    StoredConversation,
-    StoredItem,
-    StoredResponse,
-)
+from server.store.records import UNFINISHED, BackendFailed, DiskFull, StoreFull
+from server.store.sql import SqlBackend
+from server.tenant_budget import TenantBudget
 
 logger = logging.getLogger(__name__)
 
-LEASE = 15.0
-"""Seconds after which an unfinished response whose maker was not heard of has failed."""
+SILENCE = 15.0
+"""Seconds without a beat after which an unfinished response is shown as failed."""
 _MAX_WAITING = 1024
 """Calls that wait for the store's thread; more are refused."""
 _MAX_WAITING_OF_ONE = _MAX_WAITING // 2
-"""How many of them may be about what one tenant keeps."""
+"""How many of them may be one tenant's."""
+_AT_ONCE = 4
+"""Calls whose results may be in memory before their callers have taken them."""
+_MAX_WATCHED = 4096
+"""Unfinished responses whose beats are remembered."""
+_LOG_INTERVAL = 60.0
+"""Seconds between log lines about a store that does not work."""
 
+P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
@@ -36,106 +39,109 @@ class StoreUnavailable(Exception):
 
 
 class ResponseStore:
-    """Calls a backend from a thread of its own, one call at a time.
+    """Calls a backend from one thread; tenants take turns."""
 
-    Every method raises `StoreUnavailable`, besides what the backend's method raises.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: SqlBackend) -> None:
+        self.backend = backend
         self._thread = ThreadPoolExecutor(1, "response store")
-        self._waiting: Counter[str] = Counter()
-        """Calls that wait, or are being made, by tenant."""
-        self.jobs = Jobs(self.renew, StoreUnavailable)
-        """What is made in the background of this process."""
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(_MAX_WAITING, _MAX_WAITING_OF_ONE)
+        self._beats: dict[str, tuple[int, float]] = {}
+        """The newest beat of unfinished responses, and when it was first seen here."""
+        self.followers = TenantBudget(MAX_JOBS_OF_ONE, MAX_JOBS)
+        """Clients that follow background responses."""
+        self.unread = TenantBudget(MAX_UNSENT_OF_ONE, MAX_UNSENT)
+        """Bytes of large events that clients have not read yet."""
+        self._log_after = 0.0
+        self.jobs = Jobs(
+            lambda owner, ids: self.call(SqlBackend.beat, owner, ids), StoreUnavailable
+        )
+        """Responses that this process generates in the background."""
 
     def close(self) -> None:
-        """End once what was begun is done."""
+        """Close once pending calls are done."""
         self._thread.shutdown()
-        self._backend.close()
+        self.backend.close()
 
-    async def put(
-        self, record: StoredResponse, items: Sequence[StoredItem] = (), *, only_known: bool = False
-    ) -> None:
-        """Keep a response, with `only_known` if it still is, and add items to its conversation."""
-        await self._call(self._backend.put, record, items, time.time(), only_known)
-
-    async def get(self, tenant: str, id_: str) -> StoredResponse | None:
-        """Return a response; one whose maker is gone as the unfinished one that it stays."""
-        return await self._call(self._backend.get, tenant, id_)
-
-    async def chain(self, tenant: str, id_: str) -> list[StoredResponse] | None:
-        """Return a response after all that it goes on with; None if one of them is gone."""
-        return await self._call(self._backend.chain, tenant, id_, time.time())
-
-    async def delete(self, tenant: str, id_: str) -> bool:
-        """Forget a response; return whether there was one."""
-        return await self._call(self._backend.delete, tenant, id_)
-
-    async def cancel(self, tenant: str, id_: str) -> None:
-        """Ask whoever makes a response to give it up."""
-        await self._call(self._backend.cancel, tenant, id_)
-
-    async def renew(self, tenant: str, ids: Sequence[str]) -> set[str]:
-        """Note that responses are still being made; return which are to be given up."""
-        return await self._call(self._backend.renew, tenant, ids, time.time() + LEASE)
-
-    async def add_events(self, tenant: str, id_: str, batch: EventBatch) -> None:
-        """Keep events with a response."""
-        await self._call(self._backend.add_events, tenant, id_, batch, time.time())
-
-    async def events(self, tenant: str, id_: str, after: int) -> list[EventBatch]:
-        """Return a response's events in order, from the batch on that has number `after` + 1."""
-        return await self._call(self._backend.events, tenant, id_, after)
-
-    async def put_conversation(self, conversation: StoredConversation) -> None:
-        """Keep a conversation, or what is new of its metadata."""
-        await self._call(self._backend.put_conversation, conversation, time.time())
-
-    async def conversation(self, tenant: str, id_: str) -> StoredConversation | None:
-        """Return a conversation."""
-        return await self._call(self._backend.conversation, tenant, id_)
-
-    async def delete_conversation(self, tenant: str, id_: str) -> bool:
-        """Forget a conversation; return whether there was one."""
-        return await self._call(self._backend.delete_conversation, tenant, id_)
-
-    async def add_items(self, tenant: str, id_: str, items: Sequence[StoredItem]) -> bool:
-        """Add items to a conversation; return whether there is one."""
-        return await self._call(self._backend.add_items, tenant, id_, items, time.time())
-
-    async def items(self, tenant: str, id_: str) -> list[StoredItem] | None:
-        """Return the items of a conversation; None if there is none."""
-        return await self._call(self._backend.items, tenant, id_, time.time())
-
-    async def delete_item(self, tenant: str, id_: str, item: str) -> bool:
-        """Forget an item; return whether there was one."""
-        return await self._call(self._backend.delete_item, tenant, id_, item)
-
-    async def _call(
+    async def call(
         self,
-        method: Callable[..., Result],
-        whose: str | StoredResponse | StoredConversation,
-        *arguments: object,
+        method: Callable[Concatenate[SqlBackend, str, P], Result],
+        tenant: str,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> Result:
-        tenant = whose if isinstance(whose, str) else whose.tenant
-        waiting = self._waiting
-        if waiting[tenant] >= _MAX_WAITING_OF_ONE or waiting.total() >= _MAX_WAITING:
-            raise StoreUnavailable("too many calls are waiting")
-        waiting[tenant] += 1
+        """Call a method of the backend on the records of a tenant.
+
+        Raises:
+            StoreUnavailable: it does not work now, or too many calls wait.
+            StoreFull: see the method, which may raise more.
+        """
+        await self._turn(tenant)
+        began = time.monotonic()
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, method, whose, *arguments)
+            return await loop.run_in_executor(
+                self._thread, lambda: method(self.backend, tenant, *args, **kwargs)
+            )
         except BackendFailed as error:
-            logger.warning("the store of responses failed: %s", error)
+            self._log(error)
             raise StoreUnavailable(str(error)) from error
+        except StoreFull as error:
+            self._log(error)
+            raise
         finally:
-            waiting[tenant] -= 1
-            if not waiting[tenant]:
-                del waiting[tenant]
+            self._end_turn(tenant, time.monotonic() - began)
 
+    async def mend(self) -> None:
+        """Restore a file that was removed, before a new process opens an empty one."""
+        with suppress(StoreUnavailable):
+            await self.call(SqlBackend.get, "", "")
 
-def is_abandoned(record: StoredResponse) -> bool:
-    """Whether whoever made an unfinished response is gone."""
-    lease = record.lease
-    return record.status in UNFINISHED and lease is not None and lease < time.time()
+    async def _turn(self, tenant: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            self._queue.push(tenant, turn)
+        except QueueFull as error:
+            raise StoreUnavailable("too many calls are waiting") from error
+        self._start()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it had come already
+                self._end_turn(tenant, 0.0)
+            raise
+
+    def _end_turn(self, tenant: Hashable, seconds: float) -> None:
+        self._queue.finish(tenant, seconds)
+        self._start()
+
+    def _start(self) -> None:
+        while self._queue.num_running < _AT_ONCE and (found := self._queue.pop()) is not None:
+            tenant, turn = found
+            if turn.done():
+                self._queue.finish(tenant, 0.0)
+            else:
+                turn.set_result(None)
+
+    def _log(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now >= self._log_after:
+            self._log_after = now + _LOG_INTERVAL
+            what = "full" if isinstance(error, (DiskFull, StoreFull)) else "out of order"
+            logger.warning("the store of responses is %s: %s", what, error)
+
+    def is_abandoned(self, id_: str, status: str, beat: int) -> bool:
+        """Whether the process that generates a response has been silent for `SILENCE` seconds.
+
+        This is not stored: the process may only be suspended, and finish later.
+        """
+        if status not in UNFINISHED:
+            self._beats.pop(id_, None)
+            return False
+        now = time.monotonic()
+        known, since = self._beats.get(id_, (None, now))
+        if known != beat:
+            while len(self._beats) >= _MAX_WATCHED:
+                del self._beats[next(iter(self._beats))]
+            self._beats[id_] = beat, now
+            return False
+        return now - since > SILENCE

@@ -1,55 +1,53 @@
-"""Records in an SQL database, which all front ends that share them have open."""
+"""Records in an SQL database that several front ends share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from server.access.limits import MAX_CHAIN, MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
+from server.limits import MAX_CHAIN, MAX_KEPT_BATCHES, MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.store.records import (
     ROW_BYTES,
-    EventBatch,
-    StoredConversation,
-    StoredItem,
-    StoredResponse,
+    UNFINISHED,
+    DiskFull,
+    Part,
+    Progress,
+    Record,
     StoreFull,
     TooLong,
 )
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS tenants (tenant TEXT PRIMARY KEY, bytes BIGINT NOT NULL);
-CREATE TABLE IF NOT EXISTS responses (
+CREATE TABLE IF NOT EXISTS records (
     tenant TEXT NOT NULL, id TEXT NOT NULL, created DOUBLE PRECISION NOT NULL,
     used DOUBLE PRECISION NOT NULL, status TEXT NOT NULL, previous TEXT, conversation TEXT,
-    lease DOUBLE PRECISION, cancelled INTEGER NOT NULL DEFAULT 0, size BIGINT NOT NULL,
-    input {BYTES} NOT NULL, response {BYTES} NOT NULL,
+    beat BIGINT NOT NULL, cancelled INTEGER NOT NULL DEFAULT 0, size BIGINT NOT NULL,
     PRIMARY KEY (tenant, id)
 );
-CREATE INDEX IF NOT EXISTS responses_by_use ON responses (tenant, used);
-CREATE INDEX IF NOT EXISTS responses_by_age ON responses (used);
-CREATE TABLE IF NOT EXISTS conversations (
-    tenant TEXT NOT NULL, id TEXT NOT NULL, created DOUBLE PRECISION NOT NULL,
-    used DOUBLE PRECISION NOT NULL, size BIGINT NOT NULL, metadata {BYTES} NOT NULL,
-    PRIMARY KEY (tenant, id)
-);
-CREATE INDEX IF NOT EXISTS conversations_by_use ON conversations (tenant, used);
-CREATE INDEX IF NOT EXISTS conversations_by_age ON conversations (used);
-CREATE TABLE IF NOT EXISTS events (
-    tenant TEXT NOT NULL, response TEXT NOT NULL, first BIGINT NOT NULL, frames {BYTES} NOT NULL,
-    PRIMARY KEY (tenant, response, first)
-);
-CREATE TABLE IF NOT EXISTS items (
-    tenant TEXT NOT NULL, conversation TEXT NOT NULL, position BIGINT NOT NULL, id TEXT NOT NULL,
-    item {BYTES} NOT NULL,
-    PRIMARY KEY (tenant, conversation, position)
+CREATE INDEX IF NOT EXISTS records_by_use ON records (tenant, used);
+CREATE INDEX IF NOT EXISTS records_by_age ON records (used);
+CREATE TABLE IF NOT EXISTS parts (
+    tenant TEXT NOT NULL, record TEXT NOT NULL, position BIGINT NOT NULL, id TEXT NOT NULL,
+    body {BYTES} NOT NULL,
+    PRIMARY KEY (tenant, record, position),
+    FOREIGN KEY (tenant, record) REFERENCES records (tenant, id) ON DELETE CASCADE
 );
 """
-"""With them, triggers keep each tenant's bytes as the sum of its sizes, and forget the events of a
-response that is forgotten."""
-_COLUMNS = "id, tenant, created, status, previous, conversation, input, response, lease"
+"""Texts of any length are in `parts`, as every change of a row writes all of it."""
+_INPUT, _BODY = -2, -1
+"""Positions of a record's own texts."""
+_COLUMNS = "id, tenant, created, status, previous, conversation, beat"
+_TEXT = (
+    "(SELECT body FROM parts WHERE parts.tenant = records.tenant AND record = records.id"
+    " AND position = {})"
+)
+_SELECT = f"SELECT {_COLUMNS}, {_TEXT.format(_INPUT)}, {_TEXT.format(_BODY)} FROM records"
+_LENGTH = "SELECT sum(length(body)) FROM parts WHERE tenant = ? AND record = ? AND position < 0"
+_ONE = "tenant = ? AND id = ?"
 
 
 class Rows(Protocol):
-    """What came of a statement."""
+    """The result of a statement."""
 
     @property
     def rowcount(self) -> int: ...
@@ -70,77 +68,116 @@ class Database(Protocol):
         ...
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Make changes that are kept together, or not at all; nobody else makes any meanwhile."""
+        """Make changes atomically; no other process makes any at the same time."""
+        ...
+
+    def has_room(self, size: int) -> bool:
+        """Whether the file system has room for this many bytes more."""
+        ...
+
+    def now(self) -> float:
+        """Return seconds on a clock that all processes share and that never jumps."""
         ...
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         ...
 
 
 class SqlBackend:
-    """Keeps so many bytes for so long; the tenant that has most gives way first, its oldest first.
+    """Stores records up to a size and an age; used by one thread at a time.
 
-    Used by one thread at a time. Processes that die in a write leave nothing of it: every change
-    is one transaction.
-
-    More than 20 methods: those of the interface `Backend`.
+    If there is no room, the least recently used record of the tenant with the most bytes is
+    deleted. Every change is one transaction. Methods raise `StoreFull` where they add something,
+    and `BackendFailed`.
 
     Args:
         database: has the tables.
         max_bytes: of all records.
         max_age: seconds for which a record is kept after its last use.
+        evicted: is told why something was deleted: age, limit or disk.
     """
 
-    def __init__(self, database: Database, max_bytes: int, max_age: float) -> None:
+    def __init__(
+        self,
+        database: Database,
+        max_bytes: int,
+        max_age: float,
+        evicted: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._database = database
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._max_age = max_age
+        self._evicted = evicted
+        self.total = 0
+        """Bytes of all records, as of the last change."""
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the database."""
         self._database.close()
 
     def put(
-        self,
-        record: StoredResponse,
-        items: Sequence[StoredItem],
-        now: float,
-        only_known: bool = False,
+        self, tenant: str, record: Record, items: Sequence[Part] = (), only_known: bool = False
     ) -> None:
-        """Keep a response, in place of the unfinished one, and its items with its conversation."""
+        """Store a record; it replaces an unfinished response or a conversation of the same id.
+
+        Items are added to the response's conversation.
+
+        Args:
+            only_known: store nothing if there is no such record: it was deleted meanwhile.
+
+        Raises:
+            TooLong: the conversation would have too many items, or be too large.
+        """
+        (length,) = self._execute(_LENGTH, tenant, record.id).fetchone()
+        more = sum(item.size for item in items)
+        self._make_room(record.size - (length or 0) + more, tenant, record.id)
         with self._database.transaction():
-            if only_known and self.get(record.tenant, record.id) is None:
+            row = self._execute(
+                f"SELECT status FROM records WHERE {_ONE}", tenant, record.id
+            ).fetchone()
+            if row is None and only_known:
                 return
-            if record.conversation is not None and items:
-                self._add_items(record.tenant, record.conversation, items, now)
-            self._make_room(record.size, now, record.tenant, record.id)
-            self._database.execute(
-                f"INSERT INTO responses ({_COLUMNS}, used, size)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (tenant, id) DO UPDATE SET status = excluded.status,"
-                " input = excluded.input, response = excluded.response, lease = excluded.lease,"
-                " used = excluded.used, size = excluded.size + (SELECT"
-                " coalesce(sum(length(frames)), 0) FROM events WHERE events.tenant ="
-                " responses.tenant AND events.response = responses.id)"
-                " WHERE responses.status IN ('queued', 'in_progress')",
-                (
-                    record.id, record.tenant, record.created, record.status, record.previous,
-                    record.conversation, record.input, record.response, record.lease, now,
-                    record.size,
-                ),
-            )  # fmt: skip
+            if items and record.conversation is not None:
+                self._add(tenant, record.conversation, items)
+            (length,) = self._execute(_LENGTH, tenant, record.id).fetchone()
+            if row is None:
+                length = -ROW_BYTES
+                self._execute(
+                    f"INSERT INTO records ({_COLUMNS}, used, size)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0)",
+                    record.id, tenant, record.created, record.status, record.previous,
+                    record.conversation, record.beat,
+                )  # fmt: skip
+            elif row[0] and row[0] not in UNFINISHED:
+                return
+            else:
+                self._execute(
+                    f"UPDATE records SET status = ? WHERE {_ONE}", record.status, tenant, record.id
+                )
+            for position, text in ((_INPUT, record.input), (_BODY, record.body)):
+                self._execute(
+                    "INSERT INTO parts VALUES (?, ?, ?, '', ?)"
+                    " ON CONFLICT (tenant, record, position) DO UPDATE SET body = excluded.body",
+                    tenant, record.id, position, text,
+                )  # fmt: skip
+            self._grow(tenant, record.id, record.size - ROW_BYTES - length)
 
-    def get(self, tenant: str, id_: str) -> StoredResponse | None:
-        """Return a response."""
-        row = self._database.execute(
-            f"SELECT {_COLUMNS} FROM responses WHERE tenant = ? AND id = ?", (tenant, id_)
-        ).fetchone()
-        return None if row is None else _response(row)
+    def get(self, tenant: str, id_: str) -> Record | None:
+        """Return a record without its items or events."""
+        row = self._execute(f"{_SELECT} WHERE {_ONE}", tenant, id_).fetchone()
+        names = (*_COLUMNS.split(", "), "input", "body")
+        return None if row is None else Record(**dict(zip(names, row, strict=True)))
 
-    def chain(self, tenant: str, id_: str, now: float) -> list[StoredResponse] | None:
-        """Return a response after all that it goes on with, the oldest first; None: one is gone."""
-        found: list[StoredResponse] = []
+    def chain(self, tenant: str, id_: str) -> list[Record] | None:
+        """Return a response after all that it continues, the oldest first; None: one is missing.
+
+        All of them count as used now.
+
+        Raises:
+            TooLong: there are too many of them, or they are too large.
+        """
+        found: list[Record] = []
         size, following = 0, id_
         while following:
             record = self.get(tenant, following)
@@ -153,224 +190,169 @@ class SqlBackend:
             following = record.previous or ""
         with self._database.transaction():
             for record in found:
-                self._database.execute(
-                    "UPDATE responses SET used = ? WHERE tenant = ? AND id = ?",
-                    (now, tenant, record.id),
-                )
+                self._grow(tenant, record.id, 0)
         return found[::-1]
 
     def delete(self, tenant: str, id_: str) -> bool:
-        """Forget a response; return whether there was one."""
+        """Delete a record with its parts; return whether there was one."""
         with self._database.transaction():
-            gone = self._database.execute(
-                "DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, id_)
-            )
-            return gone.rowcount > 0
+            return self._delete(_ONE, tenant, id_) > 0
 
     def cancel(self, tenant: str, id_: str) -> None:
-        """Ask whoever makes a response to give it up."""
+        """Ask the process that generates a response to cancel it."""
         with self._database.transaction():
-            self._database.execute(
-                "UPDATE responses SET cancelled = 1 WHERE tenant = ? AND id = ?", (tenant, id_)
-            )
+            self._execute(f"UPDATE records SET cancelled = 1 WHERE {_ONE}", tenant, id_)
 
-    def renew(self, tenant: str, ids: Sequence[str], lease: float) -> set[str]:
-        """Note that responses are being made; return which are to be given up, or are gone."""
-        given_up = set()
+    def beat(self, tenant: str, ids: Sequence[str]) -> set[str]:
+        """Record that responses are still being generated; return those cancelled or deleted."""
+        stopped = set()
         with self._database.transaction():
             for id_ in ids:
-                row = self._database.execute(
-                    "UPDATE responses SET lease = ? WHERE tenant = ? AND id = ?"
-                    " RETURNING cancelled",
-                    (lease, tenant, id_),
-                ).fetchone()
+                row = self._execute(
+                    f"UPDATE records SET beat = beat + 1 WHERE {_ONE} RETURNING cancelled",
+                    tenant, id_,
+                ).fetchone()  # fmt: skip
                 if row is None or row[0]:
-                    given_up.add(id_)
-        return given_up
+                    stopped.add(id_)
+        return stopped
 
-    def add_events(self, tenant: str, id_: str, batch: EventBatch, now: float) -> None:
-        """Keep events with a response, if there is one; they are forgotten with it."""
-        size = len(batch.frames)
-        with self._database.transaction():
-            self._make_room(size, now, tenant, id_)
-            grown = self._database.execute(
-                "UPDATE responses SET size = size + ? WHERE tenant = ? AND id = ?",
-                (size, tenant, id_),
-            )
-            if grown.rowcount:
-                self._database.execute(
-                    "INSERT INTO events VALUES (?, ?, ?, ?)",
-                    (tenant, id_, batch.first, batch.frames),
-                )
+    def progress(self, tenant: str, id_: str, after: int) -> Progress | None:
+        """Return how far a response is, with some of its events from number `after` + 1 on.
 
-    def events(self, tenant: str, id_: str, after: int) -> list[EventBatch]:
-        """Return a response's events in order, from the batch on that has number `after` + 1."""
-        rows = self._database.execute(
-            "SELECT first, frames FROM events WHERE tenant = ? AND response = ? AND first >="
-            " coalesce((SELECT max(first) FROM events WHERE tenant = ? AND response = ?"
-            " AND first <= ?), 0) ORDER BY first",
-            (tenant, id_, tenant, id_, after + 1),
-        ).fetchall()
-        return [EventBatch(first=first, frames=frames) for first, frames in rows]
-
-    def put_conversation(self, conversation: StoredConversation, now: float) -> None:
-        """Keep a conversation, or what is new of its metadata."""
-        size = conversation.size
-        with self._database.transaction():
-            self._make_room(size, now, conversation.tenant, conversation.id)
-            self._database.execute(
-                "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (tenant, id) DO UPDATE SET"
-                " size = conversations.size + length(excluded.metadata)"
-                " - length(conversations.metadata),"
-                " metadata = excluded.metadata, used = excluded.used",
-                (
-                    conversation.tenant, conversation.id, conversation.created, now, size,
-                    conversation.metadata,
-                ),
-            )  # fmt: skip
-
-    def conversation(self, tenant: str, id_: str) -> StoredConversation | None:
-        """Return a conversation."""
-        row = self._database.execute(
-            "SELECT created, metadata FROM conversations WHERE tenant = ? AND id = ?",
-            (tenant, id_),
-        ).fetchone()
+        The first batch may begin with earlier ones.
+        """
+        # In this order: if it has ended, all events are there.
+        found = self._execute(f"SELECT status, beat FROM records WHERE {_ONE}", tenant, id_)
+        row = found.fetchone()
         if row is None:
             return None
-        return StoredConversation(id=id_, tenant=tenant, created=row[0], metadata=row[1])
+        return Progress(row[0], row[1], self._parts(tenant, id_, after + 1, MAX_KEPT_BATCHES))
 
-    def delete_conversation(self, tenant: str, id_: str) -> bool:
-        """Forget a conversation with its items; return whether there was one."""
+    def add(self, tenant: str, id_: str, parts: Sequence[Part]) -> bool:
+        """Add parts to a record; return whether there is one.
+
+        Raises:
+            TooLong: a conversation would have too many items, or be too large.
+        """
+        self._make_room(sum(part.size for part in parts), tenant, id_)
         with self._database.transaction():
-            return self._drop_conversation(tenant, id_)
+            return self._add(tenant, id_, parts)
 
-    def add_items(self, tenant: str, id_: str, items: Sequence[StoredItem], now: float) -> bool:
-        """Add items at the end of a conversation; return whether there is one."""
+    def items(self, tenant: str, id_: str) -> list[Part] | None:
+        """Return all items of a conversation, which counts as used now; None if there is none."""
         with self._database.transaction():
-            return self._add_items(tenant, id_, items, now)
-
-    def _add_items(self, tenant: str, id_: str, items: Sequence[StoredItem], now: float) -> bool:
-        size = sum(item.size for item in items)
-        self._make_room(size, now, tenant, id_)
-        row = self._database.execute(
-            "UPDATE conversations SET size = size + ?, used = ?"
-            " WHERE tenant = ? AND id = ? RETURNING size",
-            (size, now, tenant, id_),
-        ).fetchone()
-        if row is None:
-            return False
-        (last,) = self._database.execute(
-            "SELECT coalesce(max(position), -1) FROM items WHERE tenant = ? AND conversation = ?",
-            (tenant, id_),
-        ).fetchone()
-        if row[0] > MAX_KEPT_LENGTH or last + 1 + len(items) > MAX_KEPT_ITEMS:
-            raise TooLong
-        for place, item in enumerate(items):
-            self._database.execute(
-                "INSERT INTO items VALUES (?, ?, ?, ?, ?)",
-                (tenant, id_, last + 1 + place, item.id, item.item),
-            )
-        return True
-
-    def items(self, tenant: str, id_: str, now: float) -> list[StoredItem] | None:
-        """Return all items of a conversation, the oldest first; None if there is none."""
-        with self._database.transaction():
-            used = self._database.execute(
-                "UPDATE conversations SET used = ? WHERE tenant = ? AND id = ?", (now, tenant, id_)
-            )
-            if not used.rowcount:
-                return None
-            rows = self._database.execute(
-                "SELECT id, item FROM items WHERE tenant = ? AND conversation = ?"
-                " ORDER BY position",
-                (tenant, id_),
-            ).fetchall()
-        return [StoredItem(id=row[0], item=row[1]) for row in rows]
+            return self._parts(tenant, id_, 0) if self._grow(tenant, id_, 0) else None
 
     def delete_item(self, tenant: str, id_: str, item: str) -> bool:
-        """Forget an item; return whether there was one."""
+        """Delete an item of a conversation; return whether there was one."""
         with self._database.transaction():
-            row = self._database.execute(
-                "DELETE FROM items WHERE tenant = ? AND conversation = ? AND id = ?"
-                " RETURNING length(item)",
-                (tenant, id_, item),
-            ).fetchone()
-            if row is None:
-                return False
-            self._database.execute(
-                "UPDATE conversations SET size = size - ? WHERE tenant = ? AND id = ?",
-                (row[0] + ROW_BYTES, tenant, id_),
-            )
+            row = self._execute(
+                "DELETE FROM parts WHERE tenant = ? AND record = ? AND id = ? AND position >= 0"
+                " RETURNING length(body)",
+                tenant, id_, item,
+            ).fetchone()  # fmt: skip
+            if row is not None:
+                self._grow(tenant, id_, -row[0] - ROW_BYTES)
+            return row is not None
+
+    def _execute(self, statement: str, *values: object) -> Rows:
+        return self._database.execute(statement, values)
+
+    def _parts(self, tenant: str, id_: str, first: int, most: int = MAX_KEPT_ITEMS) -> list[Part]:
+        rows = self._execute(
+            "SELECT id, body, position FROM parts WHERE tenant = ? AND record = ? AND position >="
+            " coalesce((SELECT max(position) FROM parts WHERE tenant = ? AND record = ?"
+            " AND position BETWEEN 0 AND ?), 0) ORDER BY position LIMIT ?",
+            tenant, id_, tenant, id_, first, most,
+        ).fetchall()  # fmt: skip
+        return [Part(id=name, body=body, position=position) for name, body, position in rows]
+
+    def _add(self, tenant: str, id_: str, parts: Sequence[Part]) -> bool:
+        size = self._grow(tenant, id_, sum(part.size for part in parts))
+        if not size:
+            return False
+        (last,) = self._execute(
+            "SELECT coalesce(max(position), -1) FROM parts WHERE tenant = ? AND record = ?",
+            tenant, id_,
+        ).fetchone()  # fmt: skip
+        for following, part in enumerate(parts, last + 1):
+            position = part.position
+            if position is None:
+                position = following
+                if size > MAX_KEPT_LENGTH or position >= MAX_KEPT_ITEMS:
+                    raise TooLong
+            self._execute(
+                "INSERT INTO parts VALUES (?, ?, ?, ?, ?)",
+                tenant, id_, position, part.id, part.body,
+            )  # fmt: skip
         return True
 
-    def _make_room(self, size: int, now: float, tenant: str, kept: str) -> None:
-        """Forget what is too old, and then what is in the way of so many bytes more.
+    # -- room ------------------------------------------------------------------------------------
 
-        What is named `kept` of the tenant stays.
+    def _grow(self, tenant: str, id_: str, by: int) -> int:
+        """Add to the size of a record that is used now; return its size, 0 if there is none."""
+        row = self._execute(
+            f"UPDATE records SET size = size + ?, used = ? WHERE {_ONE} RETURNING size",
+            by, self._database.now(), tenant, id_,
+        ).fetchone()  # fmt: skip
+        if row is None:
+            return 0
+        self._account(tenant, by)
+        return int(row[0])
+
+    def _account(self, tenant: str, by: int) -> None:
+        self._execute(
+            "INSERT INTO tenants VALUES (?, ?)"
+            " ON CONFLICT (tenant) DO UPDATE SET bytes = tenants.bytes + excluded.bytes",
+            tenant, by,
+        )  # fmt: skip
+
+    def _delete(self, where: str, *values: object) -> int:
+        """Delete records; return how many."""
+        gone = self._execute(
+            f"DELETE FROM records WHERE {where} RETURNING tenant, size", *values
+        ).fetchall()
+        for tenant, size in gone:
+            self._account(tenant, -size)
+        return len(gone)
+
+    def _make_room(self, size: int, tenant: str, kept: str) -> None:
+        """Delete records that are too old, and others until `size` more bytes fit, but not `kept`.
+
+        In a transaction of its own: a database cannot write over what it may have to restore.
         """
-        if size > self._max_bytes:
-            raise StoreFull
-        for table, drop in (
-            ("responses", self._drop_response),
-            ("conversations", self._drop_conversation),
-        ):
-            for row in self._database.execute(
-                f"SELECT tenant, id FROM {table} WHERE used < ? LIMIT 100", (now - self._max_age,)
-            ).fetchall():
-                if tuple(row) != (tenant, kept):
-                    drop(*row)
-        while True:
-            (total,) = self._database.execute(
-                "SELECT coalesce(sum(bytes), 0) FROM tenants"
-            ).fetchone()
-            if total + size <= self._max_bytes:
-                return
-            if not self._drop_oldest((tenant, kept)):
-                raise StoreFull
+        with self._database.transaction():
+            too_old = self._database.now() - self._max_age
+            expired = self._delete(
+                "(tenant, id) IN (SELECT tenant, id FROM records WHERE used < ?"
+                " AND NOT (tenant = ? AND id = ?) LIMIT 100)",
+                too_old, tenant, kept,
+            )  # fmt: skip
+            for _ in range(expired):
+                self._evicted("age")
+            while True:
+                (total,) = self._execute("SELECT coalesce(sum(bytes), 0) FROM tenants").fetchone()
+                self.total = int(total) + size
+                fits = self.total <= self.max_bytes
+                if fits and self._database.has_room(size):
+                    return
+                if size > self.max_bytes or not self._delete_oldest(tenant, kept):
+                    if fits:
+                        raise DiskFull(
+                            "the store's file system is full, and nothing can be deleted"
+                        )
+                    raise StoreFull(f"more than the {self.max_bytes} bytes that may be kept")
+                self._evicted("disk" if fits else "limit")
 
-    def _drop_oldest(self, kept: tuple[str, str]) -> bool:
-        """Forget the record that was used longest ago, of the tenant that has most of them."""
-        for (tenant,) in self._database.execute(
+    def _delete_oldest(self, *kept: str) -> bool:
+        """Delete the least recently used record of the tenant with the most bytes."""
+        for (tenant,) in self._execute(
             "SELECT tenant FROM tenants WHERE bytes > 0 ORDER BY bytes DESC"
         ).fetchall():
-            row = self._database.execute(
-                "SELECT id, used, 0 FROM responses WHERE tenant = ? AND NOT (tenant = ? AND id = ?)"
-                " UNION ALL SELECT id, used, 1 FROM conversations"
-                " WHERE tenant = ? AND NOT (tenant = ? AND id = ?) ORDER BY used LIMIT 1",
-                (tenant, *kept, tenant, *kept),
-            ).fetchone()
-            if row is not None:
-                (self._drop_conversation if row[2] else self._drop_response)(tenant, row[0])
+            if self._delete(
+                "(tenant, id) IN (SELECT tenant, id FROM records WHERE tenant = ?"
+                " AND NOT (tenant = ? AND id = ?) ORDER BY used LIMIT 1)",
+                tenant, *kept,
+            ):  # fmt: skip
                 return True
         return False
-
-    def _drop_response(self, tenant: str, id_: str) -> bool:
-        found = self._database.execute(
-            "DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, id_)
-        )
-        return found.rowcount > 0
-
-    def _drop_conversation(self, tenant: str, id_: str) -> bool:
-        self._database.execute(
-            "DELETE FROM items WHERE tenant = ? AND conversation = ?", (tenant, id_)
-        )
-        found = self._database.execute(
-            "DELETE FROM conversations WHERE tenant = ? AND id = ?", (tenant, id_)
-        )
-        return found.rowcount > 0
-
-
-def _response(row: Sequence[Any]) -> StoredResponse:
-    id_, tenant, created, status, previous, conversation, given, response, lease = row
-    return StoredResponse(
-        id=id_,
-        tenant=tenant,
-        created=created,
-        status=status,
-        previous=previous,
-        conversation=conversation,
-        input=given,
-        response=response,
-        lease=lease,
-    )

@@ -1,108 +1,221 @@
-"""One SQLite file, which all front ends of a node have open."""
+"""One SQLite file that all front ends of a node share."""
 
 import contextlib
+import errno
+import logging
+import os
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from server.store.records import BackendFailed
-from server.store.sql import TABLES, Rows, SqlBackend
+from server.store.records import BackendFailed, DiskFull
+from server.store.sql import TABLES, Rows
+
+logger = logging.getLogger(__name__)
 
 _WAIT = 10.0
 """Seconds for which a front end waits for others that write."""
 _PAUSE = 0.02
-"""Seconds between its tries where SQLite itself does not wait."""
-_TRIGGERS = """
-CREATE TRIGGER IF NOT EXISTS events_out AFTER DELETE ON responses BEGIN
-    DELETE FROM events WHERE tenant = OLD.tenant AND response = OLD.id;
-END;
-""" + "".join(
-    f"""
-CREATE TRIGGER IF NOT EXISTS {table}_in AFTER INSERT ON {table} BEGIN
-    INSERT INTO tenants VALUES (NEW.tenant, NEW.size)
-        ON CONFLICT (tenant) DO UPDATE SET bytes = bytes + NEW.size;
-END;
-CREATE TRIGGER IF NOT EXISTS {table}_out AFTER DELETE ON {table} BEGIN
-    UPDATE tenants SET bytes = bytes - OLD.size WHERE tenant = OLD.tenant;
-END;
-CREATE TRIGGER IF NOT EXISTS {table}_change AFTER UPDATE OF size ON {table} BEGIN
-    UPDATE tenants SET bytes = bytes + NEW.size - OLD.size WHERE tenant = NEW.tenant;
-END;
-"""
-    for table in ("responses", "conversations")
-)
-
-
-def sqlite_backend(path: Path, max_bytes: int, max_age: float) -> SqlBackend:
-    """Return what keeps records in a file.
-
-    Raises:
-        OSError: the file cannot be used.
-    """
-    return SqlBackend(SqliteDatabase(path), max_bytes, max_age)
+"""Seconds between tries where SQLite itself does not wait."""
+_RESERVED_SHARE, _MOST_RESERVED = 8, 64 << 20
+"""An eighth of the file system, at most this many bytes, is left to others."""
+_JOURNAL = 1 << 18
+"""Bytes of a journal that are kept between transactions: to delete needs room, too."""
+_TREES = 1 << 16
+"""Bytes that indexes may need when anything is added, beside an eighth of it."""
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+_VERSION = 1
+"""Of the tables, noted in the file."""
+_OLD_TABLES = ("conversations", "events", "items", "responses", "tenants")
+"""Of versions that kept each kind of record in tables of its own."""
 
 
 class SqliteDatabase:
-    """A file with a write-ahead log; see `server.store.sql.Database`.
+    """A file; see `server.store.sql.Database`.
+
+    Without `lasting` it is the node's own. It does not survive a crash of the machine, so that no
+    write waits for the disk, and is restored if a cleaner of /tmp removes it.
 
     Args:
-        path: of the file; it is made, readable by its owner alone, if it is not there.
+        path: of the file; if it does not exist, it is made, readable by its owner alone.
+        lasting: whether the file outlives the node.
 
     Raises:
         OSError: the file cannot be used.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.touch(mode=0o600)
+    def __init__(self, path: Path, *, lasting: bool) -> None:
+        self._path = path
+        self._journal = path.with_name(f"{path.name}-journal")
+        self._lasting = lasting
+        self._connection: sqlite3.Connection | None = None
+        self._inode = 0
+        self._in_transaction = False
         try:
-            self._connection = sqlite3.connect(
-                path, timeout=_WAIT, isolation_level=None, check_same_thread=False
-            )
-            try:
-                self._set_up(time.monotonic() + _WAIT)
-            except BaseException:
-                self._connection.close()
-                raise
-        except sqlite3.Error as error:
+            self._connected()
+        except DiskFull as error:  # there may be room later: a front end starts without it
+            logger.warning("the store of responses cannot be opened yet: %s", error)
+        except BackendFailed as error:
             raise OSError(f"{path} cannot be used as a store of responses: {error}") from error
 
-    def _set_up(self, until: float) -> None:
-        """Make what is not there yet; all front ends of a node do so at the same time.
+    def _connected(self) -> sqlite3.Connection:
+        """Return a connection to the file that is at the path now."""
+        old = self._connection
+        if old is not None and (self._in_transaction or self._lasting or self._is_there()):
+            return old
+        connection = None
+        try:
+            if old is not None and not self._path.exists():
+                self._put_back(old)
+            self._path.touch(mode=0o600)
+            connection = sqlite3.connect(
+                self._path, timeout=_WAIT, isolation_level=None, check_same_thread=False
+            )
+            self._set_up(connection, time.monotonic() + _WAIT)
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, sqlite3.Error):
+                raise self._failure(error) from error
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise DiskFull(f"{self._path}: {error}") from error
+            raise
+        if old is not None:
+            old.close()
+        self._connection, self._inode = connection, self._path.stat().st_ino
+        return connection
+
+    def _is_there(self) -> bool:
+        try:
+            return self._path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
+    def _put_back(self, old: sqlite3.Connection) -> None:
+        """Copy the file, which is still open, back to its path, unless another process has."""
+        logger.warning("%s was removed: restored it", self._path)
+        # Of no use without its file, and SQLite fails to open it.
+        self._journal.unlink(missing_ok=True)
+        copy = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            with contextlib.closing(sqlite3.connect(copy)) as target:
+                old.backup(target)
+            copy.chmod(0o600)
+            with contextlib.suppress(FileExistsError):
+                os.link(copy, self._path)
+        finally:
+            copy.unlink(missing_ok=True)
+
+    def _set_up(self, connection: sqlite3.Connection, until: float) -> None:
+        """Create what is missing; all front ends of a node do so at the same time.
 
         SQLite does not wait for another that writes a file which is about to get its write-ahead
         log: it says at once that it is busy.
         """
+        journal, synchronous = ("WAL", "NORMAL") if self._lasting else ("PERSIST", "OFF")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         while True:
             try:
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                self._connection.execute("PRAGMA synchronous = NORMAL")
-                self._connection.executescript(TABLES.format(BYTES="BLOB") + _TRIGGERS)
+                connection.execute("PRAGMA foreign_keys = ON")
+                connection.execute(f"PRAGMA journal_mode = {journal}")
+                connection.execute(f"PRAGMA synchronous = {synchronous}")
+                connection.execute("PRAGMA wal_autocheckpoint = 256")
+                # Some distributions overwrite what is deleted, which needs as much of a journal.
+                connection.execute("PRAGMA secure_delete = FAST")
+                connection.execute(f"PRAGMA journal_size_limit = {_JOURNAL}")
+                if _version(connection) != _VERSION:
+                    connection.execute("BEGIN IMMEDIATE")
+                    if _version(connection) != _VERSION:
+                        _make_tables(connection)
+                    connection.execute("COMMIT")
+                connection.execute(
+                    "INSERT INTO boots SELECT ?, ? WHERE NOT EXISTS"
+                    " (SELECT 1 FROM boots WHERE id = ?)",
+                    (boot, time.time() - _since_boot(), boot),
+                )
+                (self._epoch,) = connection.execute(
+                    "SELECT epoch FROM boots WHERE id = ?", (boot,)
+                ).fetchone()
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
                     raise
+                if connection.in_transaction:
+                    connection.rollback()
                 time.sleep(_PAUSE)
             else:
-                return
+                break
+        if not self._lasting:
+            with self._journal.open("ab") as file:
+                os.posix_fallocate(file.fileno(), 0, _JOURNAL)
 
     def close(self) -> None:
-        """Let go of the file."""
-        self._connection.close()
+        """Close the file."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def now(self) -> float:
+        """Return seconds since boot, from the epoch that the first process of this boot noted."""
+        return float(self._epoch) + _since_boot()
+
+    def has_room(self, size: int) -> bool:
+        """Whether the file has enough unused pages, or the file system more than the reserve."""
+        (unused,) = self.execute(
+            "SELECT freelist_count * page_size FROM pragma_freelist_count, pragma_page_size"
+        ).fetchone()
+        size += (size >> 3) + _TREES
+        if unused > size:
+            return True
+        disk = os.statvfs(self._path.parent)
+        reserved = min(disk.f_blocks // _RESERVED_SHARE * disk.f_frsize, _MOST_RESERVED)
+        return disk.f_bavail * disk.f_frsize > size + reserved
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
         """Execute a statement."""
         try:
-            return self._connection.execute(statement, tuple(values))
+            return self._connected().execute(statement, tuple(values))
         except sqlite3.Error as error:
+            raise self._failure(error) from error
+        except OSError as error:
             raise BackendFailed(str(error)) from error
+
+    def _failure(self, error: sqlite3.Error) -> BackendFailed:
+        if getattr(error, "sqlite_errorcode", 0) in _FULL:
+            return DiskFull(f"{self._path}: {error}")
+        return BackendFailed(f"{self._path}: {error}")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make changes that are kept together, or not at all."""
+        """Make changes atomically; no other process makes any at the same time."""
         self.execute("BEGIN IMMEDIATE")
+        self._in_transaction = True
         try:
             yield
+            self.execute("COMMIT")
         except BaseException:
-            self.execute("ROLLBACK")
+            if self._connection is not None and self._connection.in_transaction:
+                self.execute("ROLLBACK")
             raise
-        self.execute("COMMIT")
+        finally:
+            self._in_transaction = False
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return int(version)
+
+
+def _make_tables(connection: sqlite3.Connection) -> None:
+    found = connection.execute("SELECT name FROM sqlite_master").fetchall()
+    if {(name,) for name in _OLD_TABLES} <= set(found):
+        for name in _OLD_TABLES:
+            connection.execute(f"DROP TABLE {name}")
+    tables = TABLES.format(BYTES="BLOB")
+    tables += "CREATE TABLE IF NOT EXISTS boots (id TEXT PRIMARY KEY, epoch REAL)"
+    for statement in tables.split(";"):
+        connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {_VERSION}")
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

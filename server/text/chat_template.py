@@ -1,5 +1,6 @@
 """Chat templates: Jinja as Hugging Face models use it, compiled once, in a sandbox."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -11,7 +12,11 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from server.text.placeholders import content_parts
+
 _END_OF_FINAL_MESSAGE = "\ue000end-of-final-message\ue001"
+_PROBE = "\ue000system-message\ue001"
+_SYSTEM = ("system", "developer")
 
 RESERVED_ARGUMENTS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message"}
@@ -70,22 +75,29 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may write."""
+    """A compiled template with the special tokens that it may write.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile `source`; `special_tokens` maps names such as `bos_token` to text.
+    Args:
+        source: the template.
+        special_tokens: maps names such as `bos_token` to text.
+        tool_use: the template for conversations with tools, if the model has one of its own.
 
-        Raises:
-            ValueError: the template is not valid Jinja.
-        """
+    Raises:
+        ValueError: the template is not valid Jinja.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tool_use: str | None = None
+    ) -> None:
+        self._tool_use = None if tool_use is None else ChatTemplate(tool_use, special_tokens)
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error}") from error
-        self.source = source
+        self.source = source if tool_use is None else f"{source}\n{tool_use}"
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
-        self.shows_tools = "tools" in source
+        self.shows_tools = "tools" in self.source
         """Whether the template does something with tools."""
 
     def render(
@@ -97,21 +109,42 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         arguments: Mapping[str, Any] | None = None,
+        images: bool = False,
     ) -> str:
         """Return the prompt for a conversation.
 
-        A `developer` turn is shown as `system` to templates that do not know the role. With
-        `continue_final_message` the prompt ends where the last message's content ends.
+        A `developer` turn is shown as `system` to templates that do not know the role. System and
+        developer turns at the beginning are merged; later ones become the user's where the template
+        shows none. With `continue_final_message` the prompt ends where the last message's content
+        ends. Templates that show no content that is a text get it as a list of parts; so do all
+        that can read one, if there are `images`, whose marks are in the texts then
+        (`server.text.placeholders`).
 
         Raises:
             TemplateFailed: the template does not accept the conversation.
         """
-        turns = [dict(message) for message in messages]
+        if self._tool_use is not None and tools:
+            return self._tool_use.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                arguments=arguments,
+                images=images,
+            )
+        turns = _with_one_opening(messages)
+        later = any(turn["role"] in _SYSTEM for turn in turns[1:])
+        if later and not self._shows_later_system:
+            turns = _without_later_system(turns)
         if not self._knows_developer:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
         if continue_final_message:
             turns[-1]["content"] = (turns[-1].get("content") or "") + _END_OF_FINAL_MESSAGE
+        if self._takes_parts or (images and self._reads_parts):
+            for turn in turns:
+                turn["content"] = content_parts(turn.get("content") or "", images=images)
         context = {
             **self._special_tokens,
             **(arguments or {}),
@@ -131,3 +164,63 @@ class ChatTemplate:
         if not mark:
             raise TemplateFailed("the chat template does not show the final message")
         return prompt
+
+    @functools.cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template shows texts that are parts of a content."""
+        return self._shows([{"type": "text", "text": _PROBE}])
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template shows texts only if they are parts of a content."""
+        return not self._shows(_PROBE) and self._reads_parts
+
+    def _shows(self, content: object) -> bool:
+        """Whether the content of a user's message reaches the prompt as it is."""
+        messages = [{"role": "user", "content": content}]
+        context = {"messages": messages, "tools": None, "add_generation_prompt": False}
+        try:
+            text = self._template.render({**self._special_tokens, **context})
+        except Exception:  # as in `render`
+            return False
+        return _PROBE in text and "'type'" not in text  # a list may be shown as Python writes it
+
+    @functools.cached_property
+    def _shows_later_system(self) -> bool:
+        """Whether a system message after the first turn reaches the prompt."""
+        said = (("user", "a"), ("assistant", "b"), ("system", _PROBE), ("user", "c"))
+        messages = [{"role": role, "content": content} for role, content in said]
+        context = {"messages": messages, "tools": None, "add_generation_prompt": False}
+        try:
+            return _PROBE in self._template.render({**self._special_tokens, **context})
+        except Exception:  # as in `render`
+            return False
+
+
+def _with_one_opening(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the system and developer messages that a conversation begins with."""
+    turns = [dict(message) for message in messages]
+    begin = next((i for i, turn in enumerate(turns) if turn["role"] not in _SYSTEM), len(turns))
+    if begin > 1:
+        texts = [turn.get("content") or "" for turn in turns[:begin]]
+        turns[:begin] = [{**turns[0], "content": "\n\n".join(filter(None, texts))}]
+    return turns
+
+
+def _without_later_system(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the text of later system messages to the user's, or the tool's, before or after them.
+
+    Templates that take one system message often want the user and the assistant to alternate, too.
+    """
+    kept = [*turns[:1]]
+    joins = False
+    for turn in turns[1:]:
+        is_system = turn["role"] in _SYSTEM
+        into_last = is_system and kept[-1]["role"] in ("user", "tool")
+        if into_last or (joins and turn["role"] == "user"):
+            texts = (kept[-1].get("content"), turn.get("content"))
+            kept[-1] = {**kept[-1], "content": "\n\n".join(filter(None, texts))}
+        else:
+            kept.append({**turn, "role": "user"} if is_system else turn)
+        joins = is_system and kept[-1]["role"] == "user"
+    return kept

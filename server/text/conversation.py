@@ -2,27 +2,32 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from server.api.shared.body import JsonObject
-from server.api.shared.messages import ChatMessage, RefusalPart
-from server.http.errors import invalid, too_complex
-from server.http.json_price import Price, TooCostly, price
+from server.errors import invalid, too_complex
+from server.json_price import Price, TooCostly, price
+from server.schema.body import JsonObject
+from server.schema.messages import ChatMessage, MediaPart, RefusalPart
 from server.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, TemplateFailed
+from server.text.placeholders import IMAGE, PART
 from server.text.request_templates import RequestTemplates
 from server.text.template_process import Rendering
 from server.text.tokenizer import ServedTokenizer
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape in JSON that may be half of a surrogate pair."""
 _INLINE_PIECES = 128
 """Messages, parts of them, calls and documents that are rendered without another thread: templates
 work through each of them, and go over texts fast."""
+_ONLY_ASSISTANTS = "only messages of assistants may have a refusal"
 
 
-class TellsTools(Protocol):
-    """Puts tools into messages; see `server.tool_calls.injection.told`."""
+class ToolInjector(Protocol):
+    """Puts tools into messages; see `server.answer.injection.told`."""
 
     def __call__(
         self,
@@ -47,11 +52,14 @@ async def render_chat(
     add_generation_prompt: bool | None,
     continue_final_message: bool,
     tools: list[JsonObject] | None = None,
-    told: TellsTools | None = None,
+    told: ToolInjector | None = None,
     documents: list[JsonObject] | None = None,
     arguments: JsonObject | None = None,
+    images: Collection[int] = (),
 ) -> str:
     """Return the text of a conversation; much of it is rendered beside the event loop.
+
+    What clients wrote is hidden in it as far as it would stand for images (`Placeholders`).
 
     Args:
         tokenizer: has the model's template.
@@ -59,7 +67,8 @@ async def render_chat(
         template: what the request has instead, which `templates` render.
         templates: None where no request may have one.
         told: puts tools, calls and results into the messages, for a template that knows none.
-        add_generation_prompt: and the others are arguments of templates.
+        add_generation_prompt: and the others but the last are arguments of templates.
+        images: the `id` of each part of a message that is an image for the model.
 
     Raises:
         ApiError: there is no template, or it does not accept the conversation.
@@ -81,22 +90,32 @@ async def render_chat(
     if begins_turn is None:
         begins_turn = not continue_final_message
 
+    placeholders = tokenizer.placeholders
+    hide = _as_it_is if placeholders is None else placeholders.hide
+
     def attempts() -> list[Rendering]:
         _check_arguments(messages)
-        turns = [_turn(message, index) for index, message in enumerate(messages)]
+        shown_tools = hide(tools)
+        turns = [_turn(message, index, images, hide) for index, message in enumerate(messages)]
         knows_tools = told is None or not tools or (template is not None and "tools" in template)
-        if knows_tools or told is None or not tools:
-            shown = [(turns, tools or None)]
-        else:  # many take no system message
-            shown = [(told(turns, tools), None), (told(turns, tools, in_system=False), None)]
+        shown: list[tuple[list[JsonObject], list[JsonObject] | None]] = []
+        for form in _forms(turns):
+            if knows_tools or told is None or not shown_tools:
+                shown.append((form, shown_tools or None))
+            else:  # many take no system message
+                shown += [
+                    (told(form, shown_tools, in_system=in_system), None)
+                    for in_system in (True, False)
+                ]
         return [
             Rendering(
                 messages=each,
                 add_generation_prompt=begins_turn,
                 continue_final_message=continue_final_message,
                 tools=tools_shown,
-                documents=documents,
-                arguments=arguments,
+                documents=hide(documents),
+                arguments=hide(arguments),
+                images=bool(images),
             )
             for each, tools_shown in shown
         ]
@@ -121,14 +140,15 @@ def _check_options(
     """Refuse options that exclude each other, and arguments that are fields of requests."""
     if add_generation_prompt and continue_final_message:
         raise invalid(
-            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message: not together with add_generation_prompt",
             "continue_final_message",
         )
     reserved = RESERVED_ARGUMENTS.intersection(arguments or ())
     if reserved:
         name = min(reserved)
         raise invalid(
-            f"chat_template_kwargs.{name}: is a field of the request", "chat_template_kwargs"
+            f"chat_template_kwargs.{name}: set this as a field of the request",
+            "chat_template_kwargs",
         )
 
 
@@ -149,6 +169,29 @@ def said_last(messages: Sequence[ChatMessage]) -> str:
     return _content(last, f"messages[{len(messages) - 1}]") if last.role == "assistant" else ""
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def image_parts(
+    messages: Sequence[ChatMessage],
+) -> list[tuple[ChatMessage, str, MediaPart]]:
+    """Return the images of a conversation, each with its message and the field that it came in.
+
+    Raises:
+        ApiError: an assistant is said to have sent one.
+    """
+    found = []
+    for index, message in enumerate(messages):
+        for place, part in enumerate(message.parts):
+            if isinstance(part, MediaPart) and part.url is not None:
+                field = f"messages[{index}].content[{place}]"
+                if message.role == "assistant":
+                    raise invalid(f"{field}: assistants send no images", field)
+                found.append((message, field, part))
+    return found
+
+
 def _check_arguments(messages: Sequence[ChatMessage]) -> None:
     """Refuse arguments of calls, which are JSON in texts, that make too many objects in all."""
     total = Price(0)
@@ -164,13 +207,15 @@ def _check_arguments(messages: Sequence[ChatMessage]) -> None:
                     raise too_complex(error, place) from error
 
 
-def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
+def _turn(
+    message: ChatMessage, index: int, images: Collection[int], hide: Callable[[Any], Any]
+) -> dict[str, Any]:
     """Return a message as templates expect it: text parts joined, tool arguments as objects."""
     field = f"messages[{index}]"
     if message.function_call is not None:
         raise invalid(f"{field}.function_call: use tool_calls instead", f"{field}.function_call")
     turn = message.model_dump(exclude_none=True)
-    turn["content"] = _content(message, field)
+    turn["content"] = _content(message, field, images, hide)
     turn.pop("refusal", None)
     if message.role == "function":
         turn["role"] = "tool"  # its successor, which templates know
@@ -180,46 +225,97 @@ def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
         turn.setdefault("reasoning", thought)
     if not turn.get("tool_calls"):
         turn.pop("tool_calls", None)  # templates take its presence for a call
-    for position, call in enumerate(turn.get("tool_calls", ())):
+    for call in turn.get("tool_calls", ()):
         function = call["function"]
-        if isinstance(function["arguments"], str):
-            place = f"{field}.tool_calls[{position}].function.arguments"
-            function["arguments"] = _arguments(function["arguments"], place)
-    return turn
+        arguments = function.get("arguments", {})
+        function["arguments"] = _arguments(arguments) if isinstance(arguments, str) else arguments
+    return {name: each if name == "content" else hide(each) for name, each in turn.items()}
 
 
-def _content(message: ChatMessage, field: str) -> str:
-    """Return the text of a message; what an assistant refused with is what it said."""
+def _forms(turns: list[JsonObject]) -> list[list[JsonObject]]:
+    """Return a conversation as templates may take it.
+
+    Arguments of calls that are no JSON objects are texts, which many templates show as they are;
+    for those that fail on them, they are empty.
+    """
+    calls = [call["function"] for turn in turns for call in turn.get("tool_calls", ())]
+    if not any(isinstance(function["arguments"], str) for function in calls):
+        return [turns]
+    emptied = []
+    for turn in turns:
+        copied = dict(turn)
+        if "tool_calls" in turn:
+            copied["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": {}}}
+                if isinstance(call["function"]["arguments"], str)
+                else call
+                for call in turn["tool_calls"]
+            ]
+        emptied.append(copied)
+    return [turns, emptied]
+
+
+def _content(
+    message: ChatMessage,
+    field: str,
+    images: Collection[int] = (),
+    hide: Callable[[Any], Any] = _as_it_is,
+) -> str:
+    """Return the text of a message; what an assistant refused with is what it said.
+
+    With images there are marks in it (`server.text.placeholders`).
+    """
     content, is_assistant = message.content, message.role == "assistant"
     if message.refusal is not None and not is_assistant:
-        raise invalid(f"{field}.refusal: only assistants refuse", f"{field}.refusal")
+        raise invalid(f"{field}.refusal: {_ONLY_ASSISTANTS}", f"{field}.refusal")
     if content is None:
-        if not is_assistant and message.role != "function":
+        if message.role not in ("assistant", "tool", "function"):
             raise invalid(
-                f"{field}.content: may be absent from assistant messages only", f"{field}.content"
+                f"{field}.content: may only be absent from messages of assistants and tools",
+                f"{field}.content",
             )
-        return message.refusal or ""
+        return str(hide(message.refusal or ""))
     if isinstance(content, str):
-        return content
+        return str(hide(content))
     texts = []
+    has_images = False
     for index, part in enumerate(content):
         if isinstance(part, RefusalPart):
             if not is_assistant:
                 place = f"{field}.content[{index}]"
-                raise invalid(f"{place}: only assistants refuse", place)
-            texts.append(part.refusal)
+                raise invalid(f"{place}: {_ONLY_ASSISTANTS}", place)
+            texts.append(hide(part.refusal))
+        elif id(part) in images:
+            has_images = True
+            texts.append(IMAGE)
+        elif isinstance(part, MediaPart):
+            if message.role not in ("tool", "function"):
+                place = f"{field}.content[{index}]"
+                raise invalid(f"{place}: {_why_not(part, hide)}; send no {part.type}", place)
+            texts.append(f"[{part.type} omitted: {_why_not(part, hide)}]")
         else:
-            texts.append(part.text)
-    return "\n".join(texts)
+            texts.append(hide(part.text))
+    return (PART if has_images else "\n").join(texts)
 
 
-def _arguments(text: str, field: str) -> dict[str, Any]:
+def _why_not(part: MediaPart, hide: Callable[[Any], Any]) -> str:
+    """Say why a part is not shown to the model."""
+    if hide is _as_it_is:
+        return "this model reads text"
+    return "this model reads text and images" if part.url is None else "no images are taken here"
+
+
+def _arguments(text: str) -> JsonObject | str:
+    """Return the arguments of an earlier call: an object if they are one, else their text.
+
+    A conversation does not end because a model once wrote them wrong. What says nothing is {}.
+    """
     try:
-        arguments = json.loads(text or "{}")
-    except ValueError as error:
-        raise invalid(f"{field}: not valid JSON: {error}", field) from error
-    except RecursionError as error:
-        raise invalid(f"{field}: nested too deeply", field) from error
-    if not isinstance(arguments, dict):
-        raise invalid(f"{field}: must be a JSON object", field)
-    return arguments
+        arguments = json.loads(text) if text.strip() else {}
+        if _SURROGATE.search(text):
+            # Half a pair has no UTF-8, which tokenizers take; answers of models may have one.
+            plain = json.dumps(arguments, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            arguments = json.loads(plain.decode("utf-16", "replace"))
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text if arguments else {}

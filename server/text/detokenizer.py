@@ -96,7 +96,7 @@ def _spelling(tokenizer: ServedTokenizer) -> Callable[[str], bytes] | None:
 
 
 class TokenTable:
-    """What each token of a vocabulary stands for, worked out when a token is first met."""
+    """What each token of a vocabulary stands for, computed at its first use."""
 
     def __init__(self, tokenizer: ServedTokenizer) -> None:
         self.tokenizer = tokenizer

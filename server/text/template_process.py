@@ -1,25 +1,16 @@
 """A process that renders chat templates of requests: `python -m server.text.template_process`.
 
-Templates are programs. In a process of their own they can be stopped, run out of memory alone, and
-find nothing of the server's. A job is read from standard input and answered on standard output,
-each a length in four bytes and that many of MessagePack.
+Templates are programs. Jobs and answers are MessagePack.
 """
 
 import functools
-import os
-import resource
-import signal
-import struct
-import sys
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
-from server.access.limits import MAX_TEMPLATE_MEMORY, MAX_TEMPLATE_OUTPUT, MAX_TEMPLATE_SECONDS
+from server.helper_process import serve
+from server.limits import MAX_TEMPLATE_MEMORY, MAX_TEMPLATE_OUTPUT, MAX_TEMPLATE_SECONDS
 from server.text.chat_template import ChatTemplate, TemplateFailed
-
-LENGTH = struct.Struct(">I")
-_NICE = 5
 
 
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +22,7 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     arguments: dict[str, Any] | None = None
+    images: bool = False
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -42,7 +34,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """What came of a job: a text, or why there is none."""
+    """The result of a job: a text, or why there is none."""
 
     text: str = ""
     error: str = ""
@@ -54,7 +46,7 @@ def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 
 def render(job: Job) -> Rendered:
-    """Return what comes of a job."""
+    """Return the result of a job."""
     error = "there is nothing to render"
     try:
         template = _compiled(job.source, tuple(job.special_tokens.items()))
@@ -72,29 +64,11 @@ def render(job: Job) -> Rendered:
     return Rendered(error=error[:500])
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """Return what the next frame holds, None at the end of the stream."""
-    header = stream.read(LENGTH.size)
-    return stream.read(LENGTH.unpack(header)[0]) if len(header) == LENGTH.size else None
-
-
-def frame(content: bytes) -> bytes:
-    """Return a frame of so much content."""
-    return LENGTH.pack(len(content)) + content
-
-
-def main() -> None:
-    """Answer jobs until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_TEMPLATE_MEMORY, MAX_TEMPLATE_MEMORY))
-    os.nice(_NICE)
-    while (content := read_frame(sys.stdin.buffer)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, 2 * MAX_TEMPLATE_SECONDS)  # if nobody else ends it
-        rendered = render(msgspec.msgpack.decode(content, type=Job))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(frame(msgspec.msgpack.encode(rendered)))
-        sys.stdout.buffer.flush()
+def _answer(job: bytes) -> bytes:
+    return msgspec.msgpack.encode(render(msgspec.msgpack.decode(job, type=Job)))
 
 
 if __name__ == "__main__":
-    main()
+    serve(
+        _answer, MAX_TEMPLATE_MEMORY, 2 * MAX_TEMPLATE_SECONDS
+    )  # in case the parent does not end it

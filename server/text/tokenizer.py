@@ -7,11 +7,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.normalizers import Lowercase
+from tokenizers.normalizers import Sequence as Sequential
 
 from engine.shared.config import ModelConfig
-from server.generate.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from engine.shared.end_tokens import end_token_ids
 from server.text.chat_template import ChatTemplate
+from server.text.placeholders import Placeholders
+from server.text.presets import Preset, preset_of
+from server.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 # More than this takes over a millisecond and is done beside the event loop.
 _INLINE_CHARACTERS = 4000
@@ -48,10 +53,20 @@ class ServedTokenizer:
         eos_token_ids: Sequence[int] = (),
         chat_template: ChatTemplate | None = None,
         sampling_defaults: SamplingDefaults = NO_DEFAULTS,
-        family: str = "",
+        preset: Preset = Preset(),
         named_tokens: Mapping[str, str] = MappingProxyType({}),
+        placeholders: Placeholders | None = None,
     ) -> None:
-        """Wrap a tokenizer; `vocab_size` is the model's, which may be padded beyond it."""
+        """Wrap a tokenizer.
+
+        Args:
+            vocab_size: of the model, which may be padded beyond the tokenizer's.
+            placeholders: of a model that takes images.
+        """
+        self.placeholders = placeholders
+        found = [backend.token_to_id(text) for text in placeholders.texts] if placeholders else []
+        self.placeholder_ids = frozenset(each for each in found if each is not None)
+        """Tokens that only images may bring into a prompt."""
         self.backend = backend
         self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -59,8 +74,8 @@ class ServedTokenizer:
         self.sampling_defaults = sampling_defaults
         self.named_tokens = named_tokens
         """Names such as `bos_token` to text, for templates."""
-        self.family = family
-        """The `model_type` of the model's configuration."""
+        self.preset = preset
+        """What is known of the model."""
         special = {
             token_id: token.content
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -71,13 +86,31 @@ class ServedTokenizer:
         """Texts of the tokens that are left out of text when special tokens are skipped."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text; of what is hidden in it, those of plain text."""
+        if self.placeholders is not None and self.placeholders.hides(text):
+            return self._encode_hidden(self.placeholders, text, add_special_tokens)
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Return the token ids of several texts."""
+        if self.placeholders is not None and any(map(self.placeholders.hides, texts)):
+            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
         batch = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in batch]
+
+    def _encode_hidden(
+        self, placeholders: Placeholders, text: str, add_special_tokens: bool
+    ) -> list[int]:
+        pieces = list(placeholders.pieces(text))
+        batch = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
+        ids = [token_id for encoding in batch for token_id in encoding.ids]
+        if not add_special_tokens:
+            return ids
+        around = self.backend.encode("a", add_special_tokens=True)
+        added = around.special_tokens_mask
+        first = added.index(0)
+        last = len(added) - added[::-1].index(0)
+        return [*around.ids[:first], *ids, *around.ids[last:]]
 
     async def encode_many_async(
         self, texts: Sequence[str], *, add_special_tokens: bool
@@ -89,7 +122,7 @@ class ServedTokenizer:
     async def encode_each_async(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> AsyncGenerator[list[int]]:
-        """The same one by one, for who may have enough before all are encoded."""
+        """The same one by one, for callers that may not need all of them."""
         for batch in _batches(texts):
             if sum(map(len, batch)) + len(batch) <= _INLINE_CHARACTERS:
                 encoded = self.encode_many(batch, add_special_tokens=add_special_tokens)
@@ -135,7 +168,9 @@ class ServedTokenizer:
         return self.backend.token_to_id(text) in self._special
 
     @classmethod
-    def load(cls, directory: Path, model: ModelConfig) -> Self:
+    def load(
+        cls, directory: Path, model: ModelConfig, placeholders: Placeholders | None = None
+    ) -> Self:
         """Read tokenizer.json and what lies beside it in a model directory.
 
         Args:
@@ -143,6 +178,7 @@ class ServedTokenizer:
                 chat_template.jinja, config.json and generation_config.json are used if present.
             model: may name a file that replaces the model's chat template, and where defaults for
                 sampling are.
+            placeholders: of a model that takes images.
 
         Raises:
             TokenizerError: a file is missing or broken.
@@ -161,29 +197,50 @@ class ServedTokenizer:
         backend.no_truncation()
         backend.no_padding()
         config = _read_json(directory / "tokenizer_config.json")
+        _add_tokens(backend, config)
+        if _read_json(directory / "sentence_bert_config.json").get("do_lower_case"):
+            own = [] if backend.normalizer is None else [backend.normalizer]
+            backend.normalizer = Sequential([Lowercase(), *own])
         special_tokens = _special_tokens(_read_json(directory / "special_tokens_map.json") | config)
-        source = _template_source(directory, config, model.chat_template)
+        named = _templates(directory, config, model.chat_template)
+        source = named.get("default")
         try:
-            template = None if source is None else ChatTemplate(source, special_tokens)
+            template = (
+                None
+                if source is None
+                else ChatTemplate(source, special_tokens, named.get("tool_use"))
+            )
         except ValueError as error:
             raise TokenizerError(str(error)) from error
         network = _read_json(directory / "config.json")
         network |= network.get("text_config") or {}
+        names = [str(network.get("_name_or_path") or ""), Path(model.model).name]
+        preset = preset_of(
+            str(network.get("model_type") or ""),
+            " ".join(names),
+            gguf=model.model.endswith(".gguf"),
+        )
         return cls(
             backend,
             vocab_size=network.get("vocab_size"),
-            eos_token_ids=_eos_token_ids(directory, network, backend, special_tokens),
+            eos_token_ids=end_token_ids(
+                directory, network, _read_json(directory / "generation_config.json")
+            ),
             chat_template=template,
             sampling_defaults=read_sampling_defaults(
-                directory, model.generation_config, model.override_generation_config
+                directory,
+                model.generation_config,
+                model.override_generation_config,
+                preset.sampling,
             ),
             named_tokens=special_tokens,
-            family=str(network.get("model_type") or ""),
+            preset=preset,
+            placeholders=placeholders,
         )
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Cut texts into groups of so many characters, or of one longer text."""
+    """Split texts into groups with a limited number of characters, or of one longer text."""
     first = size = 0
     for index, text in enumerate(texts):
         if index > first and size + len(text) > _BATCH_CHARACTERS:
@@ -205,6 +262,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _add_tokens(backend: Tokenizer, config: dict[str, Any]) -> None:
+    """Add the tokens that only tokenizer_config.json has, or has with other properties.
+
+    Raises:
+        TokenizerError: that is not how they are described.
+    """
+    described = config.get("added_tokens_decoder") or {}
+    try:
+        for number in sorted(described, key=int):
+            token = {key: value for key, value in described[number].items() if key != "__type"}
+            add = backend.add_special_tokens if token.get("special") else backend.add_tokens
+            add([AddedToken(**token)])
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TokenizerError(f"tokenizer_config.json: added_tokens_decoder: {error}") from error
+
+
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return name to text; the files spell a token as a string or as an object with `content`."""
     found = {}
@@ -216,34 +289,24 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _template_source(directory: Path, config: dict[str, Any], given: str | None) -> str | None:
+def _templates(directory: Path, config: dict[str, Any], given: str | None) -> dict[str, str]:
+    """Return the model's chat templates by name; `default` serves where no other is named."""
     if given is not None:
         if "{{" in given or "{%" in given or "\n" in given:
-            return given
+            return {"default": given}
         try:
-            return Path(given).expanduser().read_text(encoding="utf-8")
+            return {"default": Path(given).expanduser().read_text(encoding="utf-8")}
         except OSError as error:
             raise TokenizerError(f"--chat-template cannot be read: {error}") from error
     own_file = directory / "chat_template.jinja"
     if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
+        others = (directory / "additional_chat_templates").glob("*.jinja")
+        named = {file.stem: file.read_text(encoding="utf-8") for file in others}
+        return {**named, "default": own_file.read_text(encoding="utf-8")}
     source = config.get("chat_template") or _read_json(directory / "chat_template.json").get(
         "chat_template"
     )
     if isinstance(source, list):
         named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
-
-
-def _eos_token_ids(
-    directory: Path, model: dict[str, Any], backend: Tokenizer, special_tokens: dict[str, str]
-) -> list[int]:
-    generation = _read_json(directory / "generation_config.json")
-    ids = generation.get("eos_token_id", model.get("eos_token_id"))
-    if isinstance(ids, int):
-        return [ids]
-    if isinstance(ids, list):
-        return ids
-    token_id = backend.token_to_id(special_tokens.get("eos_token", ""))
-    return [] if token_id is None else [token_id]
+        return {"default": next(iter(named.values())), **named} if named else {}
+    return {"default": source} if isinstance(source, str) else {}

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Collection
 import httpx
 import msgspec
 
+from server.errors import MESSAGES_PREFIX, ApiError, unavailable
 from server.http.call import Call, CancelOnDisconnect
-from server.http.errors import ApiError, unavailable
 from server.observe.metrics import FrontEndMetrics
 from server.upstreams.routes import ModelRoutes
 
@@ -41,6 +41,7 @@ _CONNECT_TRIES = 4
 _FIRST_PAUSE = 0.1
 """Seconds before a server that could not be reached is tried again; doubles each time."""
 
+_EVENT_END = b"\n\n"
 _VIA = b"1.1 swell"
 _SENT_ON = frozenset(
     (
@@ -109,7 +110,7 @@ class Forwarder:
         """The names of all models of other servers."""
         return list(self._routes.current())
 
-    def elsewhere(self, call: Call, here: Collection[str]) -> str | None:
+    def remote_model(self, call: Call, here: Collection[str]) -> str | None:
         """Return the model that a call asks for if another server has it, and none of those `here`.
 
         A call that came from a server is never another's.
@@ -118,7 +119,7 @@ class Forwarder:
         if not routes or _came_from_server(call):
             return None
         try:
-            asked = msgspec.json.decode(call.body, type=_Asked).model
+            asked = msgspec.json.decode(call.content, type=_Asked).model
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None  # what is wrong with the body is said where it is read in full
         return asked if asked in routes and asked not in here else None
@@ -172,7 +173,7 @@ class Forwarder:
         raise _unreachable(model)
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; streams that are not over break off."""
         await self._client.aclose()
 
 
@@ -181,15 +182,15 @@ def _unreachable(model: str) -> ApiError:
 
 
 def _came_from_server(call: Call) -> bool:
-    return any(name == b"via" and _VIA in value for name, value in call.headers)
+    return any(name == b"via" and _VIA in value for name, value in call.scope["headers"])
 
 
 def _headers(call: Call) -> list[tuple[bytes, bytes]]:
-    headers = [(name, value) for name, value in call.headers if name in _SENT_ON]
+    headers = [(name, value) for name, value in call.scope["headers"] if name in _SENT_ON]
     return [
         *headers,
         (b"accept-encoding", b"identity"),
-        (b"content-length", str(len(call.body)).encode()),
+        (b"content-length", str(len(call.content)).encode()),
         (b"x-request-id", call.request_id.encode()),
         (b"via", _VIA),
     ]
@@ -197,15 +198,32 @@ def _headers(call: Call) -> list[tuple[bytes, bytes]]:
 
 async def _body(call: Call) -> AsyncIterator[bytes]:
     """Yield the body of a call; a request that was made of it does not keep it."""
-    yield call.body
+    yield call.content
 
 
 async def _answer(call: Call, response: httpx.Response) -> None:
-    """Send an answer back, as fast as the client reads it."""
+    """Send an answer back, as fast as the client reads it.
+
+    A stream of events that breaks off between two of them ends with an error event.
+
+    Raises:
+        httpx.HTTPError: another answer breaks off.
+    """
     given = [(name.lower(), value) for name, value in response.headers.raw]
+    is_stream = dict(given).get(b"content-type", b"").startswith(b"text/event-stream")
+    last = _EVENT_END
     await call.start(
         response.status_code, [(name, value) for name, value in given if name in _SENT_BACK]
     )
-    async for part in response.aiter_raw():
-        await call.write(part, more=True)
+    try:
+        async for part in response.aiter_raw():
+            last = part
+            await call.write(part, more=True)
+    except httpx.HTTPError as error:
+        if not is_stream or not last.endswith(_EVENT_END):
+            raise
+        logger.warning("a forwarded stream broke off: %r", error)
+        broken = unavailable("The model's server, or the way to it, is gone; send it again.")
+        name = b"event: error\n" if call.path.startswith(MESSAGES_PREFIX) else b""
+        await call.write(b"%bdata: %b\n\n" % (name, broken.body(call.path)), more=True)
     await call.write(b"", more=False)

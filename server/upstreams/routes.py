@@ -82,6 +82,6 @@ class ModelRoutes:
         try:
             self._routes = read_routes(self._file.path)
         except BadModelRoutes as error:
-            logger.error("model routes stay as they were: %s", error)
+            logger.error("keeping the old model routes: %s", error)
         else:
-            logger.info("model routes were read again: %s", ", ".join(self._routes) or "none")
+            logger.info("reloaded the model routes: %s", ", ".join(self._routes) or "none")

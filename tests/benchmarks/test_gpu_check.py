@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import PARTS, SMALL, Setup, agreement, operations_per_token
-from benchmarks.gpu_report import PAGE_HEAD, page
+from benchmarks.gpu_check import (
+    PAGE_HEAD,
+    PARTS,
+    SMALL,
+    Setup,
+    agreement,
+    operations_per_token,
+    page,
+)
 from engine.models.hf_config import read_spec
 
 DOCS = Path(__file__).parents[2] / "docs"

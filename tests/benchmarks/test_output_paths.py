@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import engine_bench, side_by_side, simulate
+from benchmarks import engine_bench, side_by_side
 from engine.shared.writable import writable_directory, writable_file
 from server.batch.output import OutputFile
 from server.bench import command
@@ -24,7 +24,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Worked
 
     for module, name in (
-        (simulate, "run_case"), (simulate, "simulate"), (command, "run"),
+        (command, "run"),
         (engine_bench, "measure"), (side_by_side, "compare"), (side_by_side, "read_results"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, begin)
@@ -45,8 +45,6 @@ def from_command_line(main: Any, *arguments: str) -> Any:
 
 
 COMMANDS: dict[str, Any] = {
-    "simulate c1": lambda path, _: simulate.main(["c1", "--output", str(path)]),
-    "simulate fleet": lambda path, _: simulate.main(["fleet", "--plot", str(path)]),
     "swell bench": lambda path, _: bench(path),
     "engine_bench": from_command_line(engine_bench.main, "2-layer", "--json"),
     "side_by_side": from_command_line(

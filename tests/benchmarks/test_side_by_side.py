@@ -4,10 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.side_by_side import keep
-from benchmarks.versus import history
-from benchmarks.versus.history import Processor, commit, processor_of, put_on_top
-from benchmarks.versus.report import Results, Run
+from benchmarks.side_by_side import (
+    Processor,
+    Results,
+    Run,
+    Start,
+    as_markdown,
+    commit,
+    keep,
+    processor_of,
+    put_on_top,
+)
 
 XEON = Processor("Some(R) Xeon(R) CPU, family 6, model 167", ("amx_bf16",))
 
@@ -52,7 +59,7 @@ def test_results_are_kept_with_their_commit_and_rounds(tmp_path: Path) -> None:
     results = Results("2 cores Some Xeon", {"Swell": "1.0"}, "2026-11-24 03:00", "abc1234")
     keep(results, tmp_path)
     assert not list(tmp_path.iterdir())
-    results.runs.append(Run("0.4b 16/128 x1", "Swell", 1, 0, 12.5, {}))
+    results.runs.append(Run("0.4b 16/128 x1", "Swell", 1, 0, 12.5))
     keep(results, tmp_path)
     (path,) = tmp_path.iterdir()
     assert "## 2026-11-24 03:00 UTC, commit abc1234" in path.read_text()
@@ -62,6 +69,27 @@ def test_results_are_kept_with_their_commit_and_rounds(tmp_path: Path) -> None:
 def test_a_tree_without_a_repository_has_no_known_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "RESULTS", tmp_path / "results")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert commit() == "unknown"
+    assert commit(tmp_path / "results") == "unknown"
+    assert len(commit().split()[0]) >= 7
+
+
+def test_each_side_is_compared_with_its_best_number_of_engines() -> None:
+    results = Results("here", {}, "2026-11-24 03:00", "abc1234")
+    for name, side, engines, values in (
+        ("2-layer 100/128 x64", "vLLM", 1, (100, 300, 200)),
+        ("2-layer 100/128 x64", "Swell", 1, (700, 700)),
+        ("2-layer 100/128 x64", "Swell", 2, (800, 800)),
+        ("0.4b 16/128 x1", "vLLM", 1, (40,)),
+        ("0.4b 16/128 x1", "Swell", 1, (20,)),
+    ):
+        results.runs += [Run(name, side, engines, at, value) for at, value in enumerate(values)]
+    results.starts.append(Start("Swell", "2-layer", 2, 0, 1.9, 693.0))
+    lines = as_markdown(results).splitlines()
+    assert [line for line in lines if line.startswith(("| 0.4b", "| 2-layer"))] == [
+        "| 0.4b 16/128 x1 | ms per token | 40.0 (40.0 to 40.0) | 20.0 (20.0 to 20.0) | 2.00x |  |"
+        "  | >= 1.1x |",
+        "| 2-layer 100/128 x64 | output tok/s | 200 (100 to 300), DP=1 | 800 (800 to 800), DP=2 |"
+        " 4.00x |  |  | >= 3.2x |",
+        "| 2-layer | Swell | 2 | 1.9 | 693 |",
+    ]

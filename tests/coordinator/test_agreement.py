@@ -7,7 +7,7 @@ import pytest
 from coordinator.events import Action, FromMember, PublishOrder, Reply
 from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.shared.config import EngineConfig, ModelConfig
-from engine.shared.group_config import MODEL_KEYS, group_config, model_identity
+from engine.shared.group_config import MODEL_KEYS, group_config, model_identity, stated_in
 from engine.shared.messages import (
     FrontEndAddresses,
     FrontEnds,
@@ -96,10 +96,22 @@ def test_a_process_of_another_protocol_is_refused_with_both_versions(
     for refused in (cluster.engine(0, ENGINE, protocol), cluster.front_end(0, MODEL, protocol)):
         assert isinstance(refused, Refused)
         assert refused.field == "protocol"
-        assert f"but {PROTOCOL_VERSION} at the coordinator" in refused.reason
+        spoken = f"{PROTOCOL_VERSION} or {PROTOCOL_VERSION - 1}"
+        assert f"but {spoken} at the coordinator" in refused.reason
         reasons.append(refused.reason)
     assert "Swell 9.9" in reasons[-1]
     assert isinstance(cluster.engine(0, ENGINE), Welcome)
+
+
+def test_processes_of_the_protocol_before_join_in_their_own(cluster: Cluster) -> None:
+    before = PROTOCOL_VERSION - 1
+    for welcome in (cluster.engine(0, ENGINE, before), cluster.front_end(0, MODEL, before)):
+        assert isinstance(welcome, Welcome)
+        assert welcome.protocol == before, "an older process insists on its own"
+    welcome = cluster.engine(1, ENGINE)
+    assert isinstance(welcome, Welcome)
+    assert welcome.protocol == PROTOCOL_VERSION
+    assert [each.protocol for each in welcome.front_ends] == [before]
 
 
 def test_front_ends_alone_agree_to_anything(cluster: Cluster) -> None:
@@ -160,3 +172,39 @@ def test_what_a_model_is_for_is_told_however_that_was_said(tmp_path: Path) -> No
     config.write_text('{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8}')
     assert model_identity(found)["runner"] == "generate"
     assert model_identity(said)["runner"] == "pooling"
+
+
+LOCKSTEP = {
+    **ENGINE, "lockstep": "true", "data_parallel_size": "2", "tensor_parallel_size": "2",
+    "pipeline_parallel_size": "1", "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["tensor_parallel_size", "pipeline_parallel_size", "device"])
+def test_an_engine_that_could_not_form_a_group_with_the_others_is_refused_by_the_setting(
+    cluster: Cluster, key: str
+) -> None:
+    cluster.engine(0, LOCKSTEP)
+    refused = cluster.engine(1, {**LOCKSTEP, key: "other"})
+    assert isinstance(refused, Refused)
+    assert (refused.field, refused.final) == (key, True)
+    settings = EngineConfig()
+    assert key in group_config(settings, lockstep=True)
+    assert key not in group_config(settings), "engines that step alone may differ"
+
+
+def test_an_engine_of_the_protocol_before_is_not_asked_for_what_it_does_not_state(
+    cluster: Cluster,
+) -> None:
+    cluster.engine(0, LOCKSTEP)
+    older = stated_in(LOCKSTEP, PROTOCOL_VERSION - 1)
+    assert older.keys() < LOCKSTEP.keys()
+    assert isinstance(cluster.engine(1, older, PROTOCOL_VERSION - 1), Welcome)
+    refused = cluster.engine(2, older)
+    assert isinstance(refused, Refused)
+    assert refused.field == "device"
+
+
+def test_a_group_that_grows_takes_engines_started_with_another_size(cluster: Cluster) -> None:
+    cluster.engine(0, LOCKSTEP)
+    assert isinstance(cluster.engine(1, {**LOCKSTEP, "data_parallel_size": "3"}), Welcome)

@@ -1,5 +1,7 @@
 """Engines that shall be there and are not: which, why and for how long."""
 
+from pathlib import Path
+
 import pytest
 
 from coordinator.config import CoordinatorConfig
@@ -81,3 +83,30 @@ def test_the_setting_says_it_of_each_group(
 def test_a_setting_that_is_none_is_refused_by_name(wrong: str) -> None:
     with pytest.raises(SettingsError, match="SWELL_EXPECTED_ENGINES"):
         load(CoordinatorConfig, {}, {"SWELL_EXPECTED_ENGINES": wrong})
+
+
+def test_engines_of_nodes_that_have_not_joined_are_missed_from_the_start() -> None:
+    expected = Expected(planned=4)
+    expected.follow(None)
+    assert [each.rank for each in expected.missing([0, 1], 10.0)] == [2, 3]
+    expected.follow(2)
+    late = expected.missing([0, 1], 25.0)
+    assert [(each.rank, each.reason, each.age) for each in late] == [
+        (2, "not_joined", 15.0), (3, "not_joined", 15.0)
+    ]  # fmt: skip
+    expected.follow(6)
+    assert expected.number == 6
+    expected.planned = None
+    expected.follow(2)
+    assert expected.missing([0, 1], 30.0) == []
+
+
+def test_the_numbers_are_those_of_the_file_as_it_is_now(tmp_path: Path) -> None:
+    file = tmp_path / "expected"
+    publish = load(CoordinatorConfig, {"expected_engines_file": str(file)}, {}).publish
+    for text, (one, other) in (("3\n", (3, None)), ("2,next=5", (2, 5)), ("", (None, None))):
+        file.write_text(text, encoding="utf-8")
+        assert (publish.expected(""), publish.expected("next")) == (one, other)
+    file.write_text("many", encoding="utf-8")
+    with pytest.raises(ValueError, match="Expected"):
+        publish.expected("")

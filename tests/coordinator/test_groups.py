@@ -6,6 +6,7 @@ from coordinator import groups
 from coordinator.events import Action, FromMember, FromNode, PublishOrder, PublishView, Reply, Tick
 from coordinator.groups import EngineGroups
 from coordinator.state import CoordinatorParameters
+from engine.shared.descriptors import Descriptors
 from engine.shared.messages import (
     ClusterView,
     Draining,
@@ -21,8 +22,11 @@ from engine.shared.messages import (
     MissingEngine,
     NodeEngines,
     NodeReport,
+    ProcessEntry,
+    ProcessUse,
     Ready,
     Refused,
+    StartDpWave,
     WakeUp,
     Welcome,
 )
@@ -133,11 +137,10 @@ def test_stats_reach_the_engine_of_that_process_not_that_of_its_rank(cluster: Cl
 
 
 def test_a_goodbye_and_a_wake_up_concern_one_group(cluster: Cluster) -> None:
-    cluster.send(WakeUp(0, 0, 0, group="b"))
-    cluster.send(WakeUp(0, 0, 0, group="unheard of"))
-    cluster.send(Tick(), after=1.0)
-    assert not cluster.views["a"].wakeups_total.get("front_end")
-    assert cluster.views["b"].wakeups_total["front_end"] == 1
+    orders = [each.order for each in cluster.send(WakeUp(0, 0, 0, group="b"))
+              if isinstance(each, PublishOrder)]  # fmt: skip
+    assert orders == [StartDpWave(0, 0, group="b")]
+    assert not cluster.send(WakeUp(0, 0, 0, group="unheard of"))
     cluster.reply(Goodbye("engine", -1, 10))
     assert (cluster.ranks("a"), cluster.ranks("b")) == ({}, {0: 20})
 
@@ -221,3 +224,49 @@ def test_groups_have_a_limit_and_a_refused_process_makes_none(
     refused = cluster.join("engine", 0, 40, "c")
     assert isinstance(refused, Refused)
     assert refused.field == "engine_group"
+
+
+def test_front_ends_are_told_of_every_process_of_their_group_and_of_the_coordinator(
+    cluster: Cluster,
+) -> None:
+    use = ProcessUse(1.5, 1 << 20, 12, 1024, 99.0)
+    own = ProcessEntry("coordinator", "head", "0.1.0", PROTOCOL_VERSION, use)
+    cluster.groups.process = own
+    cluster.reply(Ready("engine", 0, 10, SETUP, use=use))
+    cluster.reply(Ready("engine", 0, 20, SETUP))  # an older one, which says nothing of that
+    cluster.send(Tick(), after=4.0)
+    assert cluster.views["a"].processes == [
+        own,
+        ProcessEntry("engine 0", "h", "", PROTOCOL_VERSION, use),
+        ProcessEntry("api 0", "h", "", PROTOCOL_VERSION, None),
+    ]
+    assert [each.use for each in cluster.views["b"].processes] == [use, None, None], "not theirs"
+
+
+def test_newcomers_are_refused_before_the_coordinator_runs_out_of_descriptors(
+    cluster: Cluster,
+) -> None:
+    cluster.groups.descriptors = Descriptors(1000, 1024)
+    refused = cluster.join("engine", 1, 30, "a")
+    assert isinstance(refused, Refused)
+    assert (refused.field, refused.final) == ("descriptors", False)
+    assert "1000 of 1024 file descriptors" in refused.reason
+    assert isinstance(cluster.join("engine", 0, 10, "a"), Welcome), "it is a member"
+    cluster.send(Tick(), after=1.0)
+    assert cluster.views["a"].descriptors == (1000, 1024)
+    cluster.groups.descriptors = Descriptors(900, 1024)
+    assert isinstance(cluster.join("engine", 1, 30, "a"), Welcome)
+
+
+def test_the_numbers_of_expected_engines_change_while_the_coordinator_runs() -> None:
+    expected = {"a": 2, "b": 1}
+    cluster = Cluster(expected)
+    for group in expected:
+        cluster.join("engine", 0, 10, group)
+    cluster.send(Tick(), after=1.0)
+    assert {name: cluster.views[name].expected for name in expected} == {"a": 2, "b": 1}
+    expected["a"] = 5
+    cluster.groups.expect_again()
+    cluster.send(Tick(), after=5.0)
+    assert {name: cluster.views[name].expected for name in expected} == {"a": 5, "b": 1}
+    assert len(cluster.views["a"].missing) == 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.numbers import LONGEST_WAIT, Numbers
+from coordinator.numbers import MAX_WAIT, Numbers
 from engine.shared.messages import Hello, Refused
 
 GRACE = 5.0
@@ -38,7 +38,7 @@ def test_who_comes_with_a_number_or_has_one_is_not_kept_waiting(numbers: Numbers
 def test_nobody_waits_longer_than_it_looks_for_a_coordinator() -> None:
     numbers = Numbers(3600.0)
     numbers.begin(0.0)
-    assert numbers.number_for(hello(-1, 9), {}, LONGEST_WAIT) == 0
+    assert numbers.number_for(hello(-1, 9), {}, MAX_WAIT) == 0
 
 
 def test_the_first_coordinator_of_a_cluster_gives_out_numbers_at_once() -> None:

@@ -1,12 +1,14 @@
 """The coordinator process over real sockets."""
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from socket import create_server
+from socket import create_connection, create_server
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
@@ -23,6 +25,7 @@ from engine.shared.messages import (
     Hello,
     Message,
     Ready,
+    Refused,
     StartDpWave,
     WakeUp,
     Welcome,
@@ -30,8 +33,10 @@ from engine.shared.messages import (
 )
 from engine.shared.transport import Transport
 from engine.shared.version import PROTOCOL_VERSION
-from tests.support.commands import run_swell
-from tests.support.waiting import PATIENCE
+from tests.support.commands import SWELL, run_swell
+from tests.support.http import fetch
+from tests.support.ports import free_ports, port_of_a_coordinator
+from tests.support.waiting import PATIENCE, until
 
 TIMEOUT_MS = int(1000 * PATIENCE)
 
@@ -39,10 +44,12 @@ TIMEOUT_MS = int(1000 * PATIENCE)
 class Peer:
     """Sockets of one member, played by the test."""
 
-    def __init__(self, directory: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    def __init__(
+        self, directory: Path, context: "zmq.Context[zmq.Socket[bytes]]", name: bytes = b"me"
+    ) -> None:
         self.transport = Transport(ClusterConfig(), context)
         self.address = f"ipc://{directory}/coordinator"
-        self.registration = self.transport.connect(zmq.DEALER, self.address, identity=b"me")
+        self.registration = self.transport.connect(zmq.DEALER, self.address, identity=name)
 
     def subscribe(self, address: str) -> "zmq.Socket[bytes]":
         socket = self.transport.connect(zmq.XSUB, address)
@@ -154,3 +161,70 @@ def test_a_taken_port_is_named() -> None:
     assert done.returncode
     assert f"cannot listen on tcp://{address}: Address already in use" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def flood(address: tuple[str, int], most: int) -> int:
+    """Announce a message without end on a connection that has no key; return the bytes it took."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    chunk, sent = bytes(1 << 16), 0
+    with create_connection(address, timeout=PATIENCE) as connection:
+        connection.sendall(greeting + b"\x06" + (1 << 30).to_bytes(8))
+        connection.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            while sent < most:
+                sent += connection.send(chunk)
+    return sent
+
+
+@pytest.mark.parametrize("port", range(4))
+def test_a_peer_without_the_key_cannot_fill_the_coordinator(tmp_path: Path, port: int) -> None:
+    key = tmp_path / "key"
+    key.write_text("a secret of these tests, long enough\n")
+    first = port_of_a_coordinator()
+    process = subprocess.Popen(
+        [SWELL, "coordinator", "--coordinator", f"127.0.0.1:{first}", "--cluster-key-file", key]
+    )
+    try:
+        address = ("127.0.0.1", first + port)
+        until(lambda: listens(address), "it listens")
+        before = psutil.Process(process.pid).memory_info().rss
+        assert flood(address, 256 << 20) < 64 << 20, "the connection is closed"
+        assert psutil.Process(process.pid).memory_info().rss - before < 8 << 20
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+
+
+def listens(address: tuple[str, int]) -> bool:
+    try:
+        create_connection(address, timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_coordinator_that_has_few_descriptors_left_says_so_and_stays_healthy(
+    tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]"
+) -> None:
+    (port,) = free_ports(1)
+    log = tmp_path / "log"
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            ["prlimit", "--nofile=128:128", SWELL, "coordinator", "--health-port", str(port),
+             "--coordinator", f"ipc://{tmp_path}/coordinator"],
+            stderr=written,
+        )  # fmt: skip
+    try:
+        first = Peer(tmp_path, context, b"first")
+        hello = Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION)
+        assert isinstance(first.ask(hello), Welcome)
+        peers = [Peer(tmp_path, context, f"peer {number}".encode()) for number in range(90)]
+        until(lambda: "of 128 file descriptors are open" in log.read_text(), "it warns")
+        late = peers[-1].ask(Hello("engine", 100, 100, "h", 1, protocol=PROTOCOL_VERSION))
+        assert isinstance(late, Refused)
+        assert late.field == "descriptors"
+        assert fetch(f"http://127.0.0.1:{port}/ready").status == 200
+    finally:
+        process.terminate()
+        assert process.wait(PATIENCE) == 0

@@ -171,7 +171,42 @@ def test_wake_ups_are_counted_by_who_asked_first(wave: LockstepWave) -> None:
     assert wave.wakeups == {"front_end": 1, "engine": 1}
 
 
+def test_a_wave_that_all_engines_start_by_themselves_is_counted_once(wave: LockstepWave) -> None:
+    for number in range(5, 26):
+        for rank in range(3):
+            start(wave, rank, number)
+        wave.notice(WakeUp(0, 1, number))  # late: it runs
+        wave.report(WaveComplete(0, 1, number))
+    assert sum(wave.wakeups.values()) == 21
+
+
 # -- independent engines -------------------------------------------------------------------------
+
+
+def of_step(step: int, running: int) -> EngineStats:
+    return EngineStats(
+        rank=0, incarnation=1, version=step, wave=0, step=step, waiting=0, running=running,
+        kv_usage=0.0, queued_prefill_tokens=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["notice, stats", "stats, notice", "notices, stats", "one step"])
+def test_each_wake_of_idle_engines_counts_once_whatever_is_heard_first(order: str) -> None:
+    wave = IndependentWave()
+    wave.stats(of_step(7, 0))
+    for number in range(21):
+        step = 8 + 2 * number
+        if order.startswith("notice"):
+            for _ in range(1 + order.startswith("notices")):
+                wave.notice(WakeUp(0, 0, wave.wave))
+        if order != "one step":
+            wave.stats(of_step(step, 1))
+        if order == "stats, notice":
+            wave.notice(WakeUp(0, 0, wave.wave))
+        wave.stats(of_step(step + 1, 0))
+        wave.stats(of_step(step + 1, 0))
+        assert (wave.wave, wave.running) == (number + 1, False)
+    assert wave.wakeups == {"front_end": 21, "engine": 0}
 
 
 def busy(rank: int, requests: int) -> EngineStats:

@@ -1,6 +1,5 @@
 """One running compose project for all tests of containers."""
 
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -115,11 +114,10 @@ def docker() -> Iterator[Docker]:
 
 @pytest.fixture(scope="session")
 def checkout() -> Iterator[Path]:
-    """A clean copy of the project, with a cluster key, as people have who follow the docs."""
+    """A clean copy of the project."""
     with tempfile.TemporaryDirectory(prefix="swell-checkout-") as directory:
         clean_checkout(Path(directory))
         Path(directory).chmod(0o755)
-        (Path(directory) / "docker" / "cluster.key").write_bytes(os.urandom(32).hex().encode())
         yield Path(directory)
 
 

@@ -20,6 +20,7 @@ class Prometheus:
         labels: what all series get, as from a ServiceMonitor.
         rules: the text of a file of rules, evaluated every second.
         variables: values of the variables in expressions.
+        scrape: other fields of the scrape's configuration.
     """
 
     def __init__(
@@ -29,18 +30,20 @@ class Prometheus:
         labels: Mapping[str, str] = {},
         rules: str = "groups: []",
         variables: Mapping[str, str] = {},
+        scrape: Mapping[str, object] = {},
     ) -> None:
         self._variables = variables
         (folder / "rules.yaml").write_text(rules, encoding="utf-8")
         self.url = f"http://127.0.0.1:{free_port()}"
         configuration = folder / "prometheus.yml"
-        scrape = {
+        scraped = {
             "job_name": "swell",
             "static_configs": [{"targets": list(targets), "labels": dict(labels)}],
+            **scrape,
         }  # fmt: skip
         settings = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "scrape_configs": [scrape], "rule_files": [str(folder / "rules.yaml")],
+            "scrape_configs": [scraped], "rule_files": [str(folder / "rules.yaml")],
         }  # fmt: skip
         configuration.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
         self._process = subprocess.Popen(

@@ -294,6 +294,35 @@ def refused(stack: Stack) -> None:
     stack.goes_on(14, "end")
 
 
+@state(1)
+def api_dying(stack: Stack) -> None:
+    """One of two API servers has a process that is killed four times."""
+    stack.goes_on(2, "healthy")
+    for number in range(1, 5):
+        os.kill(stack.fronts[0].processes()["api 0"].pid, signal.SIGKILL)
+        until(lambda: restarts(stack) == number, "it is back")  # noqa: B023
+        stack.goes_on(1)
+    stack.recorder.mark("end")
+
+
+def restarts(stack: Stack) -> float:
+    """Return how often the process was started again; 0 while nobody answers."""
+    try:
+        return total(stack.urls[0], "api_server_restarts_total")
+    except (OSError, AssertionError):
+        return 0
+
+
+@state(1, front=("--response-store-bytes", "1000"))
+def unkept(stack: Stack) -> None:
+    """A store that is smaller than any response."""
+    stack.goes_on(2, "healthy")
+    for _ in range(12):
+        call(f"{stack.urls[0]}/v1/responses", {"input": "hi", "max_output_tokens": 1})
+        stack.goes_on(1)
+    stack.recorder.mark("end")
+
+
 @state(2)
 def unscraped(stack: Stack) -> None:
     """Both API servers are killed."""

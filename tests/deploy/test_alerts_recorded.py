@@ -49,15 +49,18 @@ EXPECTED: dict[str, dict[str, set[str]]] = {
         "end": {"SwellAnswersCutOff", "SwellEngineRestarting 0", "SwellServerErrors"},
     },
     "draining": {"healthy": set(), "end": {"SwellEngineDown 1", "SwellFewEngines"}},
+    "api_dying": {"healthy": set(), "end": {"SwellApiServerRestarting - died"}},
+    "unkept": {"healthy": set(), "end": {"SwellResponsesNotKept"}},
     "unscraped": {"healthy": set(), "end": {"SwellNotScraped"}},
 }  # fmt: skip
-"""All alerts that fire, with the engine and the reason, by state and mark."""
+"""All alerts that fire, with the engine (-: none) and the reason, by state and mark."""
 
 
 def sample(told: str) -> dict[str, object]:
     """Return an alert that fires as promtool writes what the question about it gives."""
     names = ("alertname", "engine", "reason")
-    labels = ", ".join(f'{n}="{v}"' for n, v in zip(names, told.split(), strict=False))
+    given = zip(names, told.split(), strict=False)
+    labels = ", ".join(f'{name}="{value}"' for name, value in given if value != "-")
     return {"labels": f"{{{labels}}}", "value": 1}
 
 

@@ -21,10 +21,11 @@ ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "helm" / "swell"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 VALUES = [CHART / "values.yaml", *EXAMPLES]
-KUBERNETES = ("1.27", "1.30", "1.33")
+KUBERNETES = ("1.27", "1.37")
+"""The oldest version that the chart takes, and the newest whose schemas there are."""
 CUSTOM = {
     "ServiceMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject", "TriggerAuthentication",
-    "InferencePool", "LeaderWorkerSet",
+    "InferencePool", "LeaderWorkerSet", "PodMonitor", "BackendTLSPolicy",
 }  # fmt: skip
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet", "Pod", "Job")
 
@@ -233,7 +234,7 @@ def test_containers_have_requests_limits_and_a_fixed_version(values: Path) -> No
 @named(VALUES)
 def test_whatever_serves_is_probed_on_ports_it_has(values: Path) -> None:
     for name, pod in pods(render(values)):
-        if name.endswith(("-test", "-fetch")):
+        if name.endswith("-test") or "-fetch-" in name:
             continue
         for container in pod["containers"]:
             if ROLE in {each["name"] for each in container["env"]}:
@@ -313,14 +314,13 @@ def test_more_than_one_replica_is_protected_and_spread() -> None:
 
 
 def test_pods_of_a_version_that_is_replaced_keep_none_of_the_new_one_on_their_node() -> None:
-    def spread(version: str, name: str) -> Manifest:
-        pod = dict(pods(render(version=version)))[name]
-        constraint: Manifest = pod["topologySpreadConstraints"][0]
-        return constraint
-
-    for version, keys in (("1.26", None), ("1.27", ["pod-template-hash"])):
-        assert spread(version, "demo-swell-api").get("matchLabelKeys") == keys
-    assert "matchLabelKeys" not in spread("1.30", "demo-swell-engine")
+    spread = {
+        name: pod["topologySpreadConstraints"][0]
+        for name, pod in pods(render())
+        if "topologySpreadConstraints" in pod
+    }
+    assert spread["demo-swell-api"]["matchLabelKeys"] == ["pod-template-hash"]
+    assert "matchLabelKeys" not in spread["demo-swell-engine"]
 
 
 def test_nobody_is_sent_to_a_coordinator_on_a_dead_node() -> None:
@@ -376,37 +376,6 @@ def differing(before: list[Manifest], after: list[Manifest]) -> dict[str, tuple[
     }
 
 
-def test_scaling_changes_nothing_but_the_number_of_replicas_and_what_is_expected() -> None:
-    changed = differing(render(), render(None, "engine.replicas=5", "api.replicas=4"))
-    expected = "spec.template.spec.containers[coordinator].env[SWELL_EXPECTED_ENGINES].value"
-    assert changed == {
-        f"Deployment/demo-swell-coordinator.{expected}": ("2", "5"),
-        "StatefulSet/demo-swell-engine.spec.replicas": (2, 5),
-        "Deployment/demo-swell-api.spec.replicas": (2, 4),
-    }
-
-
-def test_a_new_model_changes_the_variables_of_engines_and_api_only() -> None:
-    changed = differing(render(), render(None, "model.name=Qwen/Qwen3-0.6B"))
-    template = ".spec.template.spec.containers"
-    agreed = "StatefulSet/demo-swell-engine.metadata.annotations.swell/agreed"
-    assert changed.pop(agreed) == ("bundled", "Qwen/Qwen3-0.6B")
-    assert {path: after for path, (_, after) in changed.items()} == {
-        f"{kind}{template}[{name}].env[SWELL_MODEL].{key}": value
-        for kind, name in (("StatefulSet/demo-swell-engine", "engine"),
-                           ("Deployment/demo-swell-api", "api"))
-        for key, value in (("name", "SWELL_MODEL"), ("value", "Qwen/Qwen3-0.6B"))
-    }  # fmt: skip
-
-
-def test_a_new_image_changes_the_images_only() -> None:
-    changed = differing(render(), render(None, "image.tag=0.2.0"))
-    assert all(path.endswith(".image") for path in changed)
-    assert {after for _, after in changed.values()} == {
-        "swell-coordinator:0.2.0", "swell-server:0.2.0", "swell-engine:0.2.0"
-    }  # fmt: skip
-
-
 def test_another_key_changes_the_secret_only_so_that_no_pod_starts_anew() -> None:
     kinds = ("apiKeys", "adminKey", "metricsKey", "clusterKey")
     before, after = (
@@ -416,11 +385,19 @@ def test_another_key_changes_the_secret_only_so_that_no_pod_starts_anew() -> Non
     assert changed == {"Secret/demo-swell"}
 
 
-def test_gpus_change_the_engines_only() -> None:
-    changed = differing(render(None, "engine.gpus=1"), render(None, "engine.gpus=4"))
-    assert {path.partition(".")[0] for path in changed} == {"StatefulSet/demo-swell-engine"}
-    variables = {path for path in changed if "env[" in path}
-    assert all("SWELL_TENSOR_PARALLEL_SIZE" in path for path in variables)
+def test_api_pods_are_taken_one_by_one_when_their_streams_have_ended() -> None:
+    def down(*sets: str) -> Any:
+        scaler = find(render(None, "api.autoscaling.enabled=true", *sets),
+                      "HorizontalPodAutoscaler", "demo-swell-api")  # fmt: skip
+        validate(scaler, "1.37")
+        return scaler["spec"]["behavior"]["scaleDown"]
+
+    grace = dict(pods(render()))["demo-swell-api"]["terminationGracePeriodSeconds"]
+    assert down()["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": grace}]
+    longer = down("api.shutdownSeconds=300")["policies"][0]["periodSeconds"]
+    assert longer == grace + 240
+    own = "api.autoscaling.behavior.scaleDown.selectPolicy=Disabled"
+    assert down(own) == {"selectPolicy": "Disabled"}
 
 
 def test_autoscalers_own_the_number_of_replicas() -> None:
@@ -480,22 +457,34 @@ def prometheus_answer(tmp_path: Path, query: str, series: dict[str, float], expe
 
 def test_full_engines_without_a_queue_are_not_taken_for_idle_ones(tmp_path: Path) -> None:
     query = scaled_object("engine.env.SWELL_MAX_NUM_SEQS=64")["triggers"][0]["metadata"]["query"]
-    full: dict[str, float] = {
-        f'swell_num_requests_{state}{{namespace="llm", service="{service}", pod="{pod}", '
-        f'engine="{rank}"}}': number
-        for state, number in (("running", 64), ("waiting", 0))
+    prometheus_answer(tmp_path, query, load_of_four(64, 0, 0.3), "400")
+
+
+def test_full_caches_without_full_slots_are_not_taken_for_idle_engines(tmp_path: Path) -> None:
+    query = scaled_object("engine.env.SWELL_MAX_NUM_SEQS=64")["triggers"][0]["metadata"]["query"]
+    prometheus_answer(tmp_path, query, load_of_four(16, 0, 0.75), "300")
+
+
+def load_of_four(running: int, waiting: int, cache: float) -> dict[str, float]:
+    """Return the series of four engines, of this release and of another."""
+    values = {"num_requests_running": running, "num_requests_waiting": waiting,
+              "kv_cache_usage_perc": cache}  # fmt: skip
+    return {
+        f'swell_{name}{{namespace="llm", service="{service}", pod="{pod}", engine="{rank}"}}': value
+        for name, value in values.items()
         for service in ("demo-swell", "other-swell")
         for pod in ("a", "b")  # each API server shows all engines
         for rank in range(4)
     }
-    prometheus_answer(tmp_path, query, full, "400")
 
 
 def test_metrics_that_are_missing_are_not_zero(tmp_path: Path) -> None:
     scaled = scaled_object()
     metadata = scaled["triggers"][0]["metadata"]
-    waiting_only = 'swell_num_requests_waiting{namespace="llm",service="demo-swell",engine="0"}'
-    prometheus_answer(tmp_path, metadata["query"], {waiting_only: 0}, "")
+    some = load_of_four(1, 0, 0.5)
+    for missing in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        left = {name: value for name, value in some.items() if missing not in name}
+        prometheus_answer(tmp_path, metadata["query"], left, "")
     assert metadata["ignoreNullValues"] == "false"
     assert scaled["fallback"]["behavior"] == "currentReplicas"
     assert scaled["minReplicaCount"] <= scaled["fallback"]["replicas"] <= scaled["maxReplicaCount"]
@@ -691,3 +680,54 @@ def test_compose_opens_nothing_but_the_api_to_others() -> None:
             variable = "BIND" if name == "api" else f"{name.upper()}_BIND"
             assert port.startswith(f"${{{variable}:-127.0.0.1}}:"), (name, port)
     assert "admin}" not in str(compose["services"]["grafana"])
+
+
+def test_the_alertmanager_of_compose_sends_to_the_webhook_that_is_given(tmp_path: Path) -> None:
+    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+    (script,) = compose["services"]["alertmanager"]["command"]
+    script = script.replace("$$", "$").replace("/run/swell", str(tmp_path))
+    script = script.partition("exec")[0] + "true"
+    for url in ("", "https://hooks.example/a?b='$c'"):
+        done = subprocess.run(
+            ["sh", "-c", script], env={"PATH": "/usr/bin:/bin", "ALERT_WEBHOOK": url}, timeout=20,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0
+        config = yaml.safe_load((tmp_path / "alertmanager.yml").read_text())
+        (receiver,) = config["receivers"]
+        assert config["route"]["receiver"] == receiver["name"]
+        file = [{"url_file": f"{tmp_path}/url"}] if url else None
+        assert receiver.get("webhook_configs") == file
+        assert (tmp_path / "url").read_text() == url
+    prometheus = yaml.safe_load((ROOT / "docker" / "prometheus.yml").read_text())
+    (managers,) = prometheus["alerting"]["alertmanagers"]
+    assert managers["static_configs"] == [{"targets": ["alertmanager:9093"]}]
+
+
+def test_an_api_without_keys_knows_the_names_by_which_it_is_published() -> None:
+    def hosts(*settings: str) -> Any:
+        [api] = [
+            each
+            for each in render(None, *settings)
+            if each["kind"] == "Deployment" and each["metadata"]["name"].endswith("-api")
+        ]
+        return environment(api).get("SWELL_ALLOWED_HOSTS")
+
+    assert hosts() == "*.llm"
+    assert hosts("apiKeys.value=secret") is None
+    assert hosts("api.tls.secret=certificate") is None
+    published = (
+        "api.allowedHosts={a.example}",
+        "api.ingress.enabled=true",
+        "api.ingress.hosts={b.example}",
+        "api.route.enabled=true",
+        "api.route.hostnames={c.example}",
+        "api.route.parentRefs[0].name=gateway",
+    )
+    pools = render(CHART / "examples" / "inference-pool.yaml", "apiKeys.existingSecret=")
+    [engines] = [each for each in pools if each["kind"] == "StatefulSet"]
+    known = [environment(engines, number).get("SWELL_ALLOWED_HOSTS") for number in range(2)]
+    assert [each.split(",")[0] for each in known if each] == ["*"]
+    any_name = ("api.route.enabled=true", "api.route.parentRefs[0].name=gateway")
+    assert hosts(*any_name) == "*.llm,*"
+    assert hosts(*published) == "*.llm,a.example,b.example,c.example"

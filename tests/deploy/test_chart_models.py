@@ -1,10 +1,16 @@
 """The chart while one model replaces another: neither is taken away too early."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+from engine.shared.config import EngineConfig
+from engine.shared.group_config import AGREED_IN_LOCKSTEP, AGREED_SETTINGS
+from engine.shared.settings import settings_of
+from engine.shared.version import PROTOCOL_VERSION
 from tests.deploy.fake_kubernetes import FakeKubernetes, fake_kubernetes
 from tests.deploy.test_chart import Manifest, environment, find, helm, install, render
 
@@ -138,9 +144,9 @@ def test_only_the_new_models_engines_are_counted_and_scaled() -> None:
 
 
 def test_the_coordinator_knows_how_many_engines_each_model_shall_have() -> None:
-    def expected(*sets: str) -> str | None:
-        variables = environment(find(render(None, *sets), "Deployment", "demo-swell-coordinator"))
-        return variables.get("SWELL_EXPECTED_ENGINES")
+    def expected(*sets: str) -> str:
+        kept = find(render(None, *sets), "ConfigMap", "demo-swell-engines")["data"]
+        return str(kept["expected"])
 
     assert expected(*OLD) == "4"
     assert expected(*BOTH) == "next=6,4"
@@ -196,3 +202,63 @@ def test_a_pause_can_be_chosen(tmp_path: Path) -> None:
         serve(cluster, "statefulsets", "demo-swell-engine", readyReplicas=4)
         done = install(config, *NEW, "allowPause=true")
         assert done.returncode == 0, done.stderr
+
+
+def test_an_upgrade_over_several_protocols_is_refused_while_the_coordinator_runs(
+    tmp_path: Path,
+) -> None:
+    def to(version: int) -> subprocess.CompletedProcess[str]:
+        return install(config, f"image.protocol={version}")
+
+    newest, step = PROTOCOL_VERSION, PROTOCOL_VERSION - 1
+    with fake_kubernetes(tmp_path) as (cluster, config):
+        assert to(newest - 2).returncode == 0
+        assert to(newest).returncode == 0, "nothing runs yet"
+        assert to(newest - 2).returncode == 0
+        serve(cluster, "deployments", "demo-swell-coordinator", readyReplicas=1)
+        refused = to(newest)
+        assert refused.returncode != 0
+        assert f"Upgrade to a version that speaks protocol {step} first" in refused.stderr
+        assert to(step).returncode == 0
+        serve(cluster, "deployments", "demo-swell-coordinator", readyReplicas=1)
+        assert to(newest).returncode == 0
+
+
+def test_the_chart_and_the_images_state_the_protocol_of_the_code() -> None:
+    annotations = yaml.safe_load(Path("helm/swell/Chart.yaml").read_text())["annotations"]
+    assert annotations["swell/protocol"] == str(PROTOCOL_VERSION)
+    label = f"LABEL swell.protocol={PROTOCOL_VERSION}"
+    assert label in Path("docker/Dockerfile").read_text().splitlines()
+    coordinator = find(render(None), "Deployment", "demo-swell-coordinator")
+    assert coordinator["metadata"]["annotations"]["swell/protocol"] == str(PROTOCOL_VERSION)
+
+
+@pytest.mark.parametrize("setting", [*AGREED_SETTINGS, *AGREED_IN_LOCKSTEP])
+def test_the_chart_guards_every_setting_on_which_engines_have_to_agree(setting: str) -> None:
+    name = f"SWELL_{setting.upper()}"
+    assert name in {each.variable for each in settings_of(EngineConfig)}
+
+    def agreed(*sets: str) -> str:
+        engine = find(render(None, "engine.expertParallel=true", *sets), "StatefulSet",
+                      "demo-swell-engine")  # fmt: skip
+        text: str = engine["metadata"]["annotations"]["swell/agreed"]
+        return text
+
+    default = agreed()
+    extra = (f"engine.extraEnv[0].name={name}", "engine.extraEnv[0].value=7")
+    assert f"{setting} 7" in agreed(f"engine.env.{name}=7")
+    assert agreed(*extra) == agreed(f"engine.env.{name}=7") != default
+
+
+def test_settings_of_a_config_map_are_seen_by_the_guard(tmp_path: Path) -> None:
+    from_map = ("engine.replicas=2", "engine.envFrom[0].configMapRef.name=engines")
+    path = "/api/v1/namespaces/llm/configmaps/engines"
+    with fake_kubernetes(tmp_path) as (cluster, config):
+        settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "engines"}}
+        cluster.objects[path] = {**settings, "data": {"SWELL_KV_CACHE_DTYPE": "auto"}}
+        assert install(config, *from_map).returncode == 0
+        serve(cluster, "statefulsets", "demo-swell-engine", readyReplicas=2)
+        cluster.objects[path]["data"]["SWELL_KV_CACHE_DTYPE"] = "fp8"
+        refused = install(config, *from_map)
+        assert refused.returncode != 0
+        assert "kv_cache_dtype fp8" in refused.stderr

@@ -13,7 +13,8 @@ API, COORDINATOR, ENGINE = (
     "Deployment/demo-swell-api", "Deployment/demo-swell-coordinator",
     "StatefulSet/demo-swell-engine",
 )  # fmt: skip
-SCALERS = {"HorizontalPodAutoscaler/demo-swell-api", "ScaledObject/demo-swell-engine"}
+NUMBERS = "ConfigMap/demo-swell-engines"
+SCALERS = {"HorizontalPodAutoscaler/demo-swell-api", "ScaledObject/demo-swell-engine", NUMBERS}
 TEST = {"Pod/demo-swell-test"}
 SIZES = ("engine.replicas=4", "api.replicas=3")
 SCALED = (*SIZES, "engine.autoscaling.enabled=true", "api.autoscaling.enabled=true")
@@ -31,8 +32,9 @@ class Upgrade(NamedTuple):
 UPGRADES = {
     "model": Upgrade(("model.name=a",), ("model.name=b",), {API, ENGINE}),
     "image": Upgrade((), ("image.tag=0.2.0",), {API, COORDINATOR, ENGINE}, TEST),
-    "to autoscaling": Upgrade(SIZES, SCALED, {COORDINATOR}, {API, ENGINE, *SCALERS}),
-    "back from autoscaling": Upgrade(SCALED, SIZES, {COORDINATOR}, {API, ENGINE, *SCALERS}),
+    "more engines": Upgrade((), ("engine.replicas=5",), (), {ENGINE, NUMBERS}),
+    "to autoscaling": Upgrade(SIZES, SCALED, (), {API, ENGINE, *SCALERS}),
+    "back from autoscaling": Upgrade(SCALED, SIZES, (), {API, ENGINE, *SCALERS}),
     "keys": Upgrade(
         ("apiKeys.value=a", "adminKey.value=a", "clusterKey.value=a"),
         ("apiKeys.value=b", "adminKey.value=b", "clusterKey.value=b"), (), {"Secret/demo-swell"},

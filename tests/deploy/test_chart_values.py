@@ -1,20 +1,25 @@
 """The chart's values for other clusters: each does what it says, for each component."""
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server.upstreams.routes import read_routes
+from tests.deploy.fake_kubernetes import fake_kubernetes
 from tests.deploy.kubernetes_schemas import validate
 from tests.deploy.test_chart import (
     CHART,
     EXAMPLES,
     Manifest,
+    differing,
     environment,
     find,
     helm,
+    install,
     pods,
     render,
 )
@@ -48,24 +53,135 @@ def pod_of(manifests: list[Manifest], component: str) -> Manifest:
     return spec
 
 
-def test_an_engine_uses_all_the_gpus_that_it_reserves() -> None:
-    engine = workload(render(None, "engine.gpus=4"), "engine")
-    limits = engine["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert limits["nvidia.com/gpu"] == 4
-    assert environment(engine)["SWELL_TENSOR_PARALLEL_SIZE"] == "4"
-    one = workload(render(None, "engine.gpus=1"), "engine")
-    assert "SWELL_TENSOR_PARALLEL_SIZE" not in environment(one)
-    for name in ("SWELL_TENSOR_PARALLEL_SIZE", "SWELL_DATA_PARALLEL_SIZE_LOCAL"):
-        assert name in refused("engine.gpus=4", f"engine.env.{name}=2")
+DIGEST = f"sha256:{'ab' * 32}"
+GPUS = "E:image=swell-engine-cuda:0.1.0 E:env[SWELL_DEVICE].value=cuda E:env[SWELL_THREADS]=None"
+CLAIM = "engine.modelClaim.resources.requests.storage=2Gi"
+OWN_VOLUME = (
+    "E/volumes[models].name=None E.volumeClaimTemplates[0].metadata.name=models "
+    "E.volumeClaimTemplates[0].spec.resources.requests.storage=2Gi"
+)
+CHANGES = {
+    "engine.replicas=5 api.replicas=4": (
+        "ConfigMap/demo-swell-engines.data.expected=5 E.replicas=5 A.replicas=4"
+    ),
+    "model.name=org/a model.offline=true model.volume.persistentVolumeClaim.claimName=c": (
+        "StatefulSet/demo-swell-engine.metadata.annotations.swell/agreed=org/a "
+        "E:env[SWELL_MODEL].value=org/a E:env[HF_HUB_OFFLINE].value=1 "
+        "A:env[SWELL_MODEL].value=org/a A:env[HF_HUB_OFFLINE].value=1 "
+        "E/volumes[models].persistentVolumeClaim.claimName=c "
+        "A/volumes[models].persistentVolumeClaim.claimName=c"
+    ),
+    "image.tag=0.2.0": (
+        "C:image=swell-coordinator:0.2.0 A:image=swell-server:0.2.0 E:image=swell-engine:0.2.0 "
+        "Pod/demo-swell-test.spec.containers[ask].image=swell-server:0.2.0"
+    ),
+    f"coordinator.digest={DIGEST} engine.digest={DIGEST}": (
+        f"C:image=swell-coordinator@{DIGEST} E:image=swell-engine@{DIGEST}"
+    ),
+    f"api.digest={DIGEST}": (
+        f"A:image=swell-server@{DIGEST} "
+        f"Pod/demo-swell-test.spec.containers[ask].image=swell-server@{DIGEST}"
+    ),
+    "image.pullSecrets[0].name=pull": (
+        "E/imagePullSecrets[pull].name=pull A/imagePullSecrets[pull].name=pull "
+        "C/imagePullSecrets[pull].name=pull "
+        "Pod/demo-swell-test.spec.imagePullSecrets[pull].name=pull"
+    ),
+    "engine.gpus=1": f"{GPUS} E:resources.limits.nvidia.com/gpu=1",
+    "engine.gpus=1 engine.repository=mine": (
+        f"{GPUS} E:image=mine:0.1.0 E:resources.limits.nvidia.com/gpu=1"
+    ),
+    "engine.gpus=4": (
+        f"{GPUS} E:env[SWELL_TENSOR_PARALLEL_SIZE].value=4 E:resources.limits.nvidia.com/gpu=4"
+    ),
+    "engine.gpus=8 engine.env.SWELL_PIPELINE_PARALLEL_SIZE=2": (
+        f"{GPUS} E:env[SWELL_TENSOR_PARALLEL_SIZE].value=4 E:resources.limits.nvidia.com/gpu=8 "
+        "E:env[SWELL_PIPELINE_PARALLEL_SIZE].value=2"
+    ),
+    "engine.gpus=2 engine.env.SWELL_PIPELINE_PARALLEL_SIZE=2": (
+        f"{GPUS} E:env[SWELL_PIPELINE_PARALLEL_SIZE].value=2 E:resources.limits.nvidia.com/gpu=2"
+    ),
+    "engine.shmSize=16Gi engine.tmpSize=2Gi api.tmpSize=1Gi": (
+        "E/volumes[shm].emptyDir.sizeLimit=16Gi E/volumes[tmp].emptyDir.sizeLimit=2Gi "
+        "A/volumes[tmp].emptyDir.sizeLimit=1Gi"
+    ),
+    "engine.startupSeconds=3600 api.startupSeconds=300": (  # a rollout waits for longer
+        "E:startupProbe.failureThreshold=1800 A:startupProbe.failureThreshold=300 "
+        "A.progressDeadlineSeconds=3960"
+    ),
+    "engine.updateStrategy.type=OnDelete": "E.updateStrategy.type=OnDelete",
+    "engine.updateStrategy.maxUnavailable=25% engine.updateStrategy.partition=60": (
+        "E.updateStrategy.rollingUpdate.maxUnavailable=25% "
+        "E.updateStrategy.rollingUpdate.partition=60"
+    ),
+    CLAIM: OWN_VOLUME,
+    f"{CLAIM} engine.modelClaimRetention.whenScaled=Delete": (
+        f"{OWN_VOLUME} E.persistentVolumeClaimRetentionPolicy.whenDeleted=Retain "
+        "E.persistentVolumeClaimRetentionPolicy.whenScaled=Delete"
+    ),
+    "api.service.type=LoadBalancer api.service.spec.externalTrafficPolicy=Local "
+    "api.service.spec.loadBalancerSourceRanges[0]=10.0.0.0/8": (
+        "Service/demo-swell.spec.type=LoadBalancer "
+        "Service/demo-swell.spec.externalTrafficPolicy=Local "
+        "Service/demo-swell.spec.loadBalancerSourceRanges[0]=10.0.0.0/8"
+    ),
+}
+"""What is set, and every leaf of all manifests that then differs from the defaults': E, A and C are
+the specs of engines, API and coordinator, `E/` that of their pods and `E:` their container."""
 
 
-def test_the_gpus_of_an_engine_are_divided_among_its_stages() -> None:
-    stages = "engine.env.SWELL_PIPELINE_PARALLEL_SIZE"
-    both = environment(workload(render(None, "engine.gpus=8", f"{stages}=2"), "engine"))
-    assert both["SWELL_TENSOR_PARALLEL_SIZE"] == "4"
-    alone = environment(workload(render(None, "engine.gpus=2", f"{stages}=2"), "engine"))
-    assert "SWELL_TENSOR_PARALLEL_SIZE" not in alone
-    assert "SWELL_PIPELINE_PARALLEL_SIZE" in refused("engine.gpus=4", f"{stages}=3")
+@pytest.mark.parametrize("sets", CHANGES, ids=lambda sets: sets[:60])
+def test_a_value_changes_what_it_names_and_nothing_else(sets: str) -> None:
+    manifests = render(None, *sets.split())
+    for manifest in manifests:
+        validate(manifest, "1.30")
+    found = {}
+    for path, (_, after) in differing(render(), manifests).items():
+        short = re.sub(r"env\[(\w+)\]\.valueFrom.*", r"env[\1]", path)
+        for name, kind in KINDS.items():
+            spec = f"{kind}/demo-swell-{name}.spec"
+            for start, mark in (
+                (f"{spec}.template.spec.containers[{name}].", ":"),
+                (f"{spec}.template.spec.", "/"),
+                (f"{spec}.", "."),
+            ):
+                short = short.replace(start, name[0].upper() + mark)
+        if not re.search(r"env\[\w+\]\.name$", short):
+            found[short] = str(after)
+    words = [word.rpartition("=") for word in CHANGES[sets].split()]
+    assert found == {path: value for path, _, value in words}
+
+
+POOL = "inferencePool.enabled=true inferencePool.endpointPicker.name=epp"
+
+
+@pytest.mark.parametrize(
+    ("sets", "named"),
+    [
+        ("engine.gpus=4 engine.env.SWELL_TENSOR_PARALLEL_SIZE=2", "SWELL_TENSOR_PARALLEL_SIZE"),
+        (
+            "engine.gpus=4 engine.env.SWELL_DATA_PARALLEL_SIZE_LOCAL=2",
+            "SWELL_DATA_PARALLEL_SIZE_LOCAL",
+        ),
+        (
+            "engine.gpus=4 engine.env.SWELL_PIPELINE_PARALLEL_SIZE=3",
+            "SWELL_PIPELINE_PARALLEL_SIZE",
+        ),
+        *((f"{component}.digest=0.1.0", "digest") for component in KINDS),
+        ("api.service.spec.selector.app=other", "selector"),
+        ("engine.updateStrategy.type=Recreate", "updateStrategy"),
+        ("inferencePool.enabled=true", "endpointPicker.name"),
+        (f"{POOL} engine.ranksFromOrdinals=false", "ranksFromOrdinals"),
+        (
+            f"{POOL} model.group=b previous.model.group=a previous.model.name=A",
+            "second release",
+        ),
+        (f"{POOL} inferencePool.endpointPicker.failureMode=Fail", "failureMode"),
+        ("api.modelRoutes.b=coder-swell:80", "modelRoutes"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(sets: str, named: str) -> None:
+    assert named in refused(*sets.split())
 
 
 def test_large_numbers_of_a_values_file_reach_the_processes_as_they_stand(tmp_path: Path) -> None:
@@ -131,47 +247,24 @@ def test_api_pods_do_not_mount_a_directory_of_the_engines_nodes() -> None:
     }
 
 
-@COMPONENTS
-def test_an_image_is_fixed_by_its_digest(component: str) -> None:
-    digest = f"sha256:{'ab' * 32}"
-    manifests = render(None, f"{component}.digest={digest}", "image.registry=r.example")
-    image = pod_of(manifests, component)["containers"][0]["image"]
-    assert image.startswith("r.example/swell-")
-    assert image.endswith(f"@{digest}")
-    assert "digest" in refused(f"{component}.digest=0.1.0")
+def test_kept_responses_have_a_volume_of_their_own_a_database_or_no_place() -> None:
+    def kept(*settings: str) -> tuple[Any, Any, list[Any]]:
+        pod = pod_of(render(None, *settings), "api")
+        variables = {each["name"]: each for each in pod["containers"][0]["env"]}
+        store = variables["SWELL_RESPONSE_STORE"]
+        volumes = [each for each in pod["volumes"] if each["name"] == "responses"]
+        mounts = [
+            each["mountPath"]
+            for each in pod["containers"][0]["volumeMounts"]
+            if each["name"] == "responses"
+        ]
+        return store.get("value"), store.get("valueFrom"), [*volumes, *mounts]
 
-
-def test_the_service_takes_what_clusters_want_of_it() -> None:
-    fields = (
-        "ipFamilyPolicy=PreferDualStack", "externalTrafficPolicy=Local",
-        "loadBalancerSourceRanges[0]=10.0.0.0/8", "loadBalancerClass=example.com/inside",
-    )  # fmt: skip
-    sets = [f"api.service.spec.{each}" for each in fields]
-    service = find(render(None, *sets, "api.service.type=LoadBalancer"), "Service", "demo-swell")
-    validate(service, "1.30")
-    assert service["spec"]["ipFamilyPolicy"] == "PreferDualStack"
-    assert service["spec"]["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
-    assert service["spec"].keys() > {"type", "ports", "selector", "loadBalancerClass"}
-    assert "selector" in refused("api.service.spec.selector.app=other")
-
-
-def test_all_pods_pull_with_the_secrets() -> None:
-    for name, pod in pods(render(None, "image.pullSecrets[0].name=pull")):
-        assert pod["imagePullSecrets"] == [{"name": "pull"}], name
-
-
-def test_directories_in_memory_have_the_sizes_that_were_chosen() -> None:
-    manifests = render(None, "engine.shmSize=16Gi", "engine.tmpSize=2Gi", "api.tmpSize=1Gi")
-    sizes = {
-        (component, volume["name"]): volume["emptyDir"]["sizeLimit"]
-        for component in KINDS
-        for volume in pod_of(manifests, component)["volumes"]
-        if volume.get("emptyDir", {}).get("medium") == "Memory"
-    }
-    assert sizes == {
-        ("api", "tmp"): "1Gi", ("coordinator", "tmp"): "256Mi",
-        ("engine", "tmp"): "2Gi", ("engine", "shm"): "16Gi",
-    }  # fmt: skip
+    volume = {"name": "responses", "emptyDir": {"sizeLimit": "1Gi"}}
+    assert kept() == ("/responses/responses.sqlite", None, [volume, "/responses"])
+    assert kept("api.responses.size=null") == ("none", None, [])
+    secret = {"secretKeyRef": {"name": "db", "key": "url"}}
+    assert kept("api.responses.existingSecret=db") == (None, secret, [])
 
 
 def test_pods_that_never_were_well_do_not_block_the_drain_of_a_node() -> None:
@@ -189,7 +282,7 @@ def test_every_priority_class_of_the_examples_is_created(values: Path | None) ->
 
 
 def test_a_coordinator_leaves_a_lost_node_within_seconds_and_finds_room() -> None:
-    manifests = render()
+    manifests = render(None, "coordinator.priorityClass.create=true")
     pod = pod_of(manifests, "coordinator")
     waits = {
         each["key"]: each["tolerationSeconds"]
@@ -199,38 +292,16 @@ def test_a_coordinator_leaves_a_lost_node_within_seconds_and_finds_room() -> Non
     assert waits == {"node.kubernetes.io/not-ready": 10, "node.kubernetes.io/unreachable": 10}
     classes = [m for m in manifests if m["kind"] == "PriorityClass"]
     assert [m["metadata"]["name"] for m in classes] == [pod["priorityClassName"]]
-    other = render(
-        None, "coordinator.priorityClassName=ours", "coordinator.priorityClass.create=false"
-    )
+    other = render(None, "coordinator.priorityClassName=ours")
     assert pod_of(other, "coordinator")["priorityClassName"] == "ours"
     assert not [m for m in other if m["kind"] == "PriorityClass"]
 
 
-def test_engines_are_replaced_as_the_update_strategy_says() -> None:
-    chosen = "engine.updateStrategy"
-    for sets, expected in (
-        ((), {"type": "RollingUpdate"}),
-        ((f"{chosen}.type=OnDelete",), {"type": "OnDelete"}),
-        (
-            (f"{chosen}.maxUnavailable=25%", f"{chosen}.partition=60"),
-            {
-                "type": "RollingUpdate",
-                "rollingUpdate": {"maxUnavailable": "25%", "partition": 60},
-            },
-        ),
-    ):
-        engine = workload(render(None, *sets), "engine")
-        assert engine["spec"]["updateStrategy"] == expected
-        validate(engine, "1.30")
-    assert "updateStrategy" in refused(f"{chosen}.type=Recreate")
-
-
-def test_models_that_load_slowly_do_not_fail_a_rollout() -> None:
-    manifests = render(None, "engine.startupSeconds=3600", "api.startupSeconds=300")
-    probe = pod_of(manifests, "engine")["containers"][0]["startupProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] == 3600
-    assert workload(manifests, "api")["spec"]["progressDeadlineSeconds"] > 3600
-    assert pod_of(manifests, "api")["containers"][0]["startupProbe"]["failureThreshold"] == 300
+def test_the_defaults_need_no_rights_over_the_whole_cluster() -> None:
+    assert not [
+        m for m in render()
+        if m["kind"] in ("PriorityClass", "ClusterRole", "ClusterRoleBinding", "Namespace")
+    ]  # fmt: skip
 
 
 @COMPONENTS
@@ -337,17 +408,6 @@ def test_the_inference_extension_takes_the_pool(mode: str) -> None:
         jsonschema.validate(pools[0], json.loads(file.read_text(encoding="utf-8")))
 
 
-def test_a_pool_that_cannot_work_is_refused_with_the_reason() -> None:
-    assert "endpointPicker.name" in refused("inferencePool.enabled=true")
-    assert "previous.model" not in refused("inferencePool.enabled=true")
-    picked = "inferencePool.endpointPicker.name=epp"
-    enabled = ("inferencePool.enabled=true", picked)
-    assert "ranksFromOrdinals" in refused(*enabled, "engine.ranksFromOrdinals=false")
-    replaced = ("model.group=b", "previous.model.group=a", "previous.model.name=A")
-    assert "second release" in refused(*enabled, *replaced)
-    assert "failureMode" in refused(*enabled, "inferencePool.endpointPicker.failureMode=Fail")
-
-
 def test_a_picker_of_its_own_chart_makes_the_pool() -> None:
     settings = ("inferencePool.enabled=true", "inferencePool.create=false", "inferencePool.name=p")
     manifests = render(None, *settings, "api.route.enabled=true", "api.route.parentRefs[0].name=g")
@@ -364,37 +424,180 @@ HUB_MODEL = (
 )
 
 
-def test_a_hub_model_is_fetched_before_anything_is_changed() -> None:
-    manifests = render(None, *HUB_MODEL, "model.prefetch.enabled=true")
-    job = find(manifests, "Job", "demo-swell-fetch")
-    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
-    spec = job["spec"]["template"]["spec"]
-    assert "serviceAccountName" not in spec, "there is none before the release"
+def fetch_job(*settings: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of the Job that fetches, and the spec of its pod."""
+    manifests = render(None, *HUB_MODEL, "model.prefetch.enabled=true", *settings)
+    (job,) = (m for m in manifests if m["kind"] == "Job")
+    validate(job, "1.27")
+    assert "annotations" not in job["metadata"], "a hook would end with helm's patience"
+    return job["metadata"]["name"], job["spec"]["template"]["spec"]
+
+
+def test_pods_wait_for_the_job_that_fetches_the_model(tmp_path: Path) -> None:
+    _, spec = fetch_job()
     (container,) = spec["containers"]
-    assert container["args"] == ["fetch"]
-    env = environment(job)
-    assert (env["SWELL_MODEL"], env["SWELL_REVISION"]) == ("org/name", "main")
-    assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    (script,) = container["args"]
+    assert "swell fetch 'org/name' --revision 'main'" in script
+    assert spec["serviceAccountName"] == "demo-swell"
     models = {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
     assert models in spec["volumes"]
-    assert models in pod_of(manifests, "engine")["volumes"]
+    manifests = render(None, *HUB_MODEL, "model.prefetch.enabled=true")
+    for component in ("api", "engine"):
+        pod = pod_of(manifests, component)
+        assert models in pod["volumes"]
+        (waits,) = pod["initContainers"]
+        # What the Job writes last is what pods wait for: a directory for the claim.
+        (mark,) = re.findall(r"/models/[^ ]+", waits["args"][0])
+        assert script.splitlines()[-1] == f"touch {mark}"
+        wait = waits["args"][0].replace("/models", str(tmp_path)).replace("sleep 5", "exit 7")
+        assert subprocess.run(["sh", "-c", wait], check=False, timeout=20).returncode == 7
+        (tmp_path / Path(mark).name).touch()
+        assert subprocess.run(["sh", "-c", wait], check=False, timeout=20).returncode == 0
+        (tmp_path / Path(mark).name).unlink()
+    assert "initContainers" not in pod_of(manifests, "coordinator")
     assert "hub id" in refused("model.prefetch.enabled=true", "model.name=/models/own")
     assert "claim" in refused("model.prefetch.enabled=true", "model.name=org/name")
 
 
-def test_nobody_asks_the_hub_where_all_is_in_the_volume() -> None:
-    manifests = render(None, *HUB_MODEL, "model.offline=true")
+def test_the_fetching_job_has_its_own_variables_and_nodes_and_a_name_of_what_it_does() -> None:
+    name, spec = fetch_job(
+        "engine.gpus=1", "engine.nodeSelector.accelerator=h100", "engine.tolerations[0].key=gpu",
+        "model.prefetch.env.HTTPS_PROXY=http://proxy:3128",
+        "model.prefetch.envFrom[0].secretRef.name=hub",
+        "model.prefetch.podSpec.nodeSelector.pool=cpu",
+    )  # fmt: skip
+    (container,) = spec["containers"]
+    assert {"name": "HTTPS_PROXY", "value": "http://proxy:3128"} in container["env"]
+    assert container["envFrom"] == [{"secretRef": {"name": "hub"}}]
+    assert spec["nodeSelector"] == {"pool": "cpu"}
+    assert "tolerations" not in spec
+    plain, _ = fetch_job()
+    other, _ = fetch_job("model.revision=v2")
+    assert len({name, plain, other}) == 3, "a Job cannot be changed"
+    _, both = fetch_job("model.group=b", "previous.model.name=org/old")
+    assert "org/old" in both["containers"][0]["args"][0], "its pods wait, too"
+
+
+def test_the_chart_makes_a_claim_that_all_pods_can_share() -> None:
+    storage = "model.claim.resources.requests.storage=200Gi"
+    manifests = render(None, storage, "model.claim.storageClassName=files")
+    claim = find(manifests, "PersistentVolumeClaim", "demo-swell-models")
+    validate(claim, "1.27")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     for component in ("api", "engine"):
-        assert environment(workload(manifests, component))["HF_HUB_OFFLINE"] == "1"
+        assert {
+            "name": "models", "persistentVolumeClaim": {"claimName": "demo-swell-models"}
+        } in pod_of(manifests, component)["volumes"]  # fmt: skip
+    once = (storage, "model.claim.accessModes[0]=ReadWriteOnce")
+    assert "ReadWriteMany" in refused(*once)
+    here = ("engine.nodeSelector.kubernetes\\.io/hostname=n",
+            "api.nodeSelector.kubernetes\\.io/hostname=n")  # fmt: skip
+    found = find(render(None, *once, *here), "PersistentVolumeClaim", "demo-swell-models")
+    assert found["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert "model.volume" in refused(storage, "model.volume.emptyDir.medium=Memory")
 
 
-def test_each_engine_may_have_a_volume_of_its_own() -> None:
-    claim = "engine.modelClaim.resources.requests.storage=200Gi"
-    engine = workload(render(None, claim, "engine.modelClaim.accessModes[0]=A"), "engine")["spec"]
-    (template,) = engine["volumeClaimTemplates"]
-    assert template["metadata"]["name"] == "models"
-    assert template["spec"]["resources"]["requests"]["storage"] == "200Gi"
-    assert "models" not in [each["name"] for each in engine["template"]["spec"]["volumes"]]
+@COMPONENTS
+def test_any_field_of_a_pod_is_a_value(tmp_path: Path, component: str) -> None:
+    fields = {
+        "schedulerName": "volcano", "hostIPC": True, "dnsPolicy": "None",
+        "dnsConfig": {"nameservers": ["10.0.0.2"]},
+        "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one"}],
+        "terminationGracePeriodSeconds": 7,
+    }  # fmt: skip
+    del fields["terminationGracePeriodSeconds"]  # follows from the drain's
+    values: dict[str, Any] = {"podSpec": fields, "resources": {"claims": [{"name": "gpu"}]}}
+    manifests = with_values(tmp_path, {component: values})
+    for each in KINDS:
+        pod = pod_of(manifests, each)
+        validate(workload(manifests, each), "1.37")
+        assert (fields.items() <= pod.items()) is (each == component)
+        claims = pod["containers"][0]["resources"].get("claims", [])
+        assert claims == ([{"name": "gpu"}] if each == component else [])
+    assert "podSpec" in refused(f"{component}.podSpec.volumes[0].name=x")
+
+
+def test_other_objects_belong_to_the_release(tmp_path: Path) -> None:
+    other = {"apiVersion": "v1", "kind": "ConfigMap",
+             "metadata": {"name": "{{ .Release.Name }}-own"}, "data": {"a": "b"}}  # fmt: skip
+    made = find(with_values(tmp_path, {"extraObjects": [other]}), "ConfigMap", "demo-own")
+    assert made["data"] == {"a": "b"}
+
+
+def test_threads_follow_what_an_engine_has_been_given_not_the_node(tmp_path: Path) -> None:
+    def threads(**resources: dict[str, str] | None) -> Any:
+        manifests = with_values(tmp_path, {"engine": {"resources": resources}})
+        return environment(workload(manifests, "engine")).get("SWELL_THREADS")
+
+    assert threads()["resourceFieldRef"]["resource"] == "limits.cpu"
+    without_limit = threads(limits={"cpu": None})  # type: ignore[dict-item]
+    assert without_limit["resourceFieldRef"]["resource"] == "requests.cpu"
+    nothing = {"cpu": None}
+    assert threads(limits=nothing, requests=nothing) is None  # type: ignore[arg-type]
+
+
+def test_engines_of_a_lost_node_start_elsewhere_where_they_are_a_deployment() -> None:
+    manifests = render(None, "engine.kind=Deployment", "engine.updateStrategy.maxUnavailable=2")
+    engine = find(manifests, "Deployment", "demo-swell-engine")
+    validate(engine, "1.27")
+    assert engine["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 2}
+    assert "SWELL_DATA_PARALLEL_RANK" not in environment(engine), "the coordinator gives it"
+    assert not [m for m in manifests if m["kind"] == "StatefulSet"]
+    kind = "engine.kind=Deployment"
+    assert "modelClaim" in refused(kind, "engine.modelClaim.storageClassName=a")
+    assert "engine.nodes" in refused(kind, "engine.nodes=2", "engine.gpus=1")
+    assert "updateStrategy" in refused(kind, "engine.updateStrategy.type=OnDelete")
+    pool = ("inferencePool.enabled=true", "inferencePool.endpointPicker.name=epp")
+    assert "engine.kind" in refused(kind, *pool)
+    scaled = render(None, kind, "engine.autoscaling.enabled=true")
+    target = find(scaled, "ScaledObject", "demo-swell-engine")["spec"]["scaleTargetRef"]
+    assert target["kind"] == "Deployment"
+
+
+def test_monitors_take_other_fields_of_their_endpoints(tmp_path: Path) -> None:
+    drop = {"sourceLabels": ["__name__"], "regex": ".*_bucket", "action": "drop"}
+    endpoint = {"scrapeTimeout": "10s", "relabelings": [{"targetLabel": "a"}],
+                "metricRelabelings": [drop]}  # fmt: skip
+    manifests = with_values(tmp_path, {
+        "metrics": {"serviceMonitor": {"enabled": True, "endpoint": endpoint}},
+        "inferencePool": {"enabled": True, "endpointPicker": {"name": "epp"}},
+    })  # fmt: skip
+    (of_service,) = find(manifests, "ServiceMonitor", "demo-swell")["spec"]["endpoints"]
+    assert endpoint.items() <= of_service.items()
+    (of_pods,) = find(manifests, "PodMonitor", "demo-swell")["spec"]["podMetricsEndpoints"]
+    assert of_pods["metricRelabelings"][-1] == drop
+    assert of_pods["scrapeTimeout"] == "10s"
+
+
+def test_proxies_reach_pods_that_serve_https() -> None:
+    tls = "api.tls.secret=certificate"
+    manifests = render(None, tls, "api.ingress.enabled=true")
+    service = find(manifests, "Service", "demo-swell")
+    assert service["spec"]["ports"][0]["appProtocol"] == "https"
+    assert "https" in service["metadata"]["annotations"].values()
+    ingress = find(manifests, "Ingress", "demo-swell")["metadata"]["annotations"]
+    assert ingress["nginx.ingress.kubernetes.io/backend-protocol"] == "HTTPS"
+    route = (tls, "api.route.enabled=true", "api.route.parentRefs[0].name=g")
+    assert "backendTLS" in refused(*route)
+    checks = ("hostname=llm.example.com", "wellKnownCACertificates=System")
+    policy = find(
+        render(None, *route, *(f"api.route.backendTLS.{each}" for each in checks)),
+        "BackendTLSPolicy", "demo-swell",
+    )["spec"]  # fmt: skip
+    assert policy["targetRefs"] == [{"group": "", "kind": "Service", "name": "demo-swell"}]
+    assert policy["validation"]["hostname"] == "llm.example.com"
+    plain = find(render(), "Service", "demo-swell")
+    assert "appProtocol" not in plain["spec"]["ports"][0]
+
+
+def test_without_a_scrape_the_notes_say_that_nothing_scales(tmp_path: Path) -> None:
+    on = "engine.autoscaling.enabled=true"
+    with fake_kubernetes(tmp_path) as (_, config):
+        assert "nothing to go by" in install(config, on).stdout
+        assert "nothing to go by" not in install(
+            config, on, "metrics.serviceMonitor.enabled=true"
+        ).stdout  # fmt: skip
 
 
 def test_a_model_may_come_as_an_image() -> None:
@@ -430,5 +633,18 @@ def test_models_of_other_releases_are_served_behind_the_same_address(
     assert volume["configMap"] == {"name": "demo-swell-model-routes"}
 
 
-def test_an_address_that_is_no_server_is_refused() -> None:
-    assert "modelRoutes" in refused("api.modelRoutes.b=coder-swell:80")
+@COMPONENTS
+@pytest.mark.parametrize("probe", ["startup", "liveness", "readiness"])
+def test_every_field_of_a_probe_is_a_value(component: str, probe: str) -> None:
+    def rendered(*sets: str) -> dict[str, Any]:
+        workload = find(render(None, *sets), KINDS[component], f"demo-swell-{component}")
+        found: dict[str, Any] = workload["spec"]["template"]["spec"]["containers"][0]
+        return dict(found[f"{probe}Probe"])
+
+    fields = {"initialDelaySeconds": 3, "periodSeconds": 7, "timeoutSeconds": 9,
+              "failureThreshold": 11}  # fmt: skip
+    path = f"{component}.probes.{probe}"
+    default = rendered()
+    assert rendered(*(f"{path}.{name}={value}" for name, value in fields.items())) == {
+        **default, **fields
+    }  # fmt: skip

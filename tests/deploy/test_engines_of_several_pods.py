@@ -174,7 +174,7 @@ def test_a_model_of_several_nodes_takes_the_place_of_one_that_has_one(tmp_path: 
         serve(cluster, "statefulsets", "demo-swell-engine", readyReplicas=2)
         for sets in ((*before, "engine.nodes=2"), ("model.name=large", "engine.nodes=2")):
             said = install(config, *sets).stderr
-            assert "engine.nodes: demo-swell-engine is a StatefulSet" in said
+            assert "engine.nodes, engine.kind: demo-swell-engine is a StatefulSet" in said
             assert "previous.model.group=" in said
         assert install(config, *both).returncode == 0
         path = f"/apis/{SET_PATH}/namespaces/llm/leaderworkersets/demo-swell-engine-next"

@@ -92,7 +92,7 @@ def test_containers_serve_where_there_is_ipv6_alone(pods: Pods, project: Compose
     docker = project.docker
 
     def probe() -> bool:
-        asked = docker.run("docker", "exec", front.name, "python3", "-m", "engine.probe",
+        asked = docker.run("docker", "exec", front.name, "python3", "-P", "-m", "engine.probe",
                            "SWELL_PORT", "/ready")  # fmt: skip
         return asked.returncode == 0
 

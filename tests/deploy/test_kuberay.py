@@ -42,6 +42,20 @@ def test_kuberay_takes_the_job_and_kubernetes_its_pods() -> None:
     assert found["Service"]["spec"]["selector"].items() <= labels.items()
 
 
+def test_the_service_comes_back_guarded_after_its_head_has_gone() -> None:
+    spec = manifests()["RayJob"]["spec"]
+    assert spec["backoffLimit"] >= 1000, "each retry is a new cluster with a new head"
+    words = shlex.split(spec["entrypoint"])
+    assert {"--cluster-key-file", "--api-key-file"} <= set(words)
+    cluster = spec["rayClusterSpec"]
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    assert {"readinessProbe", "livenessProbe"} <= head["containers"][0].keys()
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert not pod["containers"][0]["securityContext"]["allowPrivilegeEscalation"]
+
+
 def test_the_entrypoint_has_flags_that_there_are() -> None:
     words = shlex.split(manifests()["RayJob"]["spec"]["entrypoint"])
     assert words[:2] == ["swell", "serve"]

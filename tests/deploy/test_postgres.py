@@ -15,8 +15,9 @@ import psycopg
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from server.store.postgres import postgres_backend
+from server.store.postgres import PostgresDatabase
 from server.store.records import BackendFailed
+from server.store.sql import SqlBackend
 from tests.server.store.contract import *  # noqa: F403
 from tests.support.ports import free_ports
 
@@ -74,11 +75,15 @@ def server() -> Iterator[Server]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def opened(url: str, max_bytes: int, max_age: float) -> SqlBackend:
+    return SqlBackend(PostgresDatabase(url), max_bytes, max_age)
+
+
 @pytest.fixture
 def opener(server: Server) -> Opener:  # noqa: F405
     with psycopg.connect(server.url, autocommit=True) as connection:
         connection.execute("DROP SCHEMA IF EXISTS swell CASCADE")
-    return partial(postgres_backend, server.url)
+    return partial(opened, server.url)
 
 
 def test_all_front_ends_may_open_it_at_once(opener: Opener) -> None:  # noqa: F405
@@ -92,19 +97,19 @@ def test_it_is_used_again_when_it_was_started_again(
     opener: Opener,  # noqa: F405
 ) -> None:
     store = opener(100_000, DAY)  # noqa: F405
-    store.put(response("r1"), [], now=1.0)  # noqa: F405
+    put(store, response("r1"))  # noqa: F405
     server.stop()
     for _ in range(2):
         with pytest.raises(BackendFailed):
             store.get("a", "r1")
     with pytest.raises(BackendFailed):
-        store.put(response("r2"), [], now=1.0)  # noqa: F405
+        put(store, response("r2"))  # noqa: F405
     server.start()
     assert store.get("a", "r1") == response("r1")  # noqa: F405
     assert store.get("a", "r2") is None
     server.stop()
     server.start()
-    store.put(response("r3"), [], now=1.0)  # noqa: F405
+    put(store, response("r3"))  # noqa: F405
     assert store.get("a", "r3") is not None
     store.close()
 
@@ -138,4 +143,4 @@ def test_front_ends_of_several_nodes_share_it(server: Server) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     (port,) = free_ports(1)
     with pytest.raises(OSError, match="store of responses cannot be used"):
-        postgres_backend(f"postgresql://swell:secret@127.0.0.1:{port}/x", 1000, 1.0)
+        PostgresDatabase(f"postgresql://swell:secret@127.0.0.1:{port}/x")

@@ -36,7 +36,7 @@ def test_the_chart_names_no_image_that_is_not_published() -> None:
         named = {
             values[component]["repository"]
             for component in ("api", "coordinator", "engine")
-            if "repository" in values.get(component, {})
+            if values.get(component, {}).get("repository")
         }
         assert named <= published, path.name
 
@@ -65,3 +65,13 @@ def test_the_chart_is_packaged_with_the_version(tmp_path: Any) -> None:
     packed = tmp_path / "swell-9.8.7.tgz"
     done = helm("template", "demo", str(packed), "--kube-version", "1.30.0")
     assert "swell-server:9.8.7" in done.stdout
+
+
+def test_actions_are_pinned_and_what_is_published_is_signed() -> None:
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"].values():
+            for step in job["steps"]:
+                assert re.search(r"@[0-9a-f]{40}$", step.get("uses", "@" + "0" * 40)), file.name
+    for job in ("images", "chart"):
+        signs = [step["run"] for step in WORKFLOW["jobs"][job]["steps"] if "run" in step]
+        assert any("cosign sign --yes" in each for each in signs), job

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.deploy
 
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-PAGES = ("runbook.md", "deploy.md")
+PAGES = ("deploy.md", "deploy-reference.md", "runbook.md")
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)|^    (.+)$", re.MULTILINE)
 OTHERS = ("kubectl", "helm", "curl", "docker", "python", "logs", "up", "set", "from")
 """Programs, and words of theirs, whose flags are not ours."""
@@ -142,7 +142,7 @@ def test_helm_does_what_both_pages_have_typed(tmp_path: Path) -> None:
         (tmp_path / name).write_text("model: {name: A}\n", encoding="utf-8")
     typed = []
     with fake_kubernetes(tmp_path) as (cluster, config):
-        for words in (*helm_lines("deploy.md"), *helm_lines("runbook.md")):
+        for words in (words for page in PAGES for words in helm_lines(page)):
             assert words[:2] == ["-n", "llm"], words
             if words[2] == "test" or any(word.startswith("oci://") for word in words):
                 continue  # its pod would have to run; the chart to be in a registry

@@ -10,8 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.kernels.cuda import attention, product, rows
 from engine.models.attention.tiles import TileShape, tile_shapes
-from engine.models.kernels.cuda import attention, product, rows
 from engine.models.products.invariant import SHAPES
 
 LARGEST_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}

@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Check
 
     Its weights depend on its name alone, not on which tests ran before.
     """
-    from tests.engine.tiny_models import save_tiny_model  # imports transformers
+    from tests.engine import tiny_models  # imports transformers
 
     saved: dict[str, Checkpoint] = {}
 
@@ -34,7 +34,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Check
         key = name + str(options)
         if key not in saved:
             directory, seed = tmp_path_factory.mktemp(name), zlib.crc32(key.encode())
-            saved[key] = save_tiny_model(name, directory, seed, **options)
+            if name in tiny_models.MODELS_WITH_VISION:
+                saved[key] = tiny_models.save_tiny_model_with_vision(name, directory, seed)
+            else:
+                saved[key] = tiny_models.save_tiny_model(name, directory, seed, **options)
         return saved[key]
 
     return save
@@ -60,6 +63,27 @@ def prompt() -> Callable[[int], list[int]]:
 
 
 @pytest.fixture
+def as_kind() -> "Iterator[Callable[[str], None]]":
+    """Return a function that takes this processor for one of another kind."""
+    from engine.kernels.processor import VARIABLE, kind  # imports torch
+
+    with pytest.MonkeyPatch.context() as patching:
+
+        def choose(name: str) -> None:
+            patching.setenv(VARIABLE, name)
+            kind.cache_clear()
+
+        yield choose
+    kind.cache_clear()
+
+
+@pytest.fixture
+def as_zen4(as_kind: Callable[[str], None]) -> None:
+    """Take this processor for the kind whose kernels add pairs of bfloat16."""
+    as_kind("amd-avx512-bf16")
+
+
+@pytest.fixture
 def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A processor with AVX2 alone, on which 16-bit weights lie in blocks; more may be patched."""
     from tests.engine.avx2_alone import pretend
@@ -67,3 +91,13 @@ def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     with monkeypatch.context() as patching:
         pretend(patching)
         yield patching
+
+
+@pytest.fixture
+def inference() -> Iterator[None]:
+    """The same random numbers in every test, and no gradients."""
+    import torch  # quick tests of this package have none
+
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield

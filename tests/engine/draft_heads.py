@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
+from engine.batch.batch import BatchPlan
 from engine.models.heads.head import DraftHead
 from engine.runner.draft_head import HeadDrafts
-from engine.scheduler.batch import BatchPlan
 from engine.shared.messages import AddRequest
 from tests.engine.serving import SOME_TEXT, request
 from tests.engine.tiny_models import Checkpoint, randomize, save_tiny_model
@@ -157,7 +157,9 @@ class Eagle3Reference(Reference):
         """Compute the head; tokens that it never drafts get no logit."""
         out = self.head(embedded, states)
         logits = self.head.lm_head(self.head.norm(out))
-        spread = torch.full((len(out), self.target.reference.config.vocab_size), float("-inf"))
+        spread = torch.full(
+            (len(out), self.target.reference.config.get_text_config().vocab_size), float("-inf")
+        )
         spread[:, self.tokens] = logits
         return spread, out
 
@@ -170,7 +172,7 @@ class Eagle3Reference(Reference):
         }
         tokens = torch.tensor(self.tokens)
         tensors["d2t"] = tokens - torch.arange(len(tokens))
-        vocabulary = self.target.reference.config.vocab_size
+        vocabulary = self.target.reference.config.get_text_config().vocab_size
         tensors["t2d"] = torch.isin(torch.arange(vocabulary), tokens)
         save_file(tensors, self.directory / "model.safetensors")
 
@@ -187,7 +189,7 @@ def save_eagle3(
     as_speculator: bool = False,
 ) -> Eagle3Reference:
     """Write a random head for a model; it drafts some tokens, or all."""
-    served = target.reference.config
+    served = target.reference.config.get_text_config()
     config = LlamaConfig(
         hidden_size=served.hidden_size,
         intermediate_size=80,

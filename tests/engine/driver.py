@@ -1,6 +1,7 @@
 """Plays scheduler for whatever runs batch plans."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,17 @@ import msgspec
 import numpy as np
 import torch
 
+from engine.batch.batch import BatchPlan, BatchResult, SlotBlocks, SlotImage, SlotStart
+from engine.kernels.registry import fused_kernels
 from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.cache_groups import divide, one_group
 from engine.models.hf_config import read_spec
-from engine.models.kernels.choice import fused_kernels
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader
 from engine.models.settings import compute_types, model_length, open_checkpoint
+from engine.models.vision.siglip import load_vision
 from engine.runner.model_runner import ModelRunner
-from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks, SlotStart
 from engine.shared.config import ModelConfig
-from engine.shared.messages import SamplingParams
+from engine.shared.messages import EncoderInput, SamplingParams
 from engine.shared.model_files import model_directory
 
 BLOCK_SIZE = 8
@@ -43,6 +45,8 @@ class Driver:
         self._adapter_of: dict[int, int] = {}
         self.adapters: dict[int, str] = {}
         """What the next plan puts into slots of adapters."""
+        self.encoded: list[EncoderInput] = []
+        """What the next plan encodes."""
 
     def start(
         self,
@@ -53,10 +57,15 @@ class Driver:
         num_prompt_tokens: int | None = None,
         adapter: int = -1,
         cached_blocks: list[int] | None = None,
+        images: Sequence[EncoderInput] = (),
     ) -> None:
         """Let a sequence take a slot, with its first tokens in blocks that are filled already."""
         prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
-        self._starting.append(SlotStart(slot, list(token_ids), prompt, sampling, adapter=adapter))
+        shown = [SlotImage(each.position, each.num_tokens, each.digest) for each in images]
+        self._starting.append(
+            SlotStart(slot, list(token_ids), prompt, sampling, adapter=adapter, images=shown)
+        )
+        self.encoded += images
         self._adapter_of[slot] = adapter
         self.tokens[slot] = list(token_ids)
         self.blocks[slot] = list(cached_blocks or [])
@@ -84,8 +93,9 @@ class Driver:
             counts=list(rows.values()),
             samples=[self.computed[slot] == len(self.tokens[slot]) for slot in rows],
             adapters=self.adapters,
+            encoded=self.encoded,
         )
-        self.adapters = {}
+        self.adapters, self.encoded = {}, []
         self._step += 1
         self._starting, self._new_blocks = [], []
         return plan
@@ -166,12 +176,16 @@ def load_driver(
     )
     with torch.inference_mode():
         model = loader.load()
+    vision = None
+    if spec.vision is not None:
+        vision = load_vision(files, spec, config, types.activations, device)
     runner = ModelRunner(
         model,
         max_num_seqs=32,
         max_model_len=model_length(spec, config),
         num_kv_blocks=NUM_BLOCKS * len(groups.windows),
         block_size=BLOCK_SIZE,
+        vision=vision,
     )
     return Driver(runner, NUM_BLOCKS * len(groups.windows))
 

@@ -15,6 +15,7 @@ WINDOW = 20
 VOCAB_SIZE = 256
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
     "max_position_embeddings": 256,
     "n_positions": 256,
     "hidden_size": 64,
@@ -32,6 +33,8 @@ _SIZES: dict[str, Any] = {
     "head_dim": 16,
     "kv_channels": 16,
     "sliding_window": WINDOW,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
     # experts
     "num_experts": 4,
     "num_local_experts": 4,
@@ -67,7 +70,11 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
     },
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "n_heads": 4,
+        "n_layers": 2,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gemma3n_text": {
@@ -82,22 +89,36 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def tiny_config(model_type: str, **settings: Any) -> Any:
-    """Return a configuration of transformers with small sizes wherever it has such."""
-    config_class = CONFIG_MAPPING[model_type]
+def known_fields(config_class: Any) -> set[str]:
+    """Return the keys that a configuration class has."""
     known = {*inspect.signature(config_class).parameters}
-    known |= {
+    return known | {
         field for each in config_class.__mro__ for field in getattr(each, "__annotations__", {})
     }
+
+
+def tiny_settings(model_type: str) -> dict[str, Any]:
+    """Return small sizes, wherever a configuration has such."""
+    config_class = CONFIG_MAPPING[model_type]
+    known = known_fields(config_class)
     names = {getattr(config_class, "attribute_map", {}).get(name, name) for name in _SIZES}
     sizes = {name: _SIZES[name] for name in _SIZES if name in known & names}
-    default = config_class()
     if "num_key_value_heads" in known:
+        default = config_class()
         alike = default.num_key_value_heads == getattr(default, "num_attention_heads", None)
         sizes["num_key_value_heads"] = 4 if alike else 2
-    if getattr(default, "sliding_window", None) is None:
-        sizes.pop("sliding_window", None)
-    config = config_class(**{**sizes, **_OF_TYPE.get(model_type, {}), **settings})
+    return {**sizes, **_OF_TYPE.get(model_type, {})}
+
+
+def tiny_config(model_type: str, **settings: Any) -> Any:
+    """Return a configuration of transformers with small sizes wherever it has such."""
+    config = CONFIG_MAPPING[model_type](**{**tiny_settings(model_type), **settings})
+    drop_special_tokens(config)
+    return config
+
+
+def drop_special_tokens(config: Any) -> None:
+    """Take out tokens that a small vocabulary does not have."""
     for name in _SPECIAL:
         token = getattr(config, name, None)
         if token is None or (isinstance(token, int) and token < VOCAB_SIZE):
@@ -106,7 +127,6 @@ def tiny_config(model_type: str, **settings: Any) -> Any:
             setattr(config, name, None)
         except Exception:  # some insist on a number
             setattr(config, name, 0)
-    return config
 
 
 def save_fallback_model(

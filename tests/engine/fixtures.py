@@ -11,5 +11,7 @@ SaveModel: TypeAlias = "Callable[..., Checkpoint]"
 """Saves a named tiny model."""
 LoadDriver: TypeAlias = "Callable[..., Driver]"
 """Loads a model directory into a fresh runner."""
+AsKind: TypeAlias = Callable[[str], None]
+"""Takes this processor for one of another kind."""
 MakePrompt: TypeAlias = Callable[[int], list[int]]
 """Makes a prompt of so many tokens."""

@@ -1,10 +1,13 @@
 """One engine with a real model in the test's own process, given requests and run until they end."""
 
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal, NamedTuple
 
 from engine.core.engine_core import EngineCore
+from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
+from engine.kv_tiers.opening import open_tiers
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -59,11 +62,13 @@ def serve(
     batch_invariant: bool = False,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     enable_prefix_caching: bool = True,
+    tiers: dict[str, Any] | None = None,
     **scheduling: Any,
 ) -> tuple[list[Answer], EngineStats]:
     """Run all requests in one engine, which computes 48 tokens per step.
 
-    Where it drafts, it does so whether it pays or not, unless a price is given.
+    Where it drafts, it does so whether it pays or not, unless a price is given. `tiers` are the
+    cache's settings of those.
 
     Returns:
         The answers in the order of the requests, and the engine's last stats.
@@ -75,6 +80,7 @@ def serve(
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching,
+            **(tiers or {}),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=8,
@@ -86,17 +92,28 @@ def serve(
         ),
     )
     executor = InProcessExecutor(config)
-    core = EngineCore(config, executor, rank=0, incarnation=1)
+    opened = open_tiers(config, executor, executor.info.model_fingerprint)
+    settled = Event()
+    if opened is not None:
+        opened.on_settled = settled.set
+    core = EngineCore(config, executor, rank=0, incarnation=1, tiers=opened)
     core.front_end_joined(0, 1)
     for request in requests:
         core.handle(request)
     answers = {request.id: Answer([], None, []) for request in requests}
-    while core.has_work:
+    while core.has_requests:
+        if settled.is_set() or not core.has_work:
+            assert settled.wait(30)
+            settled.clear()
+            core.handle(PrerequisitesSettled())
+            continue
         for output in core.step().outputs.get(0, []):
             known = answers[output.id]
             known.tokens.extend(output.token_ids)
             known.logprobs.extend(output.logprobs or [])
             answers[output.id] = known._replace(reason=output.finish_reason)
+    if opened is not None:
+        opened.shutdown()
     stats = core.stats()
     executor.shutdown()
     return [answers[request.id] for request in requests], stats

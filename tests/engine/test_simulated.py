@@ -3,8 +3,8 @@ from typing import Literal
 
 import pytest
 
+from engine.batch.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.executor.simulated import SimulatedExecutor, simulated_token
-from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.shared.config import CacheConfig, EngineConfig, ExecutorConfig
 from engine.shared.messages import SamplingParams
 

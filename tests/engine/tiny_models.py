@@ -312,6 +312,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_VISION = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 4,
+}
+IMAGE_TOKEN = 255
+MODELS_WITH_VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "smolvlm": ("SmolVLM", {"scale_factor": 4}),
+    "idefics3": ("Idefics3", {"scale_factor": 2}),
+}
+"""A family, and what its configuration has beside those of the text and of the vision model."""
+
+
 class Checkpoint:
     """A saved random model and its reference implementation."""
 
@@ -323,6 +339,13 @@ class Checkpoint:
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Return [tokens, vocab] from one pass over the whole sequence."""
         logits: torch.Tensor = self.reference(torch.tensor([token_ids])).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def logits_with_images(self, token_ids: list[int], pixels: torch.Tensor) -> torch.Tensor:
+        """Return the same of a sequence that shows images [images, 3, height, width]."""
+        tokens = torch.tensor([token_ids])
+        logits: torch.Tensor = self.reference(tokens, pixel_values=pixels[None]).logits[0]
         return logits
 
     @torch.inference_mode()
@@ -363,6 +386,26 @@ def save_tiny_model(name: str, directory: Path, seed: int, **options: Any) -> Ch
     reference.save_pretrained(directory, **options)
     if packed:
         _replace(directory, packed)
+    return Checkpoint(directory, reference)
+
+
+def save_tiny_model_with_vision(name: str, directory: Path, seed: int) -> Checkpoint:
+    """Write a named model that sees images."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    family, settings = MODELS_WITH_VISION[name]
+    config = getattr(transformers, f"{family}Config")(
+        text_config={"model_type": "llama", **_SIZES},
+        vision_config=_VISION,
+        image_token_id=IMAGE_TOKEN,
+        **settings,
+    )
+    reference = getattr(transformers, f"{family}ForConditionalGeneration")._from_config(config)
+    reference.eval()
+    randomize(reference, seed)
+    reference.save_pretrained(directory)
+    preparation = {"rescale_factor": 1 / 255, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5] * 3}
+    (directory / "preprocessor_config.json").write_text(json.dumps(preparation))
     return Checkpoint(directory, reference)
 
 

@@ -1,20 +1,22 @@
-"""An engine in virtual time: the production machines of its threads, with a network for sockets."""
+"""An engine in virtual time: its production shells, with a network in place of sockets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from engine.batch.batch import BatchPlan
+from engine.batch.executor import PendingResult
+from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
 from engine.core.outbox import CoreStep
+from engine.core.sender import LATE_INTERVAL, Sender
 from engine.core.steps import StepFailed
-from engine.executor.interface import PendingResult
+from engine.core.watchdog import StepWatch
 from engine.executor.simulated import SimulatedExecutor
-from engine.process import reception, turns
-from engine.process.events import Drain, InboxItem, Stop, Welcomed
-from engine.process.reception import Reception
-from engine.process.sender import LATE_INTERVAL, STATS_INTERVAL, StatsThrottle
-from engine.process.watchdog import StepWatch
-from engine.scheduler.batch import BatchPlan
+from engine.lockstep.group_connection import GroupConnection
+from engine.process.loop import EngineLoop
+from engine.process.receiver import Receiver
+from engine.process.reception import Leave, Serve, WantNothingNew
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -27,19 +29,15 @@ from engine.shared.messages import (
     CoordinatorReply,
     EngineDead,
     EngineInput,
-    EngineOutput,
-    EngineStats,
-    FrontEndEntry,
     GroupOrder,
-    RouteHello,
-    StepOutputs,
     UtilityCall,
     UtilityValue,
+    encode,
 )
-from tests.faults.front import Front, Line
 from tests.faults.network import Process
 from tests.faults.oracle import EOS, MAX_MODEL_LEN, POISON, VOCABULARY
 from tests.faults.parts import DRAIN_TIMEOUT, HEARTBEAT, STEP_TIMEOUT, TIMEOUT
+from tests.faults.sockets import HUB, Context, Line, Socket, Transport
 
 if TYPE_CHECKING:
     from tests.faults.world import World
@@ -48,7 +46,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 30
 STEP_SECONDS = 0.04
 LATENESS = 0.0001
-"""Seconds by which whoever waits for something goes on late."""
+"""Seconds by which timers go off late."""
 
 
 class _Poisoned(SimulatedExecutor):
@@ -60,18 +58,30 @@ class _Poisoned(SimulatedExecutor):
         return super().submit(plan)
 
 
+class _Loop(EngineLoop):
+    """The loop of an engine, whose steps and pauses take virtual time."""
+
+    engine: Engine
+
+    def compute(self, tokens: int) -> None:
+        self._watch.begin(tokens, self._clock())
+        self.engine.computing(self._core.step())
+
+    def settle(self, seconds: float) -> None:
+        self.engine.settling(seconds)
+
+
 class Engine(Process):
     """One engine process.
 
-    `Reception` decides for its receiver and `Turns` for its loop, as in production. What is here is
-    what threads and sockets do there: messages are handed over, and a step takes its time.
+    Its receiver, loop and sender are those of production. What is here is what threads, sockets and
+    the model do there: hand over messages, wake up when it is time, and take time for a step.
     """
 
     def __init__(self, world: World, rank: int, incarnation: int) -> None:
         super().__init__(world.clock, f"engine {rank}", incarnation)
-        self._world = world
+        self.world = world
         self.rank = rank
-        self.is_subscribed = False
         self.is_announced = False
         """Whether it was said to be ready to whoever started it."""
         self.slowness = 1.0
@@ -80,9 +90,10 @@ class Engine(Process):
         self.alone_in_step = ""
         """Name of the request that the newest step computed alone."""
         self.is_draining = False
-        self.links: dict[int, tuple[Front, Line]] = {}
+        self.registration: Socket | None = None
+        self.orders: Socket | None = None
+        self.lines: list[Line] = []
         self._step_watch = StepWatch(STEP_TIMEOUT)
-        self._throttle = StatsThrottle(STATS_INTERVAL)
         self._inbox: list[InboxItem] = []
         self.is_busy = True
         """The loop takes nothing: it loads its model, or a step."""
@@ -94,98 +105,121 @@ class Engine(Process):
         )
         parts = world.parts
         self.core = parts.core(config, executor, rank=rank, incarnation=incarnation)
-        self._turns = parts.turns(self.core, DRAIN_TIMEOUT)
         identity = Identity(
             kind="engine", index=rank, incarnation=incarnation, host="node", pid=1,
             group_config={"model": "m"},
         )  # fmt: skip
-        self._reception: Reception = parts.reception(
+        self._reception = parts.reception(
             parts.membership(identity, HEARTBEAT),
             parts.links(incarnation, "node", TIMEOUT, HEARTBEAT),
         )
-        self.after(0.0, self._receive, reception.Tick())
+        transport: Any = Transport(self)
+        inbox: Any = self
+
+        def clock() -> float:
+            return self.clock.now
+
+        self._sender = Sender(transport, clock)
+        self._receiver = Receiver(
+            HUB,
+            incarnation,
+            transport,
+            Context(self),  # type: ignore[arg-type]
+            reception=self._reception,
+            inbox=inbox,
+            outputs=self._sender,
+            connection=GroupConnection(),
+            on_routed=self._routed,
+            clock=clock,
+        )
+        self._loop = _Loop(
+            self.core,
+            parts.turns(self.core, DRAIN_TIMEOUT),
+            inbox,
+            self._sender,
+            self._step_watch,
+            on_turn=lambda: None,
+            on_drain=lambda: self._receiver.tell(WantNothingNew()),
+            clock=clock,
+        )
+        self._loop.engine = self
+        self.after(0.0, self._ticked)
 
     # -- the receiver's thread -------------------------------------------------------------------
 
+    @property
+    def is_subscribed(self) -> bool:
+        """Whether it follows the orders of a coordinator."""
+        return self.orders is not None
+
+    @property
+    def links(self) -> dict[int, Line]:
+        """Its open connections, by front end."""
+        return {line.front.index: line for line in self.lines if not line.closed}
+
     def reply(self, reply: CoordinatorReply) -> None:
         """An answer of the coordinator."""
-        self._receive(reply)
+        assert self.registration is not None
+        self.arrived(self.registration, encode(reply))
 
     def order_arrived(self, order: GroupOrder) -> None:
         """An order of the coordinator."""
-        self._receive(order)
+        assert self.orders is not None
+        self.arrived(self.orders, encode(order))
 
     def input_arrived(self, line: Line, message: EngineInput) -> None:
         """A message of a front end, on one of the connections of this engine to it."""
-        if any(line is each for _, each in self.links.values()):
-            self._receive(message)
+        if not line.closed:
+            self.arrived(line, encode(message))
 
-    def _receive(self, event: reception.Event) -> None:
-        for action in self._reception.handle(event, self.clock.now):
-            self._obey(action)
+    def arrived(self, socket: Socket, frame: bytes) -> None:
+        """Something has arrived on a socket."""
+        socket.put(frame)
+        self._receiver.sockets.read(socket)  # type: ignore[arg-type]
+        self._received()
+
+    def _ticked(self) -> None:
+        self._receiver.tick()
+        self._received()
+
+    def _received(self) -> None:
+        """Wake the receiver when it wants to know the time; it may have ended."""
         due = self._reception.deadline
         if due != self._tick_at:
             self._tick_at = due
             self.after(due - self.clock.now + LATENESS, self._tick, due)
+        if self._receiver.is_closed:
+            self.world.ended(self)
 
     def _tick(self, due: float) -> None:
         if due == self._tick_at:
             self._tick_at = float("inf")
-            self._receive(reception.Tick())
+            self._ticked()
 
-    def _obey(self, action: reception.Action) -> None:
-        match action:
-            case reception.Register(message):
-                self._world.to_hub(self, message)
-            case reception.Follow():
-                self.is_subscribed = True
-                hub = self._world.hub
-                self._send(hub, "subscription", hub.subscribed, "engine")
-            case reception.Connect(entry):
-                self._connect(entry)
-            case reception.Disconnect(index):
-                front, line = self.links.pop(index)
-                self._send(front, "closing", setattr, line, "up", False)
-                line.closed = True
-            case reception.Greet(index, hello):
-                self._greet(index, hello)
-            case reception.Deliver(Welcomed()):
-                self.after(self._world.plan.loading, self._loaded)
-            case reception.Deliver(item):
-                self._put(item)
-            case reception.Announce():
-                self.is_announced = True
-            case reception.Close():
-                self._world.ended(self)
+    def _routed(self) -> None:
+        self.is_announced = True
 
-    def _connect(self, entry: FrontEndEntry) -> None:
-        self.links[entry.index] = self._world.front_process(entry.incarnation), Line(self)
-
-    @property
-    def identity(self) -> bytes:
-        """Under which front ends know this engine's connections."""
-        return b"%d-%d" % (self.rank, self.incarnation)
-
-    def _greet(self, index: int, hello: RouteHello) -> None:
-        front, line = self.links[index]
-        self._send(front, "hellos", front.greeting_arrived, self.identity, line, hello)
-
-    def _send(
+    def send(
         self, target: Process, channel: str, function: Callable[..., None], *arguments: object
     ) -> None:
-        self._world.network.send(self, target, channel, function, *arguments, control=False)
+        """Send something that is never lost but with its connection."""
+        self.world.network.send(self, target, channel, function, *arguments, control=False)
 
     # -- the loop's thread -----------------------------------------------------------------------
 
-    def _loaded(self) -> None:
-        self._receive(reception.Serve(self.core.setup))
-        self.is_busy = False
-        self._turn()
-
-    def _put(self, item: InboxItem) -> None:
+    def put(self, item: InboxItem) -> None:
+        """The receiver puts something into the inbox."""
+        if isinstance(item, Welcomed):
+            self.after(self.world.plan.loading, self._loaded)
+            return
         self._inbox.append(item)
         if not self.is_busy:
             self._turn_after(0.0)
+
+    def _loaded(self) -> None:
+        self._receiver.tell(Serve(self.core.setup))
+        self.is_busy = False
+        self._turn()
 
     def _turn_after(self, seconds: float) -> None:
         due = self.clock.now + seconds
@@ -201,84 +235,53 @@ class Engine(Process):
         self._turn_at = float("inf")
         items, self._inbox = self._inbox, []
         try:
-            self._do(self._turns.turn(items, self.clock.now))
+            self._loop.turn(items)
         except StepFailed as error:
-            self._die(str(error))
+            self._sender.last_words(EngineDead(self.rank, self.incarnation, str(error)))
+            self.leave()
+            return
+        self._goes_on()
+        if not self.is_busy:
+            self._turn_after(self._loop.wait)
 
-    def _do(self, actions: Sequence[turns.Action]) -> None:
-        pause = None
-        for action in actions:
-            match action:
-                case turns.Say(step):
-                    self._say(step)
-                case turns.RefuseNew():
-                    self._receive(reception.WantNothingNew())
-                case turns.Settle(seconds):
-                    pause = seconds
-                case turns.Compute(tokens):
-                    self._compute(tokens)
-                case turns.Rest(seconds):
-                    self._turn_after(seconds)
-                case turns.End(stop):
-                    self._end(stop)
-        if pause is not None:
-            self.is_busy = True
-            self.after(pause, self._next_turn)
-
-    def _compute(self, tokens: int) -> None:
+    def computing(self, step: CoreStep) -> None:
+        """A step has been taken, which lasts for a while."""
         self.is_busy = True
-        self.alone_in_step = self.alone
-        self._step_watch.begin(tokens, self.clock.now)
-        step = self.core.step()
-        self._world.check_step(self)
+        self.world.check_step(self)
         self.after(STEP_SECONDS * self.slowness, self._computed, step)
 
     def _computed(self, step: CoreStep) -> None:
         if self.hung:
             return
-        self._step_watch.end()
         self.is_busy = False
-        self._do(self._turns.computed(step, self.clock.now))
+        self._loop.computed(step)
+        self._goes_on()
         if not self.is_busy:
             self._turn()
 
-    def _next_turn(self) -> None:
+    def settling(self, seconds: float) -> None:
+        """The loop does nothing for a while."""
+        self.is_busy = True
+        self.after(seconds, self._settled)
+
+    def _settled(self) -> None:
         self.is_busy = False
         self._turn()
 
-    def _end(self, stop: Stop) -> None:
-        assert stop.error is None, stop.error
-        self.leave()
+    def _goes_on(self) -> None:
+        """See to what a turn has left: stats that are held back, or the end of the loop."""
+        if self._sender.holds:
+            self.after(LATE_INTERVAL, self._sender.send_held)
+        stop: Stop | None = self._loop.stopped
+        if stop is not None:
+            assert stop.error is None, stop.error
+            self.leave()
 
     @property
     def alone(self) -> str:
         """Name of the request that nobody else is planned beside; empty if there is none."""
         scheduler = self.core._scheduler
         return scheduler._books.all[scheduler.alone].request_id if scheduler.alone else ""
-
-    # -- the sender's work -----------------------------------------------------------------------
-
-    def _say(self, step: CoreStep) -> None:
-        for index, of_front_end in step.outputs.items():
-            if index in self.links:
-                self._tell(index, StepOutputs(step.stats, of_front_end))
-        self._report(step.stats)
-
-    def _tell(self, index: int, message: EngineOutput) -> None:
-        front, _ = self.links[index]
-        self._send(front, "outputs", front.output_arrived, message)
-
-    def _report(self, stats: EngineStats) -> None:
-        due = self._throttle.offer(stats, self.clock.now)
-        if due is not None:
-            self._world.stats_to_hub(self, due)
-        elif self._throttle.wait(self.clock.now) is not None:
-            self.after(LATE_INTERVAL, self._report_held)
-
-    def _report_held(self) -> None:
-        held = self._throttle.take(self.clock.now)
-        if held is not None:
-            self._world.stats_to_hub(self, held)
 
     # -- what happens to it ----------------------------------------------------------------------
 
@@ -302,22 +305,17 @@ class Engine(Process):
         if front_end is None:  # nobody who could pass it on
             self.after(0.1, self._operate, name, arguments, then)
         else:
-            self._receive(UtilityCall(0, front_end, name, arguments))
+            self.input_arrived(self.links[front_end], UtilityCall(0, front_end, name, arguments))
             then()
 
     def drain(self) -> None:
         """SIGTERM: finish what there is, and end."""
         self.is_draining = True
-        self._put(Drain())
+        self.put(Drain())
 
     def leave(self) -> None:
         """End in order."""
-        self._receive(reception.Leave())
-
-    def _die(self, reason: str) -> None:
-        for index in self.links:
-            self._tell(index, EngineDead(self.rank, self.incarnation, reason))
-        self.leave()
+        self._receiver.tell(Leave())
 
 
 def _config(world: World) -> EngineConfig:

@@ -17,25 +17,14 @@ from engine.shared.messages import (
     StepOutputs,
 )
 from server.router.engine_client import TICK_INTERVAL
-from server.router.events import Heard, Tick
+from server.router.events import EngineHello, Tick
 from server.router.shell import RouterShell
 from tests.faults.network import Process
 from tests.faults.parts import HEARTBEAT
+from tests.faults.sockets import Line
 
 if TYPE_CHECKING:
-    from tests.faults.engine import Engine
     from tests.faults.world import World
-
-
-class Line:
-    """One connection of an engine to a front end's request socket."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.up = True
-        """Whether the front end's socket knows the peer."""
-        self.closed = False
-        """Whether the engine has closed its end."""
 
 
 class Front(Process):
@@ -151,7 +140,7 @@ class Front(Process):
         """An engine's hello, the first message on each of its connections."""
         if line.up and not line.closed:
             self._links[identity] = line
-            self.shell.handle(Heard(identity, hello))
+            self.shell.handle(EngineHello(identity, hello))
 
     def output_arrived(self, message: StepOutputs | EngineDead) -> None:
         """Tokens, or last words."""

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
+from engine.core.turns import Turns
 from engine.process.links import FrontEndLinks
 from engine.process.reception import Reception
-from engine.process.turns import Turns
 from engine.shared.membership import Membership
 from server.router.calls import UtilityCalls
 from server.router.delivery import Delivery
@@ -48,6 +48,7 @@ class Parts:
             loads=loads,
             delivery=delivery,
             max_resumes=max_resumes,
+            halted_timeout=1e9,
             resume_timeout=30.0,
         )
         return Router(

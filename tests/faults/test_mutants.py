@@ -14,12 +14,12 @@ from coordinator.events import Action as CoordinatorAction
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
 from engine.core.events import CoreEvent
-from engine.process.events import Drain, InboxItem
+from engine.core.inbox import Drain, InboxItem
+from engine.core.turns import Action as TurnAction
+from engine.core.turns import Rest, Turns
 from engine.process.links import FrontEndLinks, LinkChanges
 from engine.process.reception import Action as ReceptionAction
 from engine.process.reception import Reception
-from engine.process.turns import Action as TurnAction
-from engine.process.turns import Rest, Turns
 from engine.shared.membership import Membership, MembershipEvent
 from engine.shared.messages import (
     AddRequest,

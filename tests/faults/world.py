@@ -10,7 +10,7 @@ import random
 from collections import defaultdict
 
 from engine.shared.messages import AddRequest, ClusterView, EngineStats, Goodbye, MemberMessage
-from server.fleet.restarts import LONGEST_BACKOFF, Restarts
+from server.fleet.keeper import MAX_BACKOFF, Restarts
 from server.router.probation import CONVICTING_DEATHS, MAX_TRIES
 from tests.faults.client import Client
 from tests.faults.engine import Engine
@@ -26,7 +26,7 @@ LONGEST = 80.0
 """Seconds within which every request has to be answered."""
 LONGEST_WAIT = 60.0
 """Seconds more that they may take where engines keep dying and are started ever later."""
-RECOVERY = LONGEST_BACKOFF + 10.0
+RECOVERY = MAX_BACKOFF + 10.0
 """Seconds within which everybody is there again and known to everybody, also an engine that has
 died so often that it is started again as late as can be."""
 QUIET = 3.0
@@ -99,7 +99,7 @@ class World:
             self.clock.run(over)
             # Each poison ends one more engine than it takes to suspect it.
             poisons = sum(ask.is_poison for ask in self.plan.asks)
-            trials = poisons * (CONVICTING_DEATHS - 1) * LONGEST_BACKOFF
+            trials = poisons * (CONVICTING_DEATHS - 1) * MAX_BACKOFF
             longest = LONGEST + (LONGEST_WAIT + trials if poisons else 0)
             if any(ask.pinned_rank is not None for ask in self.plan.asks):
                 longest = max(longest, over + LONGEST_WAIT)  # its engine may be cut off till then
@@ -202,7 +202,7 @@ class World:
         self.troubled.add(engine.incarnation)
         del self.engines[engine.rank]
         if not with_node:
-            for _, line in engine.links.values():
+            for line in engine.links.values():
                 self.clock.at(self.clock.now + 0.001, setattr, line, "up", False)
             self.clock.at(self.clock.now + 0.01, self._report, "engine", engine)
         if engine.rank not in self._retired:
@@ -342,8 +342,8 @@ class World:
     def _reset(self, engine: Engine, front: Front) -> None:
         """Break the connections between an engine and a front end; they are made again."""
         self.network.reset(engine.name, front.name)
-        for process, line in engine.links.values():
-            if process is front:
+        for line in engine.links.values():
+            if line.front is front:
                 line.up = False
                 self.clock.at(self.clock.now + 0.1, setattr, line, "up", engine.alive)
 
@@ -443,7 +443,7 @@ class World:
         core._scheduler.check_integrity()
         gauges = core._scheduler.gauges()
         assert tuple(gauges) == (0, 0, 0.0, 0), f"{engine.name} leaks: {gauges}"
-        fronts = {index: front.incarnation for index, (front, _) in engine.links.items()}
+        fronts = {index: line.front.incarnation for index, line in engine.links.items()}
         there = {index: front.incarnation for index, front in self.fronts.items()}
         assert fronts == there, f"{engine.name} is connected to {fronts}, not {there}"
 

@@ -36,24 +36,37 @@ def test_requests_of_anybody_cost_no_more_than_their_share() -> None:
     rows(trial, lambda: chain(trial.costly(), trial.fields(0.003)))
 
 
+def test_patterns_and_grammars_of_anybody_cost_no_more_than_their_share() -> None:
+    trial = Trial(bystanders=0)
+    made = rows(trial, lambda: chain(trial.patterns(0.4), trial.grammars()))
+    found = {row.name: row.outcome for row in made}
+    assert found["json: ^(a|a)*$ of a key"].startswith("200, ")
+    assert found["69 KB of optional letters"].startswith("400, ")
+
+
 def test_inputs_of_anybody_cost_no_more_than_their_share() -> None:
     trial = Trial(*SIMULATED, "--runner", "pooling", bystanders=0)
-    rows(trial, lambda: chain(trial.inputs(), trial.fields(0.04, paths=RIGHT_INPUTS)))
+    rows(trial, lambda: chain(trial.inputs(), trial.fields(0.02, paths=RIGHT_INPUTS)))
 
 
 def test_connections_of_anybody_cost_no_more_than_their_share() -> None:
     trial = Trial(*SIMULATED, bystanders=0)
-    rows(trial, trial.connections)
+    rows(trial, lambda: chain(trial.connections(), trial.upgrades()))
 
 
 def test_requests_with_a_key_cost_no_more_than_their_share() -> None:
     trial = Trial(*SIMULATED, key=KEY, bystanders=0)
-    rows(trial, lambda: chain(trial.large(), trial.kept(), trial.shown(), trial.admin(0.1)))
+    rows(trial, lambda: chain(trial.large(0.4), trial.kept(), trial.shown(), trial.admin(0.1)))
+
+
+def test_answers_that_nobody_reads_cost_no_more_than_their_share() -> None:
+    trial = Trial(*SIMULATED, key=KEY, bystanders=0)
+    rows(trial, trial.unread)
 
 
 def test_of_a_stranger_nothing_is_read() -> None:
     trial = Trial(*SIMULATED, key=KEY, with_key=False, bystanders=0)
-    for row in rows(trial, lambda: chain(trial.large(), trial.shown())):
+    for row in rows(trial, lambda: chain(trial.large(0.2), trial.shown())):
         if not row.name.startswith("GET "):
             assert row.outcome.startswith("401, "), row.name
             assert row.cost.memory <= 2**22, row.name

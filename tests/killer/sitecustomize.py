@@ -6,9 +6,9 @@ Processes whose PYTHONPATH begins with this folder import this module when they 
 import os
 import signal
 
-from engine.executor.interface import PendingResult
+from engine.batch.batch import BatchPlan
+from engine.batch.executor import PendingResult
 from engine.executor.simulated import SimulatedExecutor
-from engine.scheduler.batch import BatchPlan
 
 KILLER = [7, 11, 7, 11]
 

@@ -77,7 +77,7 @@ _LOAD = RankState(*[0] * len(RankState._fields))
 def _new_front() -> Router:
     return build_router(
         front_end=0, incarnation=1, first_id=0, policy=LeastLoaded(), table=None, grace=FOREVER,
-        max_resumes=1, resume_timeout=FOREVER,
+        max_resumes=1, halted_timeout=300.0, resume_timeout=FOREVER,
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from benchmarks.ray_nodes import Nodes
 from benchmarks.running_stack import RunningStack
+from tests.ray.nodes import Nodes
 from tests.support.http import ADMIN_KEY, call
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from benchmarks.ray_nodes import Nodes
+    from tests.ray.nodes import Nodes
 
 if find_spec("ray") is None:
     # `make test` does without; `make test-ray` installs it, and fails where it finds no test.
@@ -17,7 +17,7 @@ if find_spec("ray") is None:
 @pytest.fixture(scope="session")
 def nodes() -> "Iterator[Nodes]":
     """A head and two more nodes with two places each, none of which is taken."""
-    from benchmarks.ray_nodes import Nodes
+    from tests.ray.nodes import Nodes
 
     with Nodes(2, 2, 2) as cluster:
         yield cluster

@@ -9,10 +9,10 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.ray_nodes import Nodes, is_empty
+from benchmarks.failover import streamed_choices
 from benchmarks.running_stack import RunningStack
-from benchmarks.streamed import streamed_choices
 from tests.ray.cluster import hosts, scale, serve
+from tests.ray.nodes import Nodes, is_empty
 from tests.support.commands import run_swell
 from tests.support.http import ADMIN_KEY, complete, completion, ready_ranks
 from tests.support.load import Load

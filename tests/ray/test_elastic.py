@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from benchmarks.ray_nodes import Nodes, is_empty
 from benchmarks.running_stack import RunningStack
 from tests.ray.cluster import scale, serve
+from tests.ray.nodes import Nodes, is_empty
 from tests.support.load import Load
 from tests.support.metrics import metric
 from tests.support.waiting import until

@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from benchmarks.failover import Answer, Ask, Progress, asks, run
-from benchmarks.ray_nodes import Nodes, engines, is_empty
 from benchmarks.running_stack import RunningStack
 from tests.ray.cluster import hosts, scale, serve
+from tests.ray.nodes import Nodes, engines, is_empty
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.ray

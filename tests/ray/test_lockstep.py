@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.ray_nodes import Nodes
 from benchmarks.running_stack import RunningStack
 from tests.ray.cluster import hosts, serve
+from tests.ray.nodes import Nodes
 from tests.support.http import complete
 from tests.support.lockstep import FLAGS, topologies, wave_when_paused
 from tests.support.metrics import metric

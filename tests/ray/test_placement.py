@@ -3,6 +3,8 @@
 import asyncio
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +13,9 @@ import psutil
 import pytest
 
 from benchmarks.failover import Progress, asks, run
-from benchmarks.ray_nodes import NAMESPACE, Nodes, engines, is_empty
 from benchmarks.running_stack import RunningStack
 from tests.ray.cluster import hosts, scale, serve
+from tests.ray.nodes import NAMESPACE, Nodes, engines, is_empty
 from tests.support.commands import run_swell
 from tests.support.http import complete, ready_ranks
 from tests.support.metrics import metric
@@ -36,11 +38,12 @@ def leaves_nothing(nodes: Nodes) -> Iterator[None]:
     [
         (("--data-parallel-size-local", "2"), [2, 2]),
         (("--ray-dp-pack-strategy", "fill", "--data-parallel-size", "3"), [2, 1]),
+        (("--ray-dp-pack-strategy", "fill", "--data-parallel-size-local", "1"), [1, 2, 1]),
         (("--ray-dp-pack-strategy", "span", "--data-parallel-size", "5"), [2, 2, 1]),
         (("--data-parallel-size", "2", "--tensor-parallel-size", "2",
           "--data-parallel-size-local", "1"), [1, 1]),
     ],
-    ids=["strict", "fill", "span", "strict with two processes"],
+    ids=["strict", "fill", "fill with one on the head", "span", "strict with two processes"],
 )  # fmt: skip
 def test_ranks_are_placed_as_the_strategy_says(
     nodes: Nodes, flags: tuple[str, ...], expected: list[int]
@@ -87,7 +90,7 @@ def test_three_nodes_answer_64_streams_of_the_bundled_model(
 
 
 def test_placement_groups_that_exist_are_used_and_left(nodes: Nodes) -> None:
-    group = nodes.make_group("theirs", "127.0.0.3", 1)
+    group = nodes.make_group("theirs", "127.0.0.3", {"CPU": 1})
     try:
         flags = ("--ray-placement-groups", "theirs", "--ray-namespace", NAMESPACE)
         with serve(nodes, *SIMULATED, *flags, "--ray-dp-pack-strategy", "fill") as stack:
@@ -97,10 +100,68 @@ def test_placement_groups_that_exist_are_used_and_left(nodes: Nodes) -> None:
         assert [each["name"] for each in nodes.groups()] == ["theirs"]
         address = ("--ray-address", nodes.address)
         told = refused(*SIMULATED, *flags, *address, "--threads", "2")
-        assert "the first bundle of theirs has 1 CPU, and a rank needs 2 CPU" in told
+        assert "the bundles of theirs have 1 CPU, and a rank needs 2 CPU" in told
         assert "there is no theirs in Ray's namespace" in refused(*SIMULATED, *flags[:2], *address)
     finally:
         nodes.remove_group(group)
+
+
+def test_placement_groups_of_one_unit_bundles_take_ranks_of_several_processes(
+    nodes: Nodes,
+) -> None:
+    flags = ("--ray-placement-groups", "units", "--ray-namespace", NAMESPACE,
+             "--tensor-parallel-size", "2", "--data-parallel-size", "1")  # fmt: skip
+    units: tuple[dict[str, float], ...] = ({"CPU": 1}, {"CPU": 1})
+    group = nodes.make_group("units", "127.0.0.3", *units, strategy="PACK")
+    try:
+        told = refused(*SIMULATED, *flags, "--ray-address", nodes.address)
+        assert "make it with strategy STRICT_PACK" in told
+    finally:
+        nodes.remove_group(group)
+    group = nodes.make_group("units", "127.0.0.3", *units)
+    try:
+        with serve(nodes, *SIMULATED, *flags) as stack:
+            assert hosts(stack) == {"0": "127.0.0.3"}
+            assert complete(stack.url, "Act", 4)
+    finally:
+        nodes.remove_group(group)
+
+
+def test_the_gpus_of_all_bundles_of_a_group_are_found() -> None:
+    """Ray counts GPUs that it is told of; no device is touched."""
+    script = (
+        "import asyncio, ray\n"
+        "from server.fleet.ray.cluster import RayCluster\n"
+        "ray.init(address='local', num_cpus=4, num_gpus=4, include_dashboard=False,\n"
+        "         object_store_memory=80 << 20, namespace='n')\n"
+        "cluster = RayCluster.__new__(RayCluster)\n"
+        "taken = ray.util.placement_group([{'GPU': 1}])\n"
+        "assert taken.wait(30)\n"
+        "units = [{'GPU': 1, 'CPU': 1}, {'GPU': 1}, {'CPU': 1}]\n"
+        "group = ray.util.placement_group(units, strategy='STRICT_PACK', name='g')\n"
+        "assert group.wait(30)\n"
+        "found = cluster.existing('g', {'CPU': 2.0, 'GPU': 2.0})\n"
+        "assert found.bundle == {'CPU': 1.0, 'GPU': 1.0}, found\n"
+        "devices = asyncio.run(cluster.devices(found)).split(',')\n"
+        "assert len(devices) == len(set(devices)) == 2, devices\n"
+        "print('found', devices)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "found" in done.stdout, done.stderr
+
+
+def test_with_strict_packing_an_engine_that_is_added_goes_where_there_is_room(
+    nodes: Nodes,
+) -> None:
+    with serve(nodes, *SIMULATED, "--data-parallel-size", "2") as stack:
+        assert set(hosts(stack).values()) == {nodes.head_address}
+        scale(stack, 3)
+        until(lambda: ready_ranks(stack.url) == {0, 1, 2}, "the third is on another node")
+        scale(stack, 7)
+        waits = "engine .: waiting for 1 CPU: free are"
+        until(lambda: re.search(waits, "\n".join(stack.lines)), "a wait for room is logged")
+        scale(stack, 3)
+        until(lambda: not scale(stack)["busy"], "the wait has an end")
 
 
 def test_api_servers_elsewhere_join_and_balance_over_all_engines(

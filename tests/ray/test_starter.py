@@ -12,13 +12,12 @@ from engine.shared.lifeline import CANNOT_START
 from engine.shared.messages import ChildFailed, ChildProgress, ChildReady, ChildStatus
 from engine.shared.version import SWELL_VERSION
 from server.config import FrontEndConfig
-from server.fleet.holder import Ended, Program
-from server.fleet.ray.api_server import api_server_role
+from server.fleet.child import Ended, Program
 from server.fleet.ray.cluster import ActorLost, Group
 from server.fleet.ray.holder import RayHolder
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Exited, Line
 from server.fleet.ray.packing import Packing, RayNode, Resources
-from server.fleet.ray.starter import Ranks
+from server.fleet.ray.starter import Ranks, api_server_role
 from server.fleet.ray.versions import _torch
 from tests.support.waiting import until_async
 
@@ -116,7 +115,7 @@ class Place:
         self.lines: list[str] = []
         self.ranks = Ranks(
             cluster,  # type: ignore[arg-type]
-            Packing("fill", {"CPU": 1.0}, 1),
+            Packing("fill", {"CPU": 1.0}),
             environment={"HF_TOKEN": "x"},
             cluster_key=b"secret",
             planned={},
@@ -287,7 +286,7 @@ def test_an_engine_drains_and_one_that_hangs_is_ended_with_its_actor(
 def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.fleet.ray.api_server.LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr("server.fleet.ray.starter.LOOK_INTERVAL", 0.01)
 
     async def body(place: Place) -> None:
         role = api_server_role(place.ranks, FrontEndConfig(), "b", 8001)

@@ -30,14 +30,16 @@ from tokenizers import (
 from engine.shared.config import ModelConfig
 from engine.shared.messages import (
     AdapterOutcome,
+    AddRequest,
     ClusterView,
-    PoolingParams,
+    FleetWish,
     RequestOutput,
-    SamplingParams,
     TokenLogprob,
     UtilityResult,
+    UtilityValue,
 )
 from engine.shared.pooling import PoolingSpec
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
 from server.observe.metrics import FrontEndMetrics
@@ -45,11 +47,12 @@ from server.router.adapters import Adapters
 from server.router.engine_times import EngineTimes
 from server.router.generation_client import NoEngineAvailable
 from server.store.service import ResponseStore
-from server.store.sqlite import sqlite_backend
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 from tests.server.endpoints import ADMIN_KEY
 from tests.server.tokens import id_of
+from tests.support import chromium
+from tests.support.stores import sqlite_backend
 from tests.support.waiting import PATIENCE
 
 TEMPLATE = (
@@ -89,19 +92,18 @@ def logprob_of(token_id: int, alternatives: int, named: Sequence[int] = ()) -> T
 class FakeStream:
     """A token stream that is fed by its test or by the client's script."""
 
-    def __init__(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids
-        self.sampling = sampling
-        self.priority = 0
-        self.pinned_rank: int | None = None
-        self.tenant = 0
-        self.cache_root = b""
-        self.pooling: PoolingParams | None = None
-        self.id = self.group = 0
-        self.adapter = ""
+    def __init__(self, message: AddRequest, id_: int, pinned_rank: int | None) -> None:
+        self.request_id = message.request_id
+        self.prompt_token_ids = message.prompt_token_ids
+        self.sampling = message.sampling
+        self.priority = message.priority
+        self.pinned_rank = pinned_rank
+        self.tenant = message.tenant
+        self.cache_root = message.cache_root
+        self.pooling = message.pooling
+        self.id, self.group = id_, message.group
+        self.adapter = message.adapter
+        self.encoder_inputs = message.encoder_inputs
         self.times = EngineTimes()
         self.times.sent(0, time.monotonic())
         self.closed = asyncio.Event()
@@ -135,19 +137,22 @@ class FakeGenerationClient:
     def __init__(self, tokenizer: ServedTokenizer) -> None:
         self.tokenizer = tokenizer
         self.ready = True
-        self.is_acquainted = asyncio.Event()
-        self.is_acquainted.set()
+        self.reaches_engines = asyncio.Event()
+        self.reaches_engines.set()
         self.context = 512
         self.view: ClusterView | None = None
         self.stats_age: dict[int, float] = {}
         self.view_age: float | None = None
         self.num_slots = 4
+        self.serves_images = True
         self.adapters = Adapters(0, 1)
         self.changes: list[tuple[str, str | None, bool]] = []
         self.outcome = AdapterOutcome(1, 200)
         self.utilities: list[tuple[int | None, str, dict[str, Any]]] = []
         self.streams: list[FakeStream] = []
         self.submitted = asyncio.Event()
+        self.orders: list[FleetWish] = []
+        self.fleet_error = ""
         self.refuse_from = 10**9
         self.script: Script = self.answer("hello world")
 
@@ -163,8 +168,11 @@ class FakeGenerationClient:
         self.changes.append((name, path, in_place))
         return self.outcome
 
+    def weight_version(self, rank: int) -> str:
+        return ""
+
     async def call_utility(
-        self, rank: int | None, name: str, arguments: dict[str, Any]
+        self, rank: int | None, name: str, arguments: dict[str, Any], within: float = 120.0
     ) -> list[UtilityResult]:
         self.utilities.append((rank, name, arguments))
         ranks = [0, 1] if rank is None else [rank]
@@ -172,35 +180,22 @@ class FakeGenerationClient:
             return [UtilityResult(1, each, error="engines have no utility") for each in ranks]
         return [UtilityResult(1, each, {"blocks_forgotten": 7}) for each in reversed(ranks)]
 
-    async def acquainted(self) -> None:
-        await self.is_acquainted.wait()
+    async def order_fleet(self, wish: FleetWish, within: float = 120.0) -> list[UtilityResult]:
+        self.orders.append(wish)
+        info: dict[str, UtilityValue] = {"is_paused": True, "fleet_error": self.fleet_error}
+        return [UtilityResult(1, rank, info) for rank in (0, 1)]
 
-    @property
-    def takes_requests(self) -> bool:
-        return self.ready
+    async def wait_for_first_engines(self) -> None:
+        await self.reaches_engines.wait()
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        pinned_rank: int | None = None,
-        tenant: int = 0,
-        cache_root: bytes = b"",
-        group: int = 0,
-        pooling: PoolingParams | None = None,
-        adapter: str = "",
-    ) -> FakeStream:
+    def check_takes_requests(self) -> None:
+        if not self.ready:
+            raise NoEngineAvailable("No engine can serve now; try again.")
+
+    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> FakeStream:
         if len(self.streams) >= self.refuse_from:
             raise NoEngineAvailable
-        stream = FakeStream(request_id, prompt_token_ids, sampling)
-        stream.priority, stream.pinned_rank = priority, pinned_rank
-        stream.tenant, stream.cache_root = tenant, cache_root
-        stream.id, stream.group = len(self.streams) + 1, group
-        stream.pooling = pooling
-        stream.adapter = adapter
+        stream = FakeStream(message, len(self.streams) + 1, pinned_rank)
         self.streams.append(stream)
         stream.feed(*self.script(stream))
         self.submitted.set()
@@ -305,7 +300,7 @@ def app(
     tokenizer: ServedTokenizer,
     front_end_metrics: FrontEndMetrics,
 ) -> FastAPI:
-    return build_app(config, engines, tokenizer, front_end_metrics)
+    return build_app(make_services(config, engines, tokenizer, front_end_metrics))
 
 
 @pytest.fixture
@@ -322,7 +317,9 @@ def whole_app(
         http=msgspec.structs.replace(config.http, enable_tokenizer_info_endpoint=True),
     )
     store = ResponseStore(sqlite_backend(tmp_path / "whole.sqlite", 1 << 24, 3600.0))
-    yield build_app(settings, engines, tokenizer, FrontEndMetrics(settings), store=store)
+    yield build_app(
+        make_services(settings, engines, tokenizer, FrontEndMetrics(settings), store=store)
+    )
     store.close()
 
 
@@ -372,11 +369,22 @@ class Http:
 
     @staticmethod
     def events(text: str) -> list[dict[str, Any]]:
-        """Parse a stream, checking that it ends with [DONE] and holds nothing but events."""
-        frames = text.split("\n\n")
-        assert frames[-2:] == ["data: [DONE]", ""]
-        assert all(frame.startswith("data: ") for frame in frames[:-1])
-        return [msgspec.json.decode(frame.removeprefix("data: ")) for frame in frames[:-2]]
+        """Parse a stream, checking that it ends with [DONE] or an error and has events only."""
+        *frames, end = text.split("\n\n")
+        assert end == ""
+        if not frames[-1].startswith('data: {"error":'):
+            assert frames.pop() == "data: [DONE]"
+        assert all(frame.startswith("data: ") for frame in frames)
+        return [msgspec.json.decode(frame.removeprefix("data: ")) for frame in frames]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[chromium.Browser]:
+    """A browser for the tests of a module that `needs_chromium`."""
+    program = chromium.find()
+    assert program is not None
+    with chromium.Browser(program) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -389,7 +397,9 @@ def http_of(
     engines: FakeGenerationClient, tokenizer: ServedTokenizer
 ) -> Callable[[FrontEndConfig], Http]:
     """Return what makes a client of an app with other settings."""
-    return lambda config: Http(build_app(config, engines, tokenizer, FrontEndMetrics(config)))
+    return lambda config: Http(
+        build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
+    )
 
 
 VECTOR_SIZE = 8
@@ -441,7 +451,7 @@ def pooling_http(
         engines.script = vectors(spec.size)
         tokenizer = ServedTokenizer(framed(backend), eos_token_ids=[0])
         metrics = FrontEndMetrics(config)
-        return Http(build_app(config, engines, tokenizer, metrics, pooling=spec))
+        return Http(build_app(make_services(config, engines, tokenizer, metrics, pooling=spec)))
 
     return make
 

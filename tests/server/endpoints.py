@@ -15,8 +15,8 @@ def bodies(app: FastAPI) -> dict[str, tuple[type[BaseModel], ...]]:
     """Return the models of the bodies that each path of an app takes."""
     found = {}
     for route in app.routes:
-        if isinstance(route, APIRoute) and "POST" in (route.methods or ()):
-            body = route.endpoint.__annotations__.get("request")
+        if isinstance(route, APIRoute) and route.body_field is not None:
+            body = route.body_field.field_info.annotation
             kinds = [each for each in get_args(body) or (body,) if isinstance(each, type)]
             of_json = tuple(each for each in kinds if issubclass(each, BaseModel))
             if of_json:

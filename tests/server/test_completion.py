@@ -14,7 +14,10 @@ BASH = script(COMMANDS, "bash")
     ("line", "offered"),
     [
         ("swell ser", {"serve"}),
-        ("swell serve --max-num-", {"--max-num-seqs", "--max-num-batched-tokens"}),
+        (
+            "swell serve --max-num-",
+            {"--max-num-seqs", "--max-num-batched-tokens", "--max-num-encoder-tokens"},
+        ),
         ("swell serve --no-enable-pre", {"--no-enable-prefix-caching"}),
         ("swell serve --dtype f", {"float16", "float32"}),
         ("swell engine --api-server-c", set()),

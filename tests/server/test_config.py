@@ -1,5 +1,9 @@
 """What each kind of process gets of the settings of `swell serve`."""
 
+from pathlib import Path
+
+from engine.shared import settings
+from scripts.write_settings_doc import HEADER
 from server.config import FrontEndConfig, HttpConfig, ServeConfig, StoreConfig, TenantConfig
 
 
@@ -18,3 +22,13 @@ def test_a_store_in_a_database_does_not_show_who_logs_in() -> None:
     assert store.is_postgres
     assert "secret" not in repr(store)
     assert not StoreConfig(response_store="/var/lib/swell/responses.sqlite").is_postgres
+
+
+def test_the_example_of_a_config_file_can_be_used(tmp_path: Path) -> None:
+    example = tmp_path / "serve.yaml"
+    example.write_text(HEADER.split("```yaml\n")[1].split("```")[0])
+    config = settings.load(ServeConfig, {}, {}, example)
+    assert config.model.served_model_name == ("qwen", "default")
+    assert config.model.max_model_len == 16384
+    assert config.cache.kv_cache_memory_bytes == 8 << 30
+    assert config.http.port == 8080

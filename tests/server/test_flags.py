@@ -1,9 +1,13 @@
 """The command line: what it understands, and what it says about what it does not."""
 
+import re
+
 import pytest
 
+from engine.shared.settings import load
 from server.cli import COMMANDS
-from server.flags import build_parser, parse
+from server.flags import COMMON, TUNING, build_parser, parse
+from server.ineffective import ineffective
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -21,7 +25,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("serve m --no-enable-prefix-cachin", "did you mean --no-enable-prefix-caching?"),
         ("engine --conf x.yaml", "did you mean --config?"),
         ("engine --api-server-count 2", "it is a flag of `swell serve`, `swell api-server`,"),
-        ("serve --frobnicate", "unknown flag --frobnicate (`swell serve --help` lists all)"),
+        ("serve --frobnicate", "unknown flag --frobnicate (`swell serve --help-all` lists all)"),
         ("engine model another", "swell engine: unexpected argument another"),
         ("serve one --model another", "swell serve: one and --model another: give one of them"),
         ("srve", "swell: unknown command srve: did you mean serve?"),
@@ -48,16 +52,76 @@ def test_settings_may_stand_without_their_flags_where_the_command_says_so() -> N
     assert parse(COMMANDS, ["run-batch", "-i", "in", "-o", "out"])["input_file"] == "in"
 
 
+def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        parse(COMMANDS, list(argv))
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_an_example_and_every_setting(
+def test_the_whole_help_shows_an_example_and_every_setting(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse(COMMANDS, [name, "--help"])
-    assert not end.value.code
-    text = capsys.readouterr().out
+    text = help_of(capsys, name, "--help-all")
     assert COMMANDS[name].example.splitlines()[0] in text
     assert not [s.flag for s in COMMANDS[name].settings if s.flag not in text]
+
+
+def test_the_help_of_a_server_shows_what_most_people_set(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = help_of(capsys, "serve", "--help")
+    shown = {
+        s.name for s in COMMANDS["serve"].settings if re.search(rf"^  {s.flag}[ ,]", text, re.M)
+    }
+    assert shown == COMMON
+    assert "--help-all" in text
+    assert COMMANDS["serve"].example.splitlines()[0] in text
+
+
+def test_every_setting_that_help_picks_out_is_there() -> None:
+    names = {s.name for s in COMMANDS["serve"].settings}
+    assert names >= COMMON
+    assert names >= TUNING
+
+
+def test_tuning_sets_what_nobody_sets_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["serve", "--tuning", "publish-interval=0.5", "level_wait_weight=8"]
+    flags = parse(COMMANDS, argv)
+    assert (flags["publish_interval"], flags["level_wait_weight"]) == ("0.5", "8")
+    assert "did you mean publish_interval?" in refusal(
+        capsys, "serve", "--tuning", "publish-intervall=1"
+    )
+    assert "KEY=VALUE" in refusal(capsys, "serve", "--tuning", "publish-interval")
+
+
+@pytest.mark.parametrize(
+    ("argv", "warning"),
+    [
+        ("--max-loras 2", "--max-loras has no effect without --enable-lora"),
+        ("--max-loras 2 --enable-lora", None),
+        ("--num-speculative-tokens 2", "--speculative-model or --speculative-method mtp"),
+        ("--admission-policy level", "--enable-expert-parallel"),
+        ("--admission-policy level --enable-expert-parallel", None),
+        ("--ray-namespace a --ray-env B=1", "--ray-namespace, --ray-env have no effect without"),
+        ("--prompt-lookup-max 5 --speculative-ngram 4", None),
+        ("--response-store none --response-store-age 5", "a --response-store"),
+    ],
+)
+def test_a_flag_without_effect_is_named(argv: str, warning: str | None) -> None:
+    flags = parse(COMMANDS, ["serve", *argv.split()])
+    found = list(ineffective(load(COMMANDS["serve"].config, flags, {}, None)))
+    assert len(found) == (warning is not None)
+    assert warning is None or warning in found[0]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_defaults_are_never_warned_of(name: str) -> None:
+    needed = {"fetch": {"model": "a/b"}, "completion": {"shell": "bash"},
+              "run-batch": {"input_file": "i", "output_file": "o"}}  # fmt: skip
+    config = load(COMMANDS[name].config, needed.get(name, {}), {}, None)
+    assert list(ineffective(config)) == []
 
 
 def test_every_example_is_a_command_that_is_understood() -> None:
@@ -69,3 +133,10 @@ def test_every_example_is_a_command_that_is_understood() -> None:
             assert words.startswith("swell ")
             _, unknown = parser.parse_known_args(words.split()[1:])
             assert not unknown
+
+
+def test_a_list_may_be_given_by_repeating_its_flag() -> None:
+    words = ["serve", "--api-key", "a", "--api-key", "b", "c", "--allowed-hosts", "x.example"]
+    flags = parse(COMMANDS, words)
+    assert flags["api_key"] == ["a", "b", "c"]
+    assert flags["allowed_hosts"] == ["x.example"]

@@ -97,7 +97,7 @@ def test_refusals_are_counted_by_kind(bench: Bench, engines: Any) -> None:
         "--num-prompts", "8", "--num-warmups", "2",
         "--max-concurrency", "1", "--random-input-len", "3", "--no-stream",
     )  # fmt: skip
-    assert code == 0
+    assert code == 1
     assert (result["completed"], result["errors"]) == (5, {"http_503": 3})
     assert "median_ttft_ms" not in result
     assert result["median_e2el_ms"] > 0

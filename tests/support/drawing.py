@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from engine.batch.batch import SlotStart
 from engine.grammar.masks import GrammarTable, grammar_table
-from engine.scheduler.batch import SlotStart
 from engine.shared.config import BUNDLED_MODEL
 from engine.shared.messages import GrammarSpec, SamplingParams
 

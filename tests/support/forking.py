@@ -23,7 +23,7 @@ from subprocess import Popen  # also where a test puts another class in its plac
 from typing import Any, NamedTuple
 from unittest import mock
 
-from server.fleet.forking.forked_process import taking_in_orphans
+from server.fleet.forking import adopting_orphans
 
 ROOT = Path(__file__).parents[2]
 SWELL = str(Path(sys.executable).with_name("swell"))
@@ -104,7 +104,7 @@ class ForkExec:
         descriptors |= {each: each for each in kept if each != own}
         wish = Wish(
             program,
-            [os.fsdecode(each) for each in arguments][0 if program == "swell" else 2 :],
+            _arguments_of(program, [os.fsdecode(each) for each in arguments]),
             variables,
             os.fsdecode(directory or Path.cwd()),
             new_session,
@@ -134,7 +134,7 @@ class ForkExec:
             # The template ends the process between itself and the new one, whose parent is then
             # the nearest process above that takes in orphans.
             try:
-                with taking_in_orphans():
+                with adopting_orphans():
                     socket.send_fds(self._connection, [json.dumps(wish).encode()], descriptors)
                     answer = self._connection.recv(_LONGEST_ANSWER)
             except BaseException:  # of a signal's handler, say: the answer would be the next one's
@@ -150,15 +150,22 @@ def _program(arguments: Sequence[str]) -> str:
     """Return what of a command line can be forked, or nothing."""
     if arguments[0] == SWELL:
         return "swell"
-    if arguments[0] != sys.executable or arguments[1:2] != ["-m"]:
+    flags = [each for each in arguments[1:3] if each in ("-P", "-m")]
+    if arguments[0] != sys.executable or "-m" not in flags:
         return ""
-    module = arguments[2]
+    module = arguments[1 + len(flags)]
     return module if module in FORKED or module.startswith("tests.engine.") else ""
+
+
+def _arguments_of(program: str, arguments: list[str]) -> list[str]:
+    """Return the program's `sys.argv`."""
+    return arguments if program == "swell" else arguments[arguments.index("-m") + 1 :]
 
 
 def _settled(environment: Any) -> dict[str, str]:
     settled = {k: v for k, v in environment.items() if k.startswith(_SETTLED_BY_EXEC)}
-    return {k: v for k, v in settled.items() if k != "PYTHONPATH"}  # the template looks at it
+    # The template looks at the one; forks need the other as little as it does.
+    return {k: v for k, v in settled.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
 
 
 def _begin() -> tuple[socket.socket, "Popen[bytes]"]:

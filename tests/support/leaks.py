@@ -8,7 +8,11 @@ import pytest
 
 from tests.support.waiting import PATIENCE, until
 
-_LIVE_ON = ("multiprocessing.resource_tracker", "server.text.template_process")
+_LIVE_ON = (
+    "multiprocessing.resource_tracker",
+    "server.text.template_process",
+    "server.generate.grammar_process",
+)
 """They end with the process that started them, or with an object of it that may be in a cycle."""
 
 

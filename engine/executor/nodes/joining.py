@@ -32,6 +32,7 @@ from engine.executor.team_messages import WorkerLaunch
 from engine.executor.worker_process import Process, end_worker, spawn, start_worker
 from engine.shared.addresses import join_host_port
 from engine.shared.config import EngineConfig
+from engine.shared.end_signals import end_signals
 from engine.shared.membership import HELLO_INTERVAL
 from engine.shared.transport import Inbox, Transport, make_context
 from engine.shared.version import SWELL_VERSION
@@ -221,10 +222,10 @@ class JoinedNode:
 
 
 def run(config: EngineConfig, timeout: float = NODES_TIMEOUT) -> int:
-    """Run a node's share of an engine until SIGTERM or SIGINT and return the exit code."""
+    """Run a node's share of an engine until a signal and return the exit code."""
     try:
         node = JoinedNode(config, timeout)
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in end_signals():
             signal.signal(signum, lambda *_: node.stop())
         node.run()
     except (CannotJoin, ValueError, OSError) as error:

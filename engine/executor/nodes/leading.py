@@ -16,7 +16,6 @@ import zmq
 
 from engine.executor.layout import Layout
 from engine.executor.nodes.messages import (
-    LARGEST_MESSAGE,
     Alive,
     FromLeader,
     FromNode,
@@ -61,7 +60,7 @@ class _Node:
         self.heard_at = time.monotonic()
 
 
-class _ThereProcess:
+class _RemoteProcess:
     """A process of another node, which ends it when its sockets are closed."""
 
     pid = 0
@@ -75,10 +74,7 @@ class _ThereProcess:
 
 
 class NodeLinks:
-    """The connections to all other nodes of an engine.
-
-    More than 15 attributes: sockets, and what is known of nodes and workers at their other ends.
-    """
+    """The connections to all other nodes of an engine."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Listen for the nodes.
@@ -162,7 +158,7 @@ class NodeLinks:
         commands, its_commands = socket.socketpair()
         self._streams.add(Key(rank, "lifeline"), its_lifeline)
         self._streams.add(Key(rank, "commands"), its_commands)
-        return StartedWorker(_ThereProcess(), lifeline, commands)
+        return StartedWorker(_RemoteProcess(), lifeline, commands)
 
     def begin(self, engine: int, address: str) -> None:
         """Have the nodes start their workers, which meet the others of an engine at HOST:PORT."""
@@ -320,7 +316,7 @@ class NodeLinks:
 
 def _bound(transport: Transport, address: str) -> "zmq.Socket[bytes]":
     try:
-        return transport.bind(zmq.ROUTER, address, largest=LARGEST_MESSAGE)
+        return transport.bind(zmq.ROUTER, address)
     except (zmq.ZMQError, OSError) as error:  # the latter where cluster keys are exchanged
         raise OSError(
             f"cannot listen on {address.removeprefix('tcp://')}: {error}: --master-addr has to be "

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.kernels.processor import has_matrix_unit
 from engine.models.attention.key_widths import (
     PROBED_KEYS,
     STEP,
@@ -20,7 +21,6 @@ from engine.models.attention.key_widths import (
     find_widths,
 )
 from engine.models.attention.plan import TOKENS_AT_ONCE, WHOLE_QUERIES
-from engine.models.products.processor import has_matrix_unit
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 to [tokens, heads * head_dim]."""
 
 
-class Ways(NamedTuple):
-    """Ways for several tokens to attend in one call."""
+class AttentionVariants(NamedTuple):
+    """AttentionVariants for several tokens to attend in one call."""
 
     by_token: Way
     """Each by itself: to [keys, parts, kv_heads, head_dim], with a mask [tokens, 1, 1, keys]."""
@@ -51,11 +51,11 @@ class _Probe(NamedTuple):
     kv: Tensor
 
 
-class Agreement:
+class BitComparison:
     """Compares ways to attend for one shape of heads."""
 
     def __init__(
-        self, ways: Ways, num_heads: int, kept: tuple[int, ...], dtype: torch.dtype
+        self, ways: AttentionVariants, num_heads: int, kept: tuple[int, ...], dtype: torch.dtype
     ) -> None:
         """Prepare to compare, in a type; `kept` is the shape of a token's keys and values."""
         self._ways = ways

@@ -1,19 +1,20 @@
 """Which attention a model gets on a device."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
+from engine.kernels import registry
+from engine.kernels.processor import kernel_attends_to_prompts
+from engine.kernels.registry import FusedKernels
+from engine.kernels.trust import is_close, trusted
 from engine.models.attention.cuda import CudaAttention, Heads
+from engine.models.attention.fused import FusedAttention
 from engine.models.attention.interface import Attention
 from engine.models.attention.kv_format import Fp8Kv, KvFormat
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
-from engine.models.kernels.choice import FusedKernels, is_close, trusted
-from engine.models.products.processor import float32_is_faster
 from engine.models.spec import ModelSpec, UnsupportedModel
 
 
@@ -97,46 +98,30 @@ def attends_by_pairs(spec: ModelSpec) -> bool:
     Raises:
         ImportError: there is nothing that compiles kernels.
     """
-    from engine.models.kernels import pair_sums, patch_attention
-
-    return (
-        pair_sums.has_pairs()
-        and not float32_is_faster()
-        and patch_attention.fits(spec.head_dim)
-        and spec.latent is None
-        and not spec.has_chunks
-    )
+    return spec.latent is None and not spec.has_chunks and registry.attends_by_pairs(spec.head_dim)
 
 
 def _of_cpus(
     stock: PagedAttention, spec: ModelSpec, dtype: torch.dtype, *, token_by_token: bool
 ) -> Attention | None:
     """Return what attends by a kernel, if one can be compiled and computes the same."""
-    build = _kernel_of_cpus(stock, spec, token_by_token=token_by_token)
-    if build is None:
+    if not attends_by_pairs(spec):
         return None
-    return trusted(build, lambda built: _agree(built, stock, spec, dtype), "operators of attention")
 
-
-def _kernel_of_cpus(
-    stock: PagedAttention, spec: ModelSpec, *, token_by_token: bool
-) -> Callable[[], Attention] | None:
-    heads: dict[str, Any] = {
-        "num_heads": spec.num_heads,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "scale": spec.attention_scale,
-    }
-    if attends_by_pairs(spec):
+    def build() -> Attention:
         from engine.models.attention.patches import PatchAttention  # imports Numba
 
-        return partial(PatchAttention, **heads, softcap=spec.attention_softcap)
-    # Prompts would get other bits from stock operators.
-    if token_by_token or spec.attention_sinks or spec.attention_softcap is not None:
-        return None
-    from engine.models.attention.fused import FusedAttention
+        patches = PatchAttention(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.attention_scale,
+            softcap=spec.attention_softcap,
+        )
+        whole = token_by_token or kernel_attends_to_prompts()
+        return patches if whole else FusedAttention(stock, patches)
 
-    return partial(FusedAttention, stock, **heads)
+    return trusted(build, lambda built: _agree(built, stock, spec, dtype), "operators of attention")
 
 
 def _agree(one: Attention, other: Attention, spec: ModelSpec, dtype: torch.dtype) -> bool:

@@ -1,6 +1,6 @@
 """Attention on CUDA devices, straight from the blocks of the KV cache.
 
-The kernel (`engine.models.kernels.cuda.attention`) takes 16 bits and any size of blocks. It is
+The kernel (`engine.kernels.cuda.attention`) takes 16 bits and any size of blocks. It is
 compiled and compared with the stock operators for the shapes in question before it is used; these
 serve where it cannot be compiled or differs.
 """
@@ -93,7 +93,7 @@ class KernelAttention:
             KernelUnusable: there is no Triton.
         """
         try:
-            from engine.models.kernels.cuda import attention
+            from engine.kernels.cuda import attention
         except ImportError as error:
             raise KernelUnusable(f"Triton cannot be imported: {error}") from error
         self._kernels = attention

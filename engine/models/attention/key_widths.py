@@ -39,7 +39,7 @@ class KeyWidths:
         found: npt.NDArray[np.bool_] = self._is_alike[keys % TILE]
         return found
 
-    def are_all_alike(self, fewest: IntArray, most: IntArray) -> npt.NDArray[np.bool_]:
+    def same_order_between(self, fewest: IntArray, most: IntArray) -> npt.NDArray[np.bool_]:
         """Return whether all multiples of `FINE_STEP` between two numbers are alike."""
         found: npt.NDArray[np.bool_] = self._num_unlike(most) == self._num_unlike(
             fewest - FINE_STEP

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.attention.agreement import Agreement, Ways
+from engine.kernels.processor import type_of_long_rows
+from engine.models.attention.agreement import AttentionVariants, BitComparison
 from engine.models.attention.key_widths import KeyWidths
 from engine.models.attention.kv_format import KvFormat, PlainKv
 from engine.models.attention.plan import (
@@ -25,7 +26,6 @@ from engine.models.attention.plan import (
 )
 from engine.models.attention.rows import AttentionRows
 from engine.models.layers import sigmoid, softcap
-from engine.models.products.processor import type_of_long_rows
 
 _GATHERED_BYTES = 1 << 20
 """Keys and values that each thread of a CPU gathers at once: half of a core's second-level cache,
@@ -94,13 +94,13 @@ class PagedAttention:
             first_key=first_key,
         )
 
-    def _agreement(self) -> Agreement:
-        ways = Ways(
+    def _agreement(self) -> BitComparison:
+        ways = AttentionVariants(
             by_token=partial(self._by_token, sinks=None),
             in_one_product=partial(self._in_one_product, sinks=None),
             in_padded_rows=self._in_padded_rows,
         )
-        return Agreement(ways, self._heads, self._kept, self._dtype)
+        return BitComparison(ways, self._heads, self._kept, self._dtype)
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
         """Group the rows of a step; `window` limits how far back a token looks."""
@@ -276,7 +276,7 @@ class PagedAttention:
         parts = -(-gathered // (_GATHERED_BYTES * torch.get_num_threads()))
         return -(-rows // parts)
 
-    def _find_widths(self, agreement: Agreement) -> KeyWidths | None:
+    def _find_widths(self, agreement: BitComparison) -> KeyWidths | None:
         """Return the numbers of keys beside which tokens have the same bits in any company.
 
         If they have them only in a whole number of queries, that is how tokens are computed.

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.attention.rows import AttentionRows, IntArray, parts_of
-from engine.models.attention.shares import SharedTasks, shares_of
-from engine.models.kernels.compiling import bits_of
-from engine.models.kernels.patch_attention import (
+from engine.kernels.cpu.compiling import bits_of
+from engine.kernels.cpu.patch_attention import (
     KEYS,
     NO_WINDOW,
     patch_attention,
     scratch_bytes,
     tokens_of_patch,
 )
+from engine.models.attention.rows import AttentionRows, IntArray, parts_of
+from engine.models.attention.shares import SharedTasks, shares_of
 
 _LINE = 64
 _LOG2_E = math.log2(math.e)

@@ -184,7 +184,7 @@ class AttentionPlanner:
         first, fewest = self._key_blocks(rows.starts, size, step, window)
         last, most = self._key_blocks(rows.starts + rows.counts - 1, size, step, window)
         is_short = (rows.counts > 1) & (rows.counts <= SHORT_ROW)
-        is_alike = (first == last) & widths.are_all_alike(fewest * size, most * size)
+        is_alike = (first == last) & widths.same_order_between(fewest * size, most * size)
         return np.flatnonzero(is_short & is_alike), (first, most)
 
     def _neighbours(

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.kernels.reference import rotate
+from engine.kernels.registry import FusedKernels
 from engine.models.attention.kv_format import KvFormat, PlainKv
-from engine.models.attention.rotary import rotate
-from engine.models.kernels.choice import FusedKernels
 from engine.models.layers import Rows
 from engine.models.spec import LatentSpec, ModelSpec
 
@@ -65,7 +65,7 @@ class HeadProjections:
 
         A fused kernel rotates and stores where there is one for the format.
         """
-        is_plain = isinstance(kv_format, PlainKv) and kv_format.dtype == torch.bfloat16
+        is_plain = isinstance(kv_format, PlainKv) and kv_format.dtype.itemsize == 2
         self._kernels = kernels if is_plain else None
         self._kv = kv_format
         self.output = output

@@ -21,7 +21,8 @@ def rotary_table(
         implementations do.
     """
     rotated = rotated_dims(rope, head_dim)
-    frequencies = _inverse_frequencies(rope, rotated, length)
+    # Not rounded up: the exponents are parts of this.
+    frequencies = _inverse_frequencies(rope, int(head_dim * rope.share), length)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     table = torch.stack((angles.cos(), angles.sin()), dim=1) * _attention_scale(rope)
     # What is not rotated is turned by nothing.
@@ -33,17 +34,6 @@ def rotation(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors of `rotate` for these positions, each [tokens, 1, head_dim]."""
     cos, sin = table.index_select(0, positions).unsqueeze(2).unbind(1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rotate each pair (i, i + head_dim / 2) of every head by its position's angle.
-
-    Args:
-        heads: [tokens, heads, head_dim]
-        cos, sin: [tokens, 1, head_dim] from `rotation`
-        out: where the result goes, if not to a new tensor; may be `heads` itself
-    """
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin, out=out)
 
 
 def temperatures(spec: TemperatureSpec, length: int, device: torch.device) -> Tensor:

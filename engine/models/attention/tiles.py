@@ -1,6 +1,6 @@
 """How the queries of a step are cut into tiles for the attention kernel of CUDA devices.
 
-`engine.models.kernels.cuda.attention` says what a tile is. Plain arithmetic: no device is needed.
+`engine.kernels.cuda.attention` says what a tile is. Plain arithmetic: no device is needed.
 """
 
 from typing import NamedTuple

@@ -38,6 +38,11 @@ class Builder:
         product = self._product(*names, rows=rows, width=width, bias=bias)
         return self._by_rows(product, width, self.dtype)
 
+    def flat(self, name: str, rows: int, *shape: int) -> Rows:
+        """Return the product of a weight [rows, *shape] with inputs that are laid out flat."""
+        weight = self.copy(f"{name}.weight", rows, *shape).view(rows, -1)
+        return prepare_linear(weight, self.copy(f"{name}.bias", rows))
+
     def mlp(self, names: tuple[str, str], activation: Rows, sizes: tuple[int, int]) -> Rows:
         """Return the MLP of products with biases, through the inner of two widths."""
         width, inner = sizes

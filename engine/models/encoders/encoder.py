@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.attention.rotary import rotate, rotation
+from engine.kernels.reference import rotate
+from engine.models.attention.projections import Rotation
+from engine.models.attention.rotary import rotation
 from engine.models.layers import Rows
 
 _BLOCK = 256
@@ -70,8 +72,54 @@ class EncoderLayer(msgspec.Struct, frozen=True):
     """How far a token sees to each side; None for all."""
 
 
+class EncoderLayers(msgspec.Struct, frozen=True):
+    """The layers of an encoder, of text or of images."""
+
+    layers: list[EncoderLayer]
+    final_norm: Rows | None
+    norm_first: bool
+    """Whether norms stand before attention and MLP."""
+    num_heads: int
+
+    def states(self, x: Tensor, groups: list[SequenceGroup], rotations: list[Rotation]) -> Tensor:
+        """Return the last states of embedded tokens, both [tokens, hidden]."""
+        for layer in self.layers:
+            rotated = None if layer.rotary is None else rotations[layer.rotary]
+            if self.norm_first:
+                normed = x if layer.attention_norm is None else layer.attention_norm(x)
+                x = self._attend(layer, normed, groups, rotated).add_(x)
+                x = layer.mlp(layer.mlp_norm(x)).add_(x)
+            else:
+                assert layer.attention_norm is not None
+                x = layer.attention_norm(self._attend(layer, x, groups, rotated).add_(x))
+                x = layer.mlp_norm(layer.mlp(x).add_(x))
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def _attend(
+        self,
+        layer: EncoderLayer,
+        x: Tensor,
+        groups: list[SequenceGroup],
+        rotated: Rotation | None,
+    ) -> Tensor:
+        tokens, width = x.shape
+        qkv = layer.qkv(x).view(tokens, 3, self.num_heads, width // self.num_heads)
+        if rotated is not None:
+            heads = qkv[:, :2].flatten(1, 2)
+            qkv[:, :2] = rotate(heads, *rotated).view(tokens, 2, self.num_heads, -1)
+        attended = x.new_empty(tokens, width)
+        for group in groups:
+            end = group.first + group.count * group.length
+            parts = qkv[group.first : end].view(group.count, group.length, 3, self.num_heads, -1)
+            queries, keys, values = parts.permute(2, 0, 3, 1, 4)
+            result = _attention(queries, keys, values, layer.reach)
+            target = attended[group.first : end].view(group.count, group.length, self.num_heads, -1)
+            target.copy_(result.transpose(1, 2))
+        return layer.output(attended)
+
+
 class Encoder:
-    """A model on one device; it has no state."""
+    """A model of text on one device; it has no state."""
 
     def __init__(
         self,
@@ -99,11 +147,8 @@ class Encoder:
         self._positions = positions
         self._types = types
         self._embedding_norm = embedding_norm
-        self._layers = layers
-        self._final_norm = final_norm
-        self._norm_first = norm_first
+        self._layers = EncoderLayers(layers, final_norm, norm_first, num_heads)
         self._rotary = rotary
-        self._heads = num_heads
 
     @property
     def device(self) -> torch.device:
@@ -112,19 +157,8 @@ class Encoder:
 
     def states(self, batch: EncoderBatch) -> Tensor:
         """Return the last states of all tokens, [tokens, hidden]."""
-        x = self._embed(batch)
         rotations = [rotation(table, batch.positions) for table in self._rotary]
-        for layer in self._layers:
-            rotated = None if layer.rotary is None else rotations[layer.rotary]
-            if self._norm_first:
-                normed = x if layer.attention_norm is None else layer.attention_norm(x)
-                x = self._attend(layer, normed, batch.groups, rotated).add_(x)
-                x = layer.mlp(layer.mlp_norm(x)).add_(x)
-            else:
-                assert layer.attention_norm is not None
-                x = layer.attention_norm(self._attend(layer, x, batch.groups, rotated).add_(x))
-                x = layer.mlp_norm(layer.mlp(x).add_(x))
-        return x if self._final_norm is None else self._final_norm(x)
+        return self._layers.states(self._embed(batch), batch.groups, rotations)
 
     def _embed(self, batch: EncoderBatch) -> Tensor:
         x = F.embedding(batch.token_ids, self._embedding)
@@ -133,28 +167,6 @@ class Encoder:
         if self._positions is not None:
             x += F.embedding(batch.positions, self._positions)
         return self._embedding_norm(x)
-
-    def _attend(
-        self,
-        layer: EncoderLayer,
-        x: Tensor,
-        groups: list[SequenceGroup],
-        rotated: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        tokens, width = x.shape
-        qkv = layer.qkv(x).view(tokens, 3, self._heads, width // self._heads)
-        if rotated is not None:
-            heads = qkv[:, :2].flatten(1, 2)
-            qkv[:, :2] = rotate(heads, *rotated).view(tokens, 2, self._heads, -1)
-        attended = x.new_empty(tokens, width)
-        for group in groups:
-            end = group.first + group.count * group.length
-            parts = qkv[group.first : end].view(group.count, group.length, 3, self._heads, -1)
-            queries, keys, values = parts.permute(2, 0, 3, 1, 4)
-            result = _attention(queries, keys, values, layer.reach)
-            target = attended[group.first : end].view(group.count, group.length, self._heads, -1)
-            target.copy_(result.transpose(1, 2))
-        return layer.output(attended)
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, reach: int | None) -> Tensor:

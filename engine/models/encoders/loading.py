@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
+from engine.kernels.processor import float32_is_faster
 from engine.models.encoders import bert, modernbert
 from engine.models.encoders.builder import Builder
 from engine.models.encoders.encoder import Encoder
@@ -14,7 +15,6 @@ from engine.models.encoders.tensors import DummyTensors, StoredTensors, Tensors
 from engine.models.families.reading import integer
 from engine.models.hf_config import read_config
 from engine.models.layers import Rows
-from engine.models.products.processor import float32_is_faster
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import ModelConfig
 from engine.shared.pooling import PoolingSpec

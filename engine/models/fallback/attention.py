@@ -1,8 +1,9 @@
 """Attention of a model of transformers: found out in a trial, then computed over the KV cache.
 
 transformers calls one function for every attention layer. In a trial that function notes what it
-is called with and attends plainly; in a step it writes keys and values to the paged cache and
-attends over that.
+is called with; in a step it writes keys and values to the paged cache and attends over that.
+transformers also calls a function for every mask. Ours holds nothing but the window, which some
+classes put into masks only.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ INTERFACE = "swell"
 """The name of the function among those that transformers knows."""
 _CALLS = "swell_calls"
 """Attribute of every module of a model: what answers its calls."""
+_WINDOW_DTYPE = torch.int32
+"""Of what stands for a mask; a class that makes masks of its own makes others."""
 _MASKING = ("position_bias", "head_mask", "score_mod", "block_mask", "indices")
 """Arguments that change what is attended to."""
 
@@ -72,7 +75,7 @@ class AttentionCalls:
             setattr(module, _CALLS, self)
 
     def begin_trial(self) -> None:
-        """Attend plainly to one sequence from now on, and note how."""
+        """Attend to nothing from now on, and note how a sequence would be attended to."""
         self._step, self._noted = None, []
 
     def end_trial(self) -> None:
@@ -108,7 +111,13 @@ class AttentionCalls:
             raise CannotAttend(f"{self._next} of {len(self.layers)} layers attended")
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **options: Any,
     ) -> Tensor:
         """Attend from queries [1, heads, tokens, size]; return [1, tokens, heads, size].
 
@@ -116,6 +125,8 @@ class AttentionCalls:
             CannotAttend: keys are not those of the tokens, or the layer is not the next.
         """
         if self._step is None:
+            if mask is not None:
+                options["sliding_window"] = int(mask[0, 0, 0, 0])
             return self._note(module, query, key, value, options)
         number, step = self._next, self._step
         call = self.layers[number] if number < len(self.layers) else None
@@ -157,7 +168,7 @@ class AttentionCalls:
     ) -> Tensor:
         call = _layer_call(module, query, key, value, options)
         self._noted.append(call)
-        return _attend_plainly(call, query, key, value, options.get("s_aux"))
+        return query.new_zeros(1, query.shape[2], call.heads, call.value_size)
 
 
 def attend(
@@ -173,17 +184,31 @@ def attend(
     Raises:
         CannotAttend: the model has masks of its own.
     """
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dtype != _WINDOW_DTYPE:
         raise CannotAttend("it makes attention masks of its own")
     calls: AttentionCalls = getattr(module, _CALLS)
-    return calls.attend(module, query, key, value, **options), None
+    return calls.attend(module, query, key, value, attention_mask, **options), None
+
+
+def window_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor:
+    """Return what stands for a mask in `attend`: the window everywhere, 0 if there is none."""
+    window = torch.full((1, 1, 1, 1), local_size or 0, dtype=_WINDOW_DTYPE, device=device)
+    return window.expand(batch_size, 1, q_length, kv_length)
 
 
 def register() -> None:
-    """Have transformers know `attend` by the name `INTERFACE`."""
-    from transformers import AttentionInterface
+    """Have transformers know `attend` and `window_mask` by the name `INTERFACE`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(INTERFACE, attend)
+    AttentionMaskInterface.register(INTERFACE, window_mask)
 
 
 def _layer_call(
@@ -211,25 +236,3 @@ def _layer_call(
         softcap=options.get("softcap") or None,
         has_sinks=options.get("s_aux") is not None,
     )
-
-
-def _attend_plainly(
-    call: LayerCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-) -> Tensor:
-    """Return what tokens of one sequence see: themselves and those before, within the window."""
-    group, count = call.heads // call.kv_heads, query.shape[2]
-    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
-    scores = torch.matmul(query, key.transpose(2, 3)).float() * call.scale
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    ahead = torch.arange(count, device=query.device)
-    ahead = ahead[None] - ahead[:, None]
-    hidden = ahead > 0
-    if call.window is not None:
-        hidden |= ahead <= -call.window
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:
-        own = sinks.float().view(1, -1, 1, 1).expand(1, -1, count, 1)
-        scores = torch.cat((scores, own), dim=3)
-    weights = scores.softmax(3)[..., :count].to(value.dtype)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous()

@@ -23,13 +23,14 @@ from engine.models.fallback.attention import (
 )
 from engine.models.fallback.decoder import FallbackDecoder, TransformersModel
 from engine.models.fallback.served import check_class, refusal, transformers_class
-from engine.models.fallback.trial import check_parts, trial_tokens
+from engine.models.fallback.trial import check_parts, narrow_windows, trial_tokens
 from engine.models.formats.checkpoint import CheckpointError, some, weight_files
 from engine.models.formats.fingerprint import weights_fingerprint
-from engine.models.hf_config import eos_token_ids, read_config, read_generation
+from engine.models.hf_config import read_config, read_generation
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, NormSpec
 from engine.shared.config import ModelConfig
+from engine.shared.end_tokens import end_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,10 @@ def load_fallback(
     loaded = _read(directory, model_class, config, settings).to(device).eval()
     if loaded.dtype not in _DTYPES.values():
         raise refusal(name, f"its weights are {loaded.dtype}: use --dtype")
+    ends = end_token_ids(directory, raw, read_generation(directory))
     try:
         with torch.inference_mode():
-            decoder = _try(loaded, raw, read_generation(directory), config, device, kept)
+            decoder = _try(loaded, raw, ends, config, device, kept)
     except (CannotAttend, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise refusal(name, str(error)) from error
     if groups is not None:
@@ -101,7 +103,7 @@ def load_fallback(
 def _try(
     loaded: Any,
     raw: dict[str, Any],
-    generation: dict[str, Any],
+    ends: tuple[int, ...],
     config: Any,
     device: torch.device,
     kept: KvCacheDtype,
@@ -115,22 +117,22 @@ def _try(
     if not model.takes_positions:
         raise CannotAttend("it cannot be told the positions of tokens")
     tokens = trial_tokens(loaded.get_input_embeddings().num_embeddings, device)
-    calls.begin_trial()
-    states = model.states(tokens, None)
-    calls.end_trial()
-    vocabulary = model.logits(states[-1:]).shape[1]
-    spec = _spec(raw, generation, config, calls.layers, vocabulary)
 
-    def serve(types: ComputeTypes) -> FallbackDecoder:
+    def decoder(types: ComputeTypes) -> FallbackDecoder:
+        calls.begin_trial()
+        states = model.states(tokens, None)
+        calls.end_trial()
+        vocabulary = model.logits(states[-1:]).shape[1]
+        spec = _spec(raw, ends, config, calls.layers, vocabulary)
         attention = attention_of(spec, types.kv_format, device)
         calls.serve(attention, types.kv_format, width=spec.head_dim, scale=calls.layers[0].scale)
         return FallbackDecoder(spec, model, calls, attention, types, device)
 
     exact = ComputeTypes(loaded.dtype, loaded.dtype)
-    decoder = serve(exact)
-    check_parts(decoder, model, calls, tokens)
+    with narrow_windows(loaded):
+        check_parts(decoder(exact), model, loaded, tokens)
     # Rounding is no reason to doubt a model, and would hide what is one.
-    return decoder if kept == "auto" else serve(exact._replace(kept=kept))
+    return decoder(exact._replace(kept=kept))
 
 
 def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig) -> Any:
@@ -174,7 +176,7 @@ def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig)
 
 def _spec(
     raw: dict[str, Any],
-    generation: dict[str, Any],
+    ends: tuple[int, ...],
     config: Any,
     layers: list[LayerCall],
     vocabulary: int,
@@ -207,7 +209,7 @@ def _spec(
         attention_scale=first.scale,
         attention_softcap=first.softcap,
         attention_sinks=any(each.has_sinks for each in layers),
-        eos_token_ids=eos_token_ids(raw, generation),
+        eos_token_ids=tuple([each for each in ends if each < vocabulary]),
     )
 
 

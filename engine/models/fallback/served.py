@@ -3,6 +3,7 @@
 from typing import Any
 
 from engine.models.spec import UnsupportedModel
+from engine.shared.extras import install_command
 
 _STATES = ("mamba", "linear_attention", "conv", "recurrent", "recurrence", "lightning", "rwkv")
 """Words in the types of layers that keep a state of a sequence beside keys and values."""
@@ -27,8 +28,8 @@ def transformers_class(config: dict[str, Any]) -> Any:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise UnsupportedModel(
-            f"{_named(config)} has no family here, and transformers, which might compute it, "
-            "cannot be imported: pip install 'swell[transformers]'"
+            f"{_named(config)} is not built in, and the transformers backend, which might compute "
+            f"it, is not installed: {install_command('transformers')}"
         ) from error
     kind, name = str(config.get("model_type")), _named(config)
     if kind not in CONFIG_MAPPING:

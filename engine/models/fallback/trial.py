@@ -1,10 +1,14 @@
 """What a model says in parts and beside others, compared with what it says of whole sequences.
 
-A model that keeps more of a sequence than keys and values, or finds positions in another way than
-by being told them, says something else.
+The reference is the library's own attention ("eager"), over sequences longer than any window. A
+model that keeps more of a sequence than keys and values, finds positions in another way than by
+being told them, or attends to other tokens than it has said, says something else.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +16,14 @@ from torch import Tensor
 
 from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import StepTokens
-from engine.models.fallback.attention import AttentionCalls, CannotAttend
+from engine.models.fallback.attention import INTERFACE, CannotAttend
 from engine.models.fallback.decoder import FallbackDecoder, TransformersModel
 
 _ENDS = ((9, 4), (10, 5), (11, 6), (12, 7))
 """How far each of the two sequences comes by each step: steps of single tokens follow the first,
 so that even what reaches back by one token is missed by all of them."""
+_WINDOW = 4
+"""Of layers that slide, during the trial: fewer tokens than either sequence has in the end."""
 _BLOCK_SIZE = 4
 _MAX_DIFFERENCE = {torch.float32: 1e-3}
 """Of the norm of a state; models that are computed right come to 1e-6."""
@@ -30,19 +36,48 @@ def trial_tokens(vocabulary: int, device: torch.device) -> Tensor:
     return (torch.arange(_ENDS[-1][0], device=device) * 7 + 3) % vocabulary
 
 
+@contextmanager
+def narrow_windows(loaded: Any) -> Iterator[None]:
+    """Give all layers of a model that slide a window shorter than the trial's sequences."""
+    owners = [loaded.config, loaded.config.get_text_config()]
+    for module in loaded.modules():
+        owners += [module, getattr(module, "config", module)]
+    windows = [(each, getattr(each, "sliding_window", None)) for each in owners]
+    narrowed = [(each, size) for each, size in windows if type(size) is int and size > _WINDOW]
+    for owner, _ in narrowed:
+        owner.sliding_window = _WINDOW
+    try:
+        yield
+    finally:
+        # What is there twice was narrow already the second time.
+        for owner, size in reversed(narrowed):
+            owner.sliding_window = size
+
+
 def check_parts(
-    decoder: FallbackDecoder, model: TransformersModel, calls: AttentionCalls, tokens: Tensor
+    decoder: FallbackDecoder, model: TransformersModel, loaded: Any, tokens: Tensor
 ) -> None:
-    """Compute two sequences whole, and again side by side in several steps.
+    """Compute two sequences whole by the library alone, and again side by side in several steps.
+
+    Args:
+        decoder: over the cache, with narrow windows.
+        model: in two parts.
+        loaded: the same, of which attention is changed for a while.
+        tokens: the longer of the sequences.
 
     Raises:
-        CannotAttend: the states of steps behind the first are not those of the whole sequences.
+        CannotAttend: the states of steps behind the first are not those of the whole sequences, or
+            a window is longer than they are.
     """
+    longest = max((window or 0 for window in decoder.spec.windows), default=0)
+    if longest > _WINDOW:
+        raise CannotAttend(f"its window of {longest} tokens is longer than what is tried")
     sequences = [tokens, tokens.flip(0)[: _ENDS[-1][1]]]
-    whole = []
-    for sequence in sequences:
-        calls.begin_trial()
-        whole.append(model.states(sequence, None))
+    loaded.set_attn_implementation("eager")
+    try:
+        whole = [model.states(sequence, None) for sequence in sequences]
+    finally:
+        loaded.set_attn_implementation(INTERFACE)
     blocks = -(-len(tokens) // _BLOCK_SIZE)
     kv = decoder.kv_format
     shape = (2 * blocks, _BLOCK_SIZE, *kv.row(decoder.spec.kv_shape))

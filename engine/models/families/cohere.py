@@ -10,9 +10,8 @@ from engine.models.spec import ModelSpec, NormSpec
 
 def _spec(config: Config) -> ModelSpec:
     is_second = config["architectures"] == ["Cohere2ForCausalLM"]
-    theta = 1e4 if is_second else 5e5
     spec = replace(
-        llama_spec(config, tied=True, rope=read_rope(config, theta=theta, interleaved=True)),
+        llama_spec(config, rope=read_rope(config, interleaved=True)),
         norm=NormSpec(kind="layer", eps=number(config, "layer_norm_eps", 1e-5)),
         block="parallel",
         qk_norm="each_head" if config.get("use_qk_norm") else "none",
@@ -20,9 +19,7 @@ def _spec(config: Config) -> ModelSpec:
     )
     if not is_second:
         return spec
-    windows = layer_windows(
-        {"sliding_window": 4096, **config}, pattern=config.get("sliding_window_pattern") or 4
-    )
+    windows = layer_windows(config, pattern=config.get("sliding_window_pattern") or 4)
     # Only layers that slide know positions.
     ropes = tuple(
         None if window is None else rope for rope, window in zip(spec.ropes, windows, strict=True)
@@ -31,5 +28,17 @@ def _spec(config: Config) -> ModelSpec:
 
 
 FAMILY = Family(
-    architectures=("CohereForCausalLM", "Cohere2ForCausalLM"), spec=_spec, weights=llama_weights
+    architectures=("CohereForCausalLM", "Cohere2ForCausalLM"),
+    spec=_spec,
+    weights=llama_weights,
+    ignored=(
+        "layer_switch",
+        "order_of_interleaved_layers",
+        "position_embedding_type",
+        "rotary_pct",
+        "use_embedding_sharing",
+        "use_gated_activation",
+        "use_parallel_block",
+        "use_parallel_embedding",
+    ),
 )

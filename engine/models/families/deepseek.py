@@ -17,22 +17,12 @@ _NAMES = {
     "kv_a_proj": "kv_a_proj_with_mqa",
     "kv_a_norm": "kv_a_layernorm",
 }
-_V3 = {
-    "first_k_dense_replace": 3,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "rope_interleave": True,
-}
-"""What holds where a config has no word on it."""
 _LATENT_EPS = 1e-6
 
 
 def _spec(config: Config) -> ModelSpec:
     is_v3 = config["architectures"][0] == "DeepseekV3ForCausalLM"
-    if is_v3:
-        config = {**_V3, **config}
-    _refuse(config)
+    _refuse(config, is_v3)
     rope = read_rope(config, interleaved=not is_v3 or bool(config["rope_interleave"]))
     spec = llama_spec(config, rope=rope)
     latent = LatentSpec(
@@ -53,14 +43,15 @@ def _spec(config: Config) -> ModelSpec:
     )
 
 
-def _refuse(config: Config) -> None:
+def _refuse(config: Config, is_v3: bool) -> None:
     """Raise UnsupportedModel for what no published model has, naming it."""
     if config.get("attention_bias") and config.get("q_lora_rank") is None:
         raise UnsupportedModel("config.json: attention_bias needs q_lora_rank")
     if integer(config, "qk_rope_head_dim") % 2:
         odd = config["qk_rope_head_dim"]
         raise UnsupportedModel(f"config.json: qk_rope_head_dim {odd} cannot be rotated in pairs")
-    for key, known in (("mlp_bias", False), ("moe_layer_freq", 1)):
+    scoring = "sigmoid" if is_v3 else "softmax"
+    for key, known in (("mlp_bias", False), ("moe_layer_freq", 1), ("scoring_func", scoring)):
         if config.get(key, known) != known:
             raise UnsupportedModel(f"config.json: {key} {config[key]!r} is not supported")
 
@@ -72,14 +63,14 @@ def _v2_experts(config: Config) -> MoeSpec:
     if config.get("norm_topk_prob"):
         raise UnsupportedModel("config.json: norm_topk_prob is not supported for DeepSeek V2")
     groups = {} if method != "greedy" else {"n_group": 1, "topk_group": 1}
-    moe = grouped_experts({**config, "norm_topk_prob": False, **groups}, best_of_group=1)
+    moe = grouped_experts(config.but(**groups), best_of_group=1)
     return replace(moe, scoring="softmax", has_correction=False)
 
 
 def _scale(latent: LatentSpec, rope: RopeSpec) -> float:
-    """Return the scale of scores; that of YaRN is put on them and not on what is rotated."""
+    """Return the scale of scores; `mscale_all_dim` is put on them and not on what is rotated."""
     plain = float((latent.plain_size + latent.rotated_size) ** -0.5)
-    if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
+    if not rope.mscale_all_dim or rope.factor <= 1:
         return plain
     return plain * (0.1 * rope.mscale_all_dim * log(rope.factor) + 1) ** 2
 
@@ -93,4 +84,5 @@ FAMILY = Family(
     spec=_spec,
     weights=_weights,
     has_draft_layers=True,
+    ignored=("topk_method", "head_dim"),
 )

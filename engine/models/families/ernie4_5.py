@@ -11,9 +11,8 @@ from engine.models.weights import Shape, Source, WeightMap, weight_map
 
 def _spec(config: Config) -> ModelSpec:
     has_bias = bool(config.get("use_bias"))
-    config = {**config, "attention_bias": has_bias, "mlp_bias": has_bias}
-    rope = read_rope(config, theta=500000.0, interleaved=True)
-    spec = llama_spec(config, eps=1e-5, tied=True, rope=rope)
+    config = config.but(attention_bias=has_bias, mlp_bias=has_bias)
+    spec = llama_spec(config, rope=read_rope(config, interleaved=True))
     if config["architectures"][0] == "Ernie4_5ForCausalLM":
         return spec
     if has_bias:
@@ -22,14 +21,13 @@ def _spec(config: Config) -> ModelSpec:
 
 
 def _experts(config: Config, num_layers: int) -> MoeSpec:
-    size = integer({"moe_intermediate_size": 1536, **config}, "moe_intermediate_size")
-    first = number(config, "moe_layer_start_index", 1)
-    last = number(config, "moe_layer_end_index", -1)
-    interval = integer({"moe_layer_interval": 1, **config}, "moe_layer_interval")
+    size = integer(config, "moe_intermediate_size")
+    first, last = config["moe_layer_start_index"], config["moe_layer_end_index"]
+    interval = integer(config, "moe_layer_interval")
     last = num_layers - 1 if last < 0 else last
     return MoeSpec(
-        num_experts=integer({"moe_num_experts": 64, **config}, "moe_num_experts"),
-        experts_per_token=integer({"moe_k": 6, **config}, "moe_k"),
+        num_experts=integer(config, "moe_num_experts"),
+        experts_per_token=integer(config, "moe_k"),
         intermediate_size=size,
         normalize_weights=True,
         layers=tuple(
@@ -55,5 +53,11 @@ FAMILY = Family(
     architectures=("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"),
     spec=_spec,
     weights=_weights,
+    ignored=(
+        "compression_ratio",
+        "moe_capacity",
+        "moe_gate",
+        "moe_use_aux_free",
+    ),
     not_text=("model.mtp_",),  # layers that draft tokens
 )

@@ -1,15 +1,14 @@
 """The description of a model family; CONTRIBUTING.md shows how to add one."""
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
+from engine.models.families.config import Config
 from engine.models.spec import ModelSpec
 from engine.models.weights import WeightMap
 
-Config = dict[str, Any]
-"""A decoded config.json, of the text model where there is more."""
+__all__ = ["Config", "Family"]
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,5 +25,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Whether checkpoints may have layers behind the last, which draft tokens."""
     carries_normed: bool = False
     """Whether such a layer goes on from its own state normalized, as the LM head sees it."""
+    ignored: tuple[str, ...] = ()
+    """Keys of published config.json files that the class of transformers does not read either."""
+    reads_as: str = ""
+    """For plugins: the built-in architecture whose keys, defaults and aliases config.json has."""
     not_text: tuple[str, ...] = ()
     """Prefixes of the names of tensors for images and sound, which are not loaded."""

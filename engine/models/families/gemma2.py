@@ -6,7 +6,6 @@ from engine.models.families.family import Config, Family
 from engine.models.families.placing import named_weights
 from engine.models.families.reading import (
     cap,
-    integer,
     layer_windows,
     llama_spec,
     number,
@@ -16,7 +15,6 @@ from engine.models.families.reading import (
 from engine.models.spec import ModelSpec, RopeSpec, UnsupportedModel
 from engine.models.weights import WeightMap
 
-_ACTIVATION = "gelu_pytorch_tanh"
 _NAMES = {
     "attention_norm": "input_layernorm",
     "attention_output_norm": "post_attention_layernorm",
@@ -28,9 +26,9 @@ _NAMES = {
 def _spec(config: Config) -> ModelSpec:
     return replace(
         gemma_spec(config, read_rope(config)),
-        windows=layer_windows({"sliding_window": 4096, **config}, pattern=2),
-        attention_softcap=cap(config, "attn_logit_softcapping", 50.0),
-        logits_softcap=cap(config, "final_logit_softcapping", 30.0),
+        windows=layer_windows(config, pattern=2),
+        attention_softcap=cap(config, "attn_logit_softcapping"),
+        logits_softcap=cap(config, "final_logit_softcapping"),
     )
 
 
@@ -42,14 +40,14 @@ def gemma_spec(config: Config, rope: RopeSpec) -> ModelSpec:
     """
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel("config.json: use_bidirectional_attention is not supported")
-    head_dim = integer({"head_dim": 256, **config}, "head_dim")
-    spec = llama_spec({**config, "head_dim": head_dim, "hidden_act": "silu"}, tied=True, rope=rope)
+    # Older configs have another activation under `hidden_act`, which was never meant.
+    activation = read_activation(config, "hidden_activation")
+    spec = llama_spec(config.but(hidden_act="silu"), rope=rope)
     return replace(
         spec,
         block="around",
         norm=replace(spec.norm, adds_one=True),
-        # Older configs have another activation under `hidden_act`, which was never meant.
-        activation=read_activation(config, "hidden_activation", _ACTIVATION),
+        activation=activation,
         embedding_scale=spec.hidden_size**0.5,
         attention_scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
     )
@@ -60,4 +58,9 @@ def gemma_weights(spec: ModelSpec) -> WeightMap:
     return named_weights(spec, _NAMES)
 
 
-FAMILY = Family(architectures=("Gemma2ForCausalLM",), spec=_spec, weights=gemma_weights)
+FAMILY = Family(
+    architectures=("Gemma2ForCausalLM",),
+    spec=_spec,
+    weights=gemma_weights,
+    ignored=("sliding_window_size",),
+)

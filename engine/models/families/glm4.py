@@ -16,10 +16,8 @@ _NAMES_0414 = {
 
 
 def _spec(config: Config) -> ModelSpec:
-    config = {"attention_bias": True, "head_dim": 128, **config}
-    rope = read_rope(config, share=0.5, interleaved=True)
-    spec = replace(llama_spec(config, eps=1.5625e-07, rope=rope), output_bias=False)
-    return replace(spec, block="around" if _is_0414(spec) else "before")
+    spec = llama_spec(config, rope=read_rope(config, interleaved=True))
+    return replace(spec, output_bias=False, block="around" if _is_0414(spec) else "before")
 
 
 def _weights(spec: ModelSpec) -> WeightMap:

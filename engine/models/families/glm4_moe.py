@@ -12,13 +12,13 @@ _NAMES = {**LLAMA_NAMES, "correction": "e_score_correction_bias"}
 
 
 def _spec(config: Config) -> ModelSpec:
-    spec = llama_spec(config, eps=1e-5, rope=read_rope(config, share=0.5))
+    spec = llama_spec(config, rope=read_rope(config))
     qk_norm: QkNorm = "head" if config.get("use_qk_norm") else "none"
     return replace(
         spec,
         output_bias=False,
         qk_norm=qk_norm,
-        moe=grouped_experts({"first_k_dense_replace": 1, **config}),
+        moe=grouped_experts(config),
     )
 
 

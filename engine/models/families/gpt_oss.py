@@ -4,13 +4,7 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import LLAMA_NAMES, stacked_experts
-from engine.models.families.reading import (
-    integer,
-    layer_windows,
-    llama_spec,
-    number,
-    read_rope,
-)
+from engine.models.families.reading import integer, layer_windows, llama_spec, number
 from engine.models.spec import ClampSpec, ModelSpec, MoeSpec
 from engine.models.weights import WeightMap
 
@@ -18,8 +12,7 @@ _NAMES = {**LLAMA_NAMES, "router": "router"}
 
 
 def _spec(config: Config) -> ModelSpec:
-    config = {"attention_bias": True, "head_dim": 64, "sliding_window": 128, **config}
-    spec = llama_spec(config, eps=1e-5, rope=read_rope(config, theta=150000.0))
+    spec = llama_spec(config)
     stored = config.get("quantization_config") or {}
     return replace(
         spec,
@@ -53,4 +46,9 @@ def _weights(spec: ModelSpec) -> WeightMap:
     )
 
 
-FAMILY = Family(architectures=("GptOssForCausalLM",), spec=_spec, weights=_weights)
+FAMILY = Family(
+    architectures=("GptOssForCausalLM",),
+    spec=_spec,
+    weights=_weights,
+    ignored=("experts_per_token", "initial_context_length"),
+)

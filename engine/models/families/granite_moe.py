@@ -19,8 +19,8 @@ def _spec(config: Config) -> ModelSpec:
         intermediate_size=0,
         output_bias=spec.qkv_bias,
         moe=MoeSpec(
-            num_experts=integer({"num_local_experts": 8, **config}, "num_local_experts"),
-            experts_per_token=integer({"num_experts_per_tok": 2, **config}, "num_experts_per_tok"),
+            num_experts=integer(config, "num_local_experts"),
+            experts_per_token=integer(config, "num_experts_per_tok"),
             intermediate_size=spec.intermediate_size,
             # The softmax over the chosen experts' scores is the same.
             normalize_weights=True,

@@ -1,7 +1,5 @@
 """Llama 4, of which the text model is served: chunks of attention, and experts with one choice."""
 
-from typing import Any
-
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
@@ -16,31 +14,14 @@ _NAMES = {
     "mlp": "feed_forward",
     "shared_experts": "shared_expert",
 }
-_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 202048,
-    "hidden_size": 5120,
-    "intermediate_size": 8192,
-    "intermediate_size_mlp": 16384,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "num_experts_per_tok": 1,
-    "num_local_experts": 16,
-    "attention_chunk_size": 8192,
-}
-"""What configs may leave out."""
 
 
 def _spec(config: Config) -> ModelSpec:
-    config = {**_DEFAULTS, **config}
-    rope = read_rope(config, theta=500000.0, interleaved=True)
-    spec = llama_spec(config, eps=1e-5, rope=rope)
+    rope = read_rope(config, interleaved=True)
+    spec = llama_spec(config, rope=rope)
     # Despite their name, 1 stands for a layer that is rotated.
-    rotates = config.get("no_rope_layers") or _all_but_each(
-        integer({"no_rope_layer_interval": 4, **config}, "no_rope_layer_interval"), spec.num_layers
-    )
+    every = _all_but_each(integer(config, "no_rope_layer_interval"), spec.num_layers)
+    rotates = config.get("no_rope_layers") or every
     kinds = config.get("layer_types") or [
         "chunked_attention" if rotated else "full_attention" for rotated in rotates
     ]
@@ -56,11 +37,11 @@ def _spec(config: Config) -> ModelSpec:
     return replace(
         spec,
         intermediate_size=integer(config, "intermediate_size_mlp"),
-        qk_norm="unit" if config.get("use_qk_norm", True) else "none",
+        qk_norm="unit" if config.get("use_qk_norm") else "none",
         ropes=tuple(rope if rotates[layer] else None for layer in layers),
         windows=tuple(chunk if kinds[layer] == "chunked_attention" else None for layer in layers),
         has_chunks=chunk is not None,
-        attention_temperature=temperature if config.get("attn_temperature_tuning", True) else None,
+        attention_temperature=temperature if config.get("attn_temperature_tuning") else None,
         moe=_experts(config, spec),
     )
 
@@ -72,7 +53,7 @@ def _all_but_each(interval: int, layers: int) -> list[bool]:
 def _experts(config: Config, spec: ModelSpec) -> MoeSpec:
     if integer(config, "num_experts_per_tok") != 1:
         raise UnsupportedModel("config.json: num_experts_per_tok of Llama 4 has to be 1")
-    step = integer({"interleave_moe_layer_step": 1, **config}, "interleave_moe_layer_step")
+    step = integer(config, "interleave_moe_layer_step")
     sparse = config.get("moe_layers")
     if sparse is None:
         sparse = range(step - 1, spec.num_layers, step)
@@ -102,6 +83,7 @@ FAMILY = Family(
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     spec=_spec,
     weights=_weights,
+    ignored=("for_llm_compressor",),
     text_prefixes=("model.", "language_model.model.", "model.language_model."),
     not_text=(
         "vision_model.",

@@ -29,10 +29,10 @@ def _spec(config: Config) -> ModelSpec:
     for key, known in _KNOWN.items():
         if config.get(key, known) != known:
             raise UnsupportedModel(f"config.json: {key} {config[key]!r} is not supported")
-    head_dim = integer({"head_dim": 128, **config}, "head_dim")
-    share = number(config, "rotary_dim", head_dim) / head_dim
-    config = {**config, "head_dim": head_dim}
-    spec = llama_spec(config, rope=read_rope(config, theta=5e6, share=share))
+    share = config.get("partial_rotary_factor")
+    if share is None and config.get("rotary_dim") is not None:
+        share = number(config, "rotary_dim", 0) / integer(config, "head_dim")
+    spec = llama_spec(config, rope=read_rope(config.but(partial_rotary_factor=share)))
     return replace(
         spec,
         intermediate_size=0,
@@ -59,4 +59,9 @@ def _weights(spec: ModelSpec) -> WeightMap:
     return weight_map(spec, place)
 
 
-FAMILY = Family(architectures=("MiniMaxM2ForCausalLM",), spec=_spec, weights=_weights)
+FAMILY = Family(
+    architectures=("MiniMaxM2ForCausalLM",),
+    spec=_spec,
+    weights=_weights,
+    ignored=("attn_type_list", "mtp_transformer_layers", "num_mtp_modules", "use_mtp"),
+)

@@ -4,12 +4,12 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import llama_weights
-from engine.models.families.reading import layer_windows, llama_spec
+from engine.models.families.reading import llama_spec, uniform_windows
 from engine.models.spec import ModelSpec
 
 
 def _spec(config: Config) -> ModelSpec:
-    return replace(llama_spec(config), windows=layer_windows(config))
+    return replace(llama_spec(config), windows=uniform_windows(config))
 
 
 FAMILY = Family(architectures=("MistralForCausalLM",), spec=_spec, weights=llama_weights)

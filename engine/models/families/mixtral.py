@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import LLAMA_NAMES, named_weights
-from engine.models.families.reading import integer, layer_windows, llama_spec
+from engine.models.families.reading import integer, llama_spec, uniform_windows
 from engine.models.spec import ModelSpec, MoeSpec
 from engine.models.weights import WeightMap
 
@@ -18,11 +18,11 @@ _NAMES = {
 
 
 def _spec(config: Config) -> ModelSpec:
-    spec = llama_spec(config, eps=1e-5)
+    spec = llama_spec(config)
     return replace(
         spec,
         intermediate_size=0,
-        windows=layer_windows(config),
+        windows=uniform_windows(config),
         moe=MoeSpec(
             num_experts=integer(config, "num_local_experts"),
             experts_per_token=integer(config, "num_experts_per_tok"),

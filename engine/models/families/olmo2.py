@@ -16,11 +16,11 @@ _NAMES = {
 
 def _spec(config: Config) -> ModelSpec:
     if config["architectures"] != ["Olmo3ForCausalLM"]:
-        return replace(llama_spec(config, eps=1e-5), block="after", qk_norm="width")
-    whole, local = layered_ropes(config, theta=1e4, local_theta=None)
-    windows = layer_windows({"sliding_window": 4096, **config}, pattern=4)
+        return replace(llama_spec(config), block="after", qk_norm="width")
+    whole, local = layered_ropes(config)
+    windows = layer_windows(config, pattern=4)
     return replace(
-        llama_spec(config, eps=1e-5, rope=whole),
+        llama_spec(config, rope=whole),
         block="after",
         qk_norm="width",
         windows=windows,

@@ -4,14 +4,14 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import LLAMA_NAMES, fused_weights
-from engine.models.families.reading import layer_windows, llama_spec, read_rope
+from engine.models.families.reading import llama_spec, read_rope, uniform_windows
 from engine.models.spec import ModelSpec
 from engine.models.weights import WeightMap
 
 
 def _spec(config: Config) -> ModelSpec:
-    spec = llama_spec(config, eps=1e-5, rope=read_rope(_known_rope(config)))
-    return replace(spec, windows=layer_windows({**config, "layer_types": None}))
+    spec = llama_spec(config, rope=read_rope(_known_rope(config)))
+    return replace(spec, windows=uniform_windows(config))
 
 
 def _known_rope(config: Config) -> Config:
@@ -19,11 +19,16 @@ def _known_rope(config: Config) -> Config:
     scaling = config.get("rope_scaling")
     if scaling is None or scaling.get("type") != "yarn":
         return config
-    return {**config, "rope_scaling": {**scaling, "type": "longrope"}}
+    return config.but(rope_scaling={**scaling, "type": "longrope"})
 
 
 def _weights(spec: ModelSpec) -> WeightMap:
     return fused_weights(spec, LLAMA_NAMES, qkv="qkv_proj", gate_up="gate_up_proj")
 
 
-FAMILY = Family(architectures=("Phi3ForCausalLM",), spec=_spec, weights=_weights)
+FAMILY = Family(
+    architectures=("Phi3ForCausalLM",),
+    spec=_spec,
+    weights=_weights,
+    ignored=("full_attn_mod", "interpolate_factor", "lm_head_bias"),
+)

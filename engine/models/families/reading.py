@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from engine.models.families.family import Config
+from engine.models.families.config import Config
 from engine.models.spec import ModelSpec, MoeSpec, NormSpec, RopeKind, RopeSpec, UnsupportedModel
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -21,13 +21,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def llama_spec(
-    config: Config, *, eps: float = 1e-6, tied: bool = False, rope: RopeSpec | None = None
-) -> ModelSpec:
+def llama_spec(config: Config, *, rope: RopeSpec | None = None) -> ModelSpec:
     """Return the spec of a model that differs in nothing from Llama.
 
     Args:
-        eps, tied: defaults where the config says nothing.
         rope: of all layers, if it is not to be read as Llama's.
 
     Raises:
@@ -35,9 +32,8 @@ def llama_spec(
     """
     heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     layers = integer(config, "num_hidden_layers")
-    bias = bool(config.get("attention_bias") or False)
+    bias = bool(config.get("attention_bias"))
     rope = rope or _whole_rope(config)
-    tie = config.get("tie_word_embeddings")
     return ModelSpec(
         architecture=config["architectures"][0],
         vocab_size=integer(config, "vocab_size"),
@@ -47,19 +43,19 @@ def llama_spec(
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
-        norm=NormSpec(eps=config.get("rms_norm_eps") or eps),
+        norm=NormSpec(eps=number(config, "rms_norm_eps", 1e-6)),
         ropes=(rope,) * layers,
         max_position_embeddings=_max_position(config, rope),
-        tie_word_embeddings=tied if tie is None else bool(tie),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
         qkv_bias=bias,
         output_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias") or False),
+        mlp_bias=bool(config.get("mlp_bias")),
         activation=read_activation(config, "hidden_act"),
         windows=(None,) * layers,
     )
 
 
-def integer(config: Config, key: str) -> int:
+def integer(config: dict[str, Any], key: str) -> int:
     """Return a positive integer.
 
     Raises:
@@ -71,7 +67,7 @@ def integer(config: Config, key: str) -> int:
     return value
 
 
-def number(config: Config, key: str, default: float) -> float:
+def number(config: dict[str, Any], key: str, default: float) -> float:
     """Return a number.
 
     Raises:
@@ -83,24 +79,22 @@ def number(config: Config, key: str, default: float) -> float:
     return float(value)
 
 
-def cap(config: Config, key: str, default: float | None) -> float | None:
+def cap(config: Config, key: str) -> float | None:
     """Return what values are capped at, None if they are not.
 
     Raises:
         UnsupportedModel: it is no number.
     """
-    if config.get(key, default) is None:
-        return None
-    return number(config, key, 0.0) if key in config else default
+    return None if config.get(key) is None else number(config, key, 0.0)
 
 
-def read_activation(config: Config, key: str, default: str = "silu") -> Activation:
+def read_activation(config: Config, key: str) -> Activation:
     """Return the activation of the gates.
 
     Raises:
         UnsupportedModel: it is none of those that the decoder has.
     """
-    name = config.get(key) or default
+    name = config.get(key)
     if name not in _ACTIVATIONS:
         raise UnsupportedModel(
             f"config.json: {key} {name!r} is not supported, only {', '.join(_ACTIVATIONS)}"
@@ -119,18 +113,17 @@ def grouped_experts(config: Config, best_of_group: int = 2) -> MoeSpec:
     """
     layers, size = integer(config, "num_hidden_layers"), integer(config, "moe_intermediate_size")
     dense = number(config, "first_k_dense_replace", 0)
-    experts = "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"
     moe = MoeSpec(
-        num_experts=integer(config, experts),
+        num_experts=integer(config, "n_routed_experts"),
         experts_per_token=integer(config, "num_experts_per_tok"),
         intermediate_size=size,
-        normalize_weights=bool(config.get("norm_topk_prob", True)),
+        normalize_weights=bool(config.get("norm_topk_prob")),
         layers=tuple(layer >= dense for layer in range(layers)),
         scoring="sigmoid",
         has_correction=True,
         in_float32=True,
-        num_groups=integer({"n_group": 1, **config}, "n_group"),
-        groups_per_token=integer({"topk_group": 1, **config}, "topk_group"),
+        num_groups=integer(config, "n_group"),
+        groups_per_token=integer(config, "topk_group"),
         best_of_group=best_of_group,
         weights_scale=number(config, "routed_scaling_factor", 1.0),
         shared_size=int(number(config, "n_shared_experts", 1)) * size,
@@ -156,9 +149,9 @@ def layer_windows(config: Config, pattern: int | None = None) -> tuple[int | Non
         UnsupportedModel: the types are unknown, or not one a layer.
     """
     window, layers = config.get("sliding_window"), integer(config, "num_hidden_layers")
+    kinds = config.get("layer_types")
     if window is None:
         return (None,) * layers
-    kinds = config.get("layer_types")
     if kinds is None:
         return tuple(
             None if pattern is not None and (layer + 1) % pattern == 0 else window
@@ -172,27 +165,78 @@ def layer_windows(config: Config, pattern: int | None = None) -> tuple[int | Non
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def switched_window(config: Config) -> int | None:
+    """Return the window, if `use_sliding_window` turns it on."""
+    window: int | None = config.get("sliding_window")
+    return window if config.get("use_sliding_window") else None
+
+
+def uniform_windows(config: Config) -> tuple[int | None, ...]:
+    """Return the same window for each layer, as classes do that do not read `layer_types`.
+
+    Raises:
+        UnsupportedModel: `layer_types` asks for something else.
+    """
+    layers, window = integer(config, "num_hidden_layers"), config.get("sliding_window")
+    kinds = set(config.get("layer_types") or ())
+    if window is not None and not kinds <= {"sliding_attention"}:
+        raise UnsupportedModel(
+            f"config.json: layer_types: {config['architectures'][0]} has sliding_window {window} "
+            "in all layers; classes with different layers have other names (MinistralForCausalLM)"
+        )
+    return (window,) * layers
+
+
 def read_rope(
-    config: Config,
-    *,
-    theta: float = 10000.0,
-    share: float = 1.0,
-    interleaved: bool = False,
-    layer_type: str | None = None,
+    config: Config, *, interleaved: bool = False, layer_type: str | None = None
 ) -> RopeSpec:
     """Return the rotary embedding.
 
     Args:
-        theta, share: what holds where the config has no word on it.
         interleaved: see `RopeSpec`.
         layer_type: whose parameters are meant, where types of layers have their own.
 
     Raises:
         UnsupportedModel: it is none of those that the decoder has.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = rope_parameters(config)
     if layer_type is not None:
-        given = given.get(layer_type, given)
+        given = given.get(layer_type) or {}
+    return _rope(config, given, config.get("rope_theta"), interleaved)
+
+
+def rope_parameters(config: Config) -> dict[str, Any]:
+    """Return what a config says of its rotary embeddings, by either name."""
+    # Both are asked for, so that neither counts as not read.
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    return old or new or {}
+
+
+def layered_ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
+    """Return how layers that see everything rotate, and those that slide.
+
+    Raises:
+        UnsupportedModel: it is none of those that the decoder has.
+    """
+    stated = config.get("rope_parameters") or {}
+    if stated and not stated.keys() <= {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(
+            "config.json: rope_parameters must name full_attention and sliding_attention"
+        )
+    # The length beside the parameters is for those of all layers.
+    config = config.but(original_max_position_embeddings=None)
+    # Older configs stretch only layers that see everything.
+    whole = {**(stated.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+    local = stated.get("sliding_attention") or {}
+    return (
+        _rope(config, whole, config.get("rope_theta")),
+        _rope(config, local, config.get("rope_local_base_freq")),
+    )
+
+
+def _rope(
+    config: Config, given: dict[str, Any], theta: float, interleaved: bool = False
+) -> RopeSpec:
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = "longrope" if kind == "su" else kind
     if kind not in _ROPE_KINDS:
@@ -200,45 +244,31 @@ def read_rope(
             f"config.json: rope type {kind!r} is not supported; supported are: "
             + ", ".join(_ROPE_KINDS)
         )
-    known = {field: given[field] for field in _ROPE_FIELDS if given.get(field) is not None}
-    known["theta"] = given.get("rope_theta") or config.get("rope_theta") or theta
-    known["kind"] = kind
-    known["interleaved"] = interleaved
-    known["share"] = (
-        given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or share
-    )
-    longest = config.get("max_position_embeddings")
-    original = config.get("original_max_position_embeddings") or longest
-    known.setdefault("original_max_position_embeddings", original)
+    known = {key: given[key] for key in _ROPE_KEYS[kind] if given.get(key) is not None}
+    own, share = config.get("original_max_position_embeddings"), config.get("partial_rotary_factor")
+    longest = integer(config, "max_position_embeddings")
+    # The length beside the parameters comes first, as in transformers.
+    original = own or given.get("original_max_position_embeddings") or longest
+    if "factor" not in known and kind in ("yarn", "longrope"):
+        known["factor"] = longest / original
+    if "factor" not in known and kind != "default":
+        raise UnsupportedModel(f"config.json: rope type {kind!r} needs a factor")
     try:
-        rope = msgspec.convert(known, RopeSpec, strict=False)
+        rope = msgspec.convert(
+            {
+                **known,
+                "theta": given.get("rope_theta") or theta,
+                "kind": kind,
+                "interleaved": interleaved,
+                "share": given.get("partial_rotary_factor") or share or 1.0,
+                "original_max_position_embeddings": original,
+            },
+            RopeSpec,
+            strict=False,
+        )
     except msgspec.ValidationError as error:
         raise UnsupportedModel(f"config.json: rope parameters: {error}") from error
-    return _longrope(rope, config, given) if kind == "longrope" else rope
-
-
-def layered_ropes(
-    config: Config, *, theta: float, local_theta: float | None
-) -> tuple[RopeSpec, RopeSpec]:
-    """Return how layers that see everything rotate, and those that slide.
-
-    Args:
-        theta: what holds where the config has no word on it.
-        local_theta: the same for layers that slide; None if it is that of the others.
-
-    Raises:
-        UnsupportedModel: it is none of those that the decoder has.
-    """
-    if "full_attention" in (config.get("rope_parameters") or {}):
-        whole = read_rope(config, theta=theta, layer_type="full_attention")
-        local = read_rope(config, theta=local_theta or theta, layer_type="sliding_attention")
-        return whole, local
-    whole = read_rope(config, theta=theta)
-    base = number(config, "rope_local_base_freq", local_theta or whole.theta)
-    # Only layers that see everything are stretched.
-    return whole, RopeSpec(
-        theta=base, original_max_position_embeddings=integer(config, "max_position_embeddings")
-    )
+    return _longrope(rope, config) if kind == "longrope" else rope
 
 
 def _whole_rope(config: Config) -> RopeSpec:
@@ -248,11 +278,20 @@ def _whole_rope(config: Config) -> RopeSpec:
     return rope
 
 
-_OWN_ROPE_FIELDS = ("theta", "kind", "interleaved", "share")
-_ROPE_FIELDS = tuple(field for field in RopeSpec.__struct_fields__ if field not in _OWN_ROPE_FIELDS)
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor", "mscale_all_dim"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "mscale_all_dim"),
+    "yarn": (
+        "factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+        "truncate",
+    ),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor", "mscale_all_dim"),
+}  # fmt: skip
+"""Fields of `RopeSpec` that a type reads."""
 
 
-def _longrope(rope: RopeSpec, config: Config, given: dict[str, Any]) -> RopeSpec:
+def _longrope(rope: RopeSpec, config: Config) -> RopeSpec:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     needed = int(head_dim * rope.share) // 2
     for factors in (rope.short_factor, rope.long_factor):
@@ -260,10 +299,7 @@ def _longrope(rope: RopeSpec, config: Config, given: dict[str, Any]) -> RopeSpec
             raise UnsupportedModel(
                 f"config.json: longrope needs short_factor and long_factor of {needed} numbers"
             )
-    if given.get("factor") is not None:
-        return rope
-    longest = integer(config, "max_position_embeddings")
-    return msgspec.structs.replace(rope, factor=longest / rope.original_max_position_embeddings)
+    return rope
 
 
 def _max_position(config: Config, rope: RopeSpec) -> int:

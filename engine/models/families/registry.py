@@ -1,5 +1,6 @@
 """Which family serves which architecture."""
 
+from functools import cache
 from typing import Any
 
 from engine.models.families import (
@@ -25,9 +26,11 @@ from engine.models.families import (
     qwen3,
     qwen3_moe,
     smollm3,
+    smolvlm,
 )
 from engine.models.families.family import Family
 from engine.models.spec import UnsupportedModel
+from engine.shared.plugins import instance_of, load_plugin, offered
 
 _MODULES = (
     llama,
@@ -46,6 +49,7 @@ _MODULES = (
     granite,
     granite_moe,
     smollm3,
+    smolvlm,
     cohere,
     glm4,
     glm4_moe,
@@ -61,10 +65,19 @@ FAMILIES: dict[str, Family] = {
 }
 """By architecture, as in `architectures` of config.json."""
 
+_PLUGINS = "swell.model_families"
+"""Entry points are named by architectures, too; none is in place of a family of ours."""
 
+
+@cache
 def family_of(architecture: str) -> Family:
-    """Return the family that serves one of `FAMILIES`."""
-    return FAMILIES[architecture]
+    """Return the family that serves one of `FAMILIES`, or one that a plugin serves.
+
+    Raises:
+        BadPlugin: the plugin cannot be used.
+    """
+    known = FAMILIES.get(architecture)
+    return known or load_plugin(_PLUGINS, architecture, "config.json:", instance_of(Family))
 
 
 def architecture_of(config: dict[str, Any]) -> str:
@@ -74,12 +87,16 @@ def architecture_of(config: dict[str, Any]) -> str:
         UnsupportedModel: there is none, with the list of those that are served.
     """
     named = config.get("architectures") or []
-    for name in named:
-        for served in (name, *_generating(str(name))):
-            if served in FAMILIES:
-                return str(served)
+    names = [each for name in named for each in (str(name), *_generating(str(name)))]
+    for known in names:
+        if known in FAMILIES:
+            return known
+    plugins = offered(_PLUGINS)
+    for known in names:
+        if known in plugins:
+            return known
     found = ", ".join(named) or f"none (model_type {config.get('model_type')!r})"
-    supported = ", ".join(FAMILIES)
+    supported = ", ".join([*FAMILIES, *plugins])
     raise UnsupportedModel(f"architecture {found} is not supported; supported are: {supported}")
 
 

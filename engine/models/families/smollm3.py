@@ -4,13 +4,13 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import llama_weights
-from engine.models.families.reading import llama_spec, read_rope
+from engine.models.families.reading import integer, llama_spec, switched_window
 from engine.models.spec import ModelSpec, UnsupportedModel
 
 
 def _spec(config: Config) -> ModelSpec:
-    spec = llama_spec(config, tied=True, rope=read_rope(config, theta=2e6))
-    interval = config.get("no_rope_layer_interval") or 4
+    spec = llama_spec(config)
+    interval = integer(config, "no_rope_layer_interval")
     # Despite their name, 1 stands for a layer that is rotated.
     rotates = config.get("no_rope_layers") or [
         (layer + 1) % interval != 0 for layer in range(spec.num_layers)
@@ -20,7 +20,7 @@ def _spec(config: Config) -> ModelSpec:
     ropes = tuple(
         rope if rotated else None for rope, rotated in zip(spec.ropes, rotates, strict=False)
     )
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    window = switched_window(config)
     kinds = config.get("layer_types") or [
         "full_attention" if rope else "sliding_attention" for rope in ropes
     ]
@@ -28,4 +28,9 @@ def _spec(config: Config) -> ModelSpec:
     return replace(spec, ropes=ropes, windows=windows)
 
 
-FAMILY = Family(architectures=("SmolLM3ForCausalLM",), spec=_spec, weights=llama_weights)
+FAMILY = Family(
+    architectures=("SmolLM3ForCausalLM",),
+    spec=_spec,
+    weights=llama_weights,
+    ignored=("max_window_layers",),
+)

@@ -34,7 +34,7 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import Layout, Source, WeightMap, decoder_tensors, stored_tensors
 
 _MAX_PROBLEMS = 8
-_MAX_DRAFT_LAYERS = 8
+MAX_DRAFT_LAYERS = 8
 _MAX_DRAWN = 16_777_259
 """Dummy weights of a tensor that are drawn, before they repeat themselves: a prime, so that no two
 rows are alike."""
@@ -113,7 +113,7 @@ class SafetensorsCheckpoint:
         ignored = family.not_text
         if family.has_draft_layers:
             ignored += tuple(
-                f"model.layers.{spec.num_layers + i}." for i in range(_MAX_DRAFT_LAYERS)
+                f"model.layers.{spec.num_layers + i}." for i in range(MAX_DRAFT_LAYERS)
             )
         found = {name: shape for name, shape in shapes.items() if not name.startswith(ignored)}
         expected = stored_tensors(self._weights)

@@ -18,6 +18,7 @@ from engine.models.attention.choice import attention_of
 from engine.models.attention.projections import HeadProjections
 from engine.models.attention.rotary import rotary_table
 from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
+from engine.models.families.config import with_defaults
 from engine.models.families.reading import integer, llama_spec, read_rope
 from engine.models.formats.checkpoint import CheckpointError, compare, weight_files
 from engine.models.heads.head import DraftHead, DraftVocabulary
@@ -64,7 +65,9 @@ class Eagle3Spec:
         """
         config = {**config, **(config.get("transformer_layer_config") or {})}
         _refuse(config, target)
-        config = {**config, "architectures": ["LlamaForCausalLM"]}
+        config = with_defaults(
+            "LlamaForCausalLM", {**config, "architectures": ["LlamaForCausalLM"]}
+        )
         rope = read_rope(config)
         # Positions are not bounded by what the head was trained for.
         spec = llama_spec(config, rope=rope)

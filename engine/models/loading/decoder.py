@@ -1,5 +1,6 @@
 """Builds a decoder from a checkpoint, layer by layer."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.distributed.group import Group
+from engine.kernels.registry import FusedKernels
 from engine.models.adapters import AdapterBank
 from engine.models.attention.choice import attention_of
 from engine.models.attention.projections import (
@@ -19,7 +21,6 @@ from engine.models.attention.projections import (
 from engine.models.attention.rotary import rotary_table, temperatures
 from engine.models.decoder import Decoder, DecoderWeights, Followers, LayerWeights
 from engine.models.formats.checkpoint import Checkpoint
-from engine.models.kernels.choice import FusedKernels
 from engine.models.layers import (
     Chain,
     Rows,
@@ -145,16 +146,24 @@ class DecoderLoader:
         )
         self._mlps = MlpLoader(self._spec, self._products, self._expert_group, kernels)
 
-    def load(self) -> Decoder:
-        """Read all weights that belong here and return the model."""
+    def load(self, told: Callable[[int, int], None] = lambda layer, layers: None) -> Decoder:
+        """Read all weights that belong here and return the model.
+
+        `told` hears which layer is read, from 1 on, and how many there are.
+        """
         spec = self._spec
+
+        def layer(index: int) -> LayerWeights:
+            told(index + 1, spec.num_layers)
+            return self._layer(index)
+
         is_first, is_last = self._stage.is_first, self._stage.is_last
         look_up = tied = None
         if is_first or (is_last and spec.tie_word_embeddings):
             look_up, tied = self._embedding()
         weights = DecoderWeights(
             embed=self._embed(look_up) if is_first and look_up is not None else None,
-            layers=[self._layer(index) for index in range(spec.num_layers)],
+            layers=[layer(index) for index in range(spec.num_layers)],
             norm=self._norm("model.norm") if is_last else None,
             lm_head=self._head(tied) if is_last else None,
             rotary=[self._rotary(rope) for rope in spec.distinct_ropes],

@@ -2,8 +2,8 @@
 
 import torch
 
+from engine.kernels.registry import FusedKernels
 from engine.models.attention.choice import attends_by_pairs, scores_are_capped
-from engine.models.kernels.choice import FusedKernels
 from engine.models.products.dense import has_product_kernel
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel

@@ -8,12 +8,12 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from engine.kernels.registry import has_experts_kernel
 from engine.models.attention.choice import attends_by_pairs
-from engine.models.chosen_experts import has_chosen_kernel
 from engine.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from engine.models.kernels.compiling import Kernel
+    from engine.kernels.cpu.compiling import Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,9 @@ def compile_ahead(spec: ModelSpec, *, draws_tokens: bool) -> None:
 
 
 def _kernels_of(spec: ModelSpec, draws_tokens: bool) -> Iterator["Kernel"]:
-    from engine.models.kernels import chosen_experts, draws, experts, filtered_draws
-    from engine.models.kernels.patch_attention import patch_attention
-    from engine.models.products.compiled import product_kernel
+    from engine.kernels.cpu import chosen_experts, draws, experts, filtered_draws
+    from engine.kernels.cpu.patch_attention import patch_attention
+    from engine.kernels.cpu.products import product_kernel
 
     product = product_kernel()
     if product is not None:
@@ -43,7 +43,7 @@ def _kernels_of(spec: ModelSpec, draws_tokens: bool) -> Iterator["Kernel"]:
         yield filtered_draws.draw
     moe, hidden = spec.moe, spec.hidden_size
     plain = moe if moe is not None and moe.has_plain_experts else None
-    if plain is not None and has_chosen_kernel(hidden, plain.intermediate_size):
+    if plain is not None and has_experts_kernel(hidden, plain.intermediate_size):
         yield chosen_experts.compute
     if attends_by_pairs(spec):
         yield patch_attention(spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.num_kv_heads)

@@ -6,22 +6,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.chosen_experts import ChosenExperts, can_compute_chosen
-from engine.models.compiled_experts import choosing, swiglu_of_chosen
-from engine.models.kernels.choice import FusedKernels
+from engine.kernels.reference import Experts, choose_experts, gating
+from engine.kernels.registry import (
+    FusedKernels,
+    MakeExperts,
+    choosing,
+    experts_kernel,
+    swiglu_of_chosen,
+)
 from engine.models.layers import Chain, Rows, gated
 from engine.models.loading.products import ProductLoader
 from engine.models.moe import (
     AllExperts,
     Expert,
-    Experts,
     GroupedExperts,
     GroupRouter,
     Router,
     SparseMlp,
     StackedExperts,
-    choose_experts,
-    gating,
 )
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
 from engine.models.products.dense import Linear, prepare_linear
@@ -147,8 +149,9 @@ class MlpLoader:
 
     def _experts(self, moe: MoeSpec, prefix: str) -> Experts:
         products, hidden, inner = self._products, self._spec.hidden_size, moe.intermediate_size
-        if self._computes_chosen(moe):
-            return ChosenExperts(hidden, inner, self._expert_weights(moe, prefix))
+        by_kernel = self._experts_kernel(moe)
+        if by_kernel is not None:
+            return by_kernel(self._expert_weights(moe, prefix))
         num_bytes = 3 * moe.num_experts * hidden * inner * products.dtype.itemsize
         suits = StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes)
         if not suits or not moe.has_plain_experts or products.bank is not None:
@@ -166,13 +169,13 @@ class MlpLoader:
         kind = RowwiseExperts if products.splits_experts else StackedExperts
         return kind(torch.stack(gate_up), torch.stack([each.T for each in down]), self._gated)
 
-    def _computes_chosen(self, moe: MoeSpec) -> bool:
-        """Whether one kernel computes all experts of a layer."""
+    def _experts_kernel(self, moe: MoeSpec) -> MakeExperts | None:
+        """Return what makes a layer's experts, where one kernel computes all of them."""
         kernels, products = self._kernels, self._products
         is_gated_alike = kernels is not None and self._gated == kernels.swiglu
         if not (moe.has_plain_experts and is_gated_alike and products.by_kernels):
-            return False
-        return can_compute_chosen(self._spec.hidden_size, moe.intermediate_size)
+            return None
+        return experts_kernel(self._spec.hidden_size, moe.intermediate_size)
 
     def _expert_weights(self, moe: MoeSpec, prefix: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Read of one expert after the other [2 * inner, hidden] and [hidden, inner]."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels import registry
 from engine.models.adapters import AdapterBank
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.parallel.tensors import CutCheckpoint
@@ -17,7 +18,6 @@ from engine.models.products.dense import (
     Linear,
     has_product_kernel,
     prepare_linear,
-    product_block,
 )
 from engine.models.products.int4 import Int4Linear, Int4Weights, fits_int4, joined, quantized
 from engine.models.products.int8 import prepare_int8
@@ -146,7 +146,7 @@ class ProductLoader:
 
     def whole_blocks(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Add outputs of zeros until kernels compute the product, which take whole blocks only."""
-        missing = -len(weight) % product_block()
+        missing = -len(weight) % registry.product_block()
         filled = F.pad(weight, (0, 0, 0, missing))
         return filled, None if bias is None else F.pad(bias, (0, missing))
 

@@ -14,7 +14,7 @@ from engine.models.formats.checkpoint import Checkpoint
 from engine.models.layers import Rows
 from engine.models.products.int4 import Int4Weights
 from engine.models.products.mxfp4 import BLOCK, Mxfp4Weights
-from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.models.spec import ModelSpec, UnsupportedModel, check_heads
 
 
 def part_of(width: int, rank: int, size: int) -> slice:
@@ -33,18 +33,8 @@ class Cut:
         Raises:
             UnsupportedModel: its heads cannot be dealt out evenly.
         """
+        check_heads(spec, size)
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        if spec.qk_norm == "width":
-            raise UnsupportedModel(
-                f"--tensor-parallel-size: {spec.architecture} normalizes the queries of all heads "
-                "together, which no process has"
-            )
-        if heads % size or (kv_heads % size and size % kv_heads):
-            raise UnsupportedModel(
-                f"--tensor-parallel-size {size} does not suit a model with {heads} attention heads "
-                f"and {kv_heads} key-value heads: it has to divide the former, and to divide or be "
-                "a multiple of the latter"
-            )
         packed = None if whole_experts or spec.moe is None or not spec.moe.is_mxfp4 else spec.moe
         if packed is not None and packed.intermediate_size < BLOCK * size:
             raise UnsupportedModel(

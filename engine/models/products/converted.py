@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.products.processor import float32_is_faster
+from engine.kernels.processor import float32_is_faster
 
 _FEW_ROWS = 2
 """Up to so many rows the weights are read faster than they are converted."""

@@ -11,9 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels import registry
+from engine.kernels.processor import (
+    ALL_ROWS,
+    float32_is_faster,
+    has_matrix_unit,
+    product_rows,
+)
 from engine.models.products.blocked import BlockedLinear, fits_blocks
 from engine.models.products.converted import ConvertedLinear, is_worth_converting
-from engine.models.products.processor import float32_is_faster, has_matrix_unit
 from engine.models.products.row_padding import pad_rows
 
 logger = logging.getLogger(__name__)
@@ -80,14 +86,6 @@ class DenseLinear(Summand):
         return sums.addmm_(x, self._weight.T)
 
 
-class AddingProduct(Protocol):
-    """A product that adds to its result what it is given."""
-
-    def __call__(self, x: Tensor, addends: Tensor | None = None) -> Tensor:
-        """Map [rows, in] to [rows, out], plus addends of that shape."""
-        ...
-
-
 class PackedLinear(Summand):
     """Weights in oneDNN's blocked layout, which spares it a reordering at every call."""
 
@@ -116,7 +114,7 @@ class PackedLinear(Summand):
             RuntimeError: this processor cannot pack this type.
         """
         self.is_by_rows = False
-        self._compiled: AddingProduct | None = None
+        self._compiled: registry.AddingProduct | None = None
         self._compiled_rows = 0
         self.kernel = _kernel("packed", weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
@@ -137,13 +135,10 @@ class PackedLinear(Summand):
         Takes the weight as it was before. Where the kernel cannot be compiled or its results
         differ, nothing changes, and the log says so.
         """
-        from engine.models.products.compiled import compiled_product  # imports Numba
-
-        self._compiled = compiled_product(self._weight, weight, self._bias)
+        self._compiled = registry.product(self._weight, weight, self._bias)
         if self._compiled is not None:
-            most = None if by_rows else self._compiled.faster_rows
-            self.is_by_rows = most is None
-            self._compiled_rows = sys.maxsize if most is None else most
+            self._compiled_rows = ALL_ROWS if by_rows else product_rows()
+            self.is_by_rows = self._compiled_rows == ALL_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._compiled is not None and len(x) <= self._compiled_rows:
@@ -220,19 +215,7 @@ def has_product_kernel() -> bool:
     Raises:
         ImportError: there is nothing that compiles kernels.
     """
-    return product_block() > 0
-
-
-def product_block() -> int:
-    """Return how many outputs that kernel computes together; 0 where there is none.
-
-    Raises:
-        ImportError: there is nothing that compiles kernels.
-    """
-    from engine.models.products.compiled import product_kernel  # imports Numba
-
-    kernel = product_kernel()
-    return 0 if kernel is None else kernel.block
+    return registry.product_block() > 0
 
 
 def prepare_linear(

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.kernels.processor import float32_is_faster
 from engine.models.products.int4_expanded import MIDDLE, ExpandedInt4, pack, packed_block
-from engine.models.products.processor import float32_is_faster
 
 _GROUPS = (128, 64, 32)
 """Inputs per group that dense weights are quantized in, whichever divides the inputs first."""

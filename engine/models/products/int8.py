@@ -12,9 +12,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from engine.kernels.processor import has_16_bit_kernels
 from engine.models.products.dense import Linear
 from engine.models.products.int8_weights import Int8WeightLinear
-from engine.models.products.processor import has_16_bit_kernels
 from engine.models.products.row_padding import pad_rows
 
 _LARGEST = 127

@@ -51,7 +51,7 @@ class InvariantLinear(Summand):
             UnsupportedModel: the kernel cannot be compiled here, or computes something else.
         """
         try:
-            from engine.models.kernels.cuda.product import multiply
+            from engine.kernels.cuda.product import multiply
         except ImportError as error:
             raise UnsupportedModel(f"--batch-invariant: Triton is needed: {error}") from error
         self._multiply = multiply

@@ -8,14 +8,12 @@ rows, for which the results were found to be the same, bit for bit; what is left
 import logging
 from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SIZES = (64, 16, 4)
 """Numbers of rows that are tried of functions of which nothing is known."""
@@ -32,12 +30,6 @@ _LARGE = 1 << 18
 _LARGEST = _FINE[-1]
 _FREE_ROWS = 8
 """Rows that may be added to spare a call."""
-
-
-def computed_by_rows(function: _Function) -> _Function:
-    """Mark a function as one that computes each row by itself, among any number of rows."""
-    function.is_by_rows = True  # type: ignore[attr-defined]
-    return function
 
 
 def is_by_rows(function: Callable[..., Any]) -> bool:

@@ -9,7 +9,7 @@ from engine.shared.config.execution import ExecutorConfig, SchedulerConfig
 from engine.shared.config.lora import MAX_NAME_SIZE, LoraConfig, LoraModule
 from engine.shared.config.model import BUNDLED_MODEL, BUNDLED_MODEL_NAME, CacheConfig, ModelConfig
 from engine.shared.config.process import HealthConfig, LogConfig
-from engine.shared.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from engine.shared.config.section import NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Section
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -27,6 +27,7 @@ __all__ = [
     "LoraModule",
     "ModelConfig",
     "NonNegativeInt",
+    "OneOf",
     "ParallelConfig",
     "PositiveFloat",
     "PositiveInt",

@@ -13,12 +13,14 @@ _LONG_NUMBER = 10
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
-    """Parallelism
+    """Parallelism"""
 
-    More than 15 attributes: what divides a model depends on each other, and is checked together.
-    """
-
-    data_parallel_size: Annotated[int, Meta(ge=1, le=1024), "Number of engines."] = 2
+    data_parallel_size: Annotated[
+        int,
+        Meta(ge=1, le=1024),
+        "Number of engines; default of a single node with CUDA devices: as many as these suffice "
+        "for.",
+    ] = 2
     data_parallel_size_local: Annotated[
         NonNegativeInt | None,
         "Number of engines on this node; default: all, or the one of --data-parallel-rank.",
@@ -34,83 +36,77 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     ] = None
     data_parallel_rank_local: Annotated[
         NonNegativeInt | None,
-        "Number of this engine on its node, which selects its CUDA devices; default: the "
-        "supervisor assigns it; for an engine started alone, --data-parallel-rank modulo "
-        "--data-parallel-size-local.",
+        "Index of this engine on its node, which selects its CUDA devices; default: assigned by "
+        "the supervisor, or --data-parallel-rank modulo --data-parallel-size-local for an engine "
+        "started by itself.",
     ] = None
     data_parallel_lb: Annotated[
         Literal["internal", "hybrid", "external"],
-        "Engines that a front end balances over; internal: all of the cluster; hybrid: those "
-        "of its node; external: only the one of --data-parallel-rank, behind your own load "
-        "balancer.",
+        "Engines that an API server balances over; internal: the whole cluster; hybrid: its own "
+        "node; external: only --data-parallel-rank, behind your own load balancer.",
     ] = "internal"
 
     tensor_parallel_size: Annotated[
         int,
         Meta(ge=1, le=256),
-        "Processes (on CUDA: devices) that compute each engine's model together, each with its "
-        "part of every layer.",
+        "Processes (on CUDA: devices) per engine that each compute a part of every layer.",
     ] = 1
     pipeline_parallel_size: Annotated[
         int,
         Meta(ge=1, le=256),
-        "Number of stages that each engine's layers are divided into. Each stage has "
-        "processes (on CUDA: devices) of its own and computes a batch while the others "
-        "compute theirs.",
+        "Stages that each engine's layers are split into. Each stage has its own processes (on "
+        "CUDA: devices) and computes one batch while the others compute theirs.",
     ] = 1
     pipeline_layer_partition: Annotated[
         str | None,
-        "Number of layers of each stage, e.g. 10,14; default: as equal as possible, and never"
-        " more in the last stage than in another.",
+        "Layers per stage, e.g. 10,14; default: an even split, with the last stage never the "
+        "largest.",
     ] = None
     nnodes: Annotated[
         int,
         Meta(ge=1, le=256),
-        "Number of nodes over which the stages of the engine are spread. The command is the same "
-        "on each, but for --node-rank.",
+        "Number of nodes that one engine's pipeline stages are spread over. Run the same command "
+        "on every node, changing only --node-rank.",
     ] = 1
     node_rank: Annotated[
         NonNegativeInt,
-        "With --nnodes, which of the nodes this is; 0: the first, where the engine itself, the "
-        "coordinator and the API servers run. All others run workers of the engine only.",
+        "With --nnodes: rank of this node. Node 0 runs the engine, the coordinator and the API "
+        "servers, the others only workers.",
     ] = 0
     master_addr: Annotated[
         str | None,
-        "With --nnodes, name or address of the first node, under which the others reach it.",
+        "With --nnodes: address of node 0, reachable from the other nodes.",
     ] = None
     master_port: Annotated[
         int,
         Meta(ge=1, le=65535),
-        "With --nnodes, port of the first node where the others join its engine.",
+        "With --nnodes: port on node 0 that the other nodes connect to.",
     ] = 29501
     enable_expert_parallel: Annotated[
         bool,
-        "Spread the experts of a mixture-of-experts model over the engines, which then step "
-        "together.",
+        "Spread the experts of a mixture-of-experts model over the engines, which then run in "
+        "lockstep.",
     ] = False
     enable_eplb: Annotated[
         bool,
-        "Balance the load of spread experts: measure which are chosen how often, and deal them out "
-        "anew so that no process has much more to compute than the others.",
+        "Rebalance experts across processes by measured load.",
     ] = False
     num_redundant_experts: Annotated[
         NonNegativeInt,
-        "Copies of experts that are held besides one of each, in each sparse layer and by all "
-        "processes together; the most chosen experts get them.",
+        "Extra expert replicas per sparse layer, over all processes; the busiest experts get them.",
     ] = 0
     eplb_step_interval: Annotated[
         PositiveInt,
-        "Steps over which the load of experts is measured before they are dealt out anew.",
+        "Steps between two rebalances of experts.",
     ] = 3000
     regroup: Annotated[
         Literal["shrink", "wait"],
-        "What happens when one of the engines that step together dies; shrink: the others load "
-        "its experts and go on until it is back; wait: they wait for it.",
+        "What a lockstep group does when an engine dies; shrink: survivors take over its experts "
+        "until it is back; wait: stall until it returns.",
     ] = "shrink"
     group_timeout: Annotated[
         PositiveFloat,
-        "Seconds for which engines that step together wait for each other before they form a new "
-        "group.",
+        "Seconds that lockstep engines wait for each other before they form a new group.",
     ] = 30.0
 
     def __post_init__(self) -> None:
@@ -272,6 +268,11 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         float, Meta(ge=0), "Seconds that an engine has after SIGTERM to finish its requests."
     ] = 30.0
+    join_timeout: Annotated[
+        PositiveFloat,
+        "Seconds for which an engine waits for a coordinator that does not answer; on a --headless "
+        "node at least --startup-timeout.",
+    ] = 60.0
     engine_timeout: Annotated[
         PositiveFloat, "Seconds without a heartbeat after which a member counts as gone."
     ] = 5.0

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from engine.shared.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from engine.shared.config.section import NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Section
 from engine.shared.cpu.lists import BadCpuList, CpuList, read_lists
 
 
@@ -12,9 +12,19 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Scheduling"""
 
     max_num_seqs: Annotated[
-        int, Meta(ge=1, le=4096), "Maximum sequences that run at once in one engine."
+        int,
+        Meta(ge=1, le=4096),
+        "Maximum sequences that run at once in one engine; default with CUDA devices: 256.",
     ] = 128
-    max_num_batched_tokens: Annotated[PositiveInt, "Token budget of one step."] = 2048
+    max_num_batched_tokens: Annotated[
+        PositiveInt, "Token budget of one step; default with CUDA devices: 8192."
+    ] = 2048
+    max_num_encoder_tokens: Annotated[
+        PositiveInt | None,
+        "Image tokens that are encoded in one step, at least those of one image (or tile). Lower "
+        "values delay other requests less, higher ones shorten the time to first token; default: "
+        "a sixteenth of --max-num-batched-tokens.",
+    ] = None
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
         "Order of waiting requests; fcfs: as they arrive, whatever their priority; priority: "
@@ -26,36 +36,35 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_tenant_prefill_tokens: Annotated[
         PositiveInt | None,
         "Maximum prompt tokens of one tenant (API key) in one step while others use the "
-        "engine. Lower values keep the others' tokens flowing, higher ones compute long "
-        "prompts faster; default: a quarter of --max-num-batched-tokens.",
+        "engine. Lower values favour the others, higher ones compute long prompts faster; "
+        "default: a quarter of --max-num-batched-tokens.",
     ] = None
     max_slowdown: Annotated[
         float,
         Meta(ge=0),
-        "Factor by which one request with several sequences, or one tenant, may lengthen steps "
-        "while others decode; to stay below it, its sequences take turns. Lower values keep the "
-        "others' tokens flowing, higher ones finish large requests sooner; 0: no limit.",
+        "Largest factor by which one tenant, or one request with several sequences, may slow down "
+        "others' decode steps; its own sequences are time-sliced to stay below it. Lower values "
+        "favour the others, higher ones finish large requests sooner; 0: no limit.",
     ] = 1.25
     async_scheduling: Annotated[
         bool,
-        "Plan the next step while the current one runs; engines that step together have to agree.",
+        "Plan the next step while the current one runs; lockstep engines must use the same value.",
     ] = False
     speculative_ngram: Annotated[
         int,
         Meta(ge=0, le=64),
-        "Speculative decoding: maximum draft tokens per step and sequence, taken from n-grams of "
-        "the sequence itself and kept if the model draws them too; 0: none.",
+        "Speculative decoding: maximum draft tokens per step and sequence, copied from earlier "
+        "n-grams of the sequence. Outputs are unchanged; 0: off.",
     ] = 0
     speculative_model: Annotated[
         str | None,
-        "Speculative decoding: directory, hub id or GGUF file of a draft model, a smaller one with "
-        "the same tokenizer, or of an EAGLE-3 head that was trained for the model. Its draft "
-        "tokens are kept if the model draws them too.",
+        "Speculative decoding: directory, hub id or GGUF file of a smaller model with the same "
+        "tokenizer, or of an EAGLE-3 head trained for the model. Outputs are unchanged.",
     ] = None
     speculative_method: Annotated[
         Literal["auto", "mtp"],
-        "Speculative decoding; mtp: with the layer for multi-token prediction in the model's own "
-        "checkpoint (DeepSeek V3, GLM-4.5); auto: as the other settings say.",
+        "Speculative decoding; mtp: use the multi-token prediction layer of the model's checkpoint "
+        "(DeepSeek V3, GLM-4.5); auto: as the other settings say.",
     ] = "auto"
     num_speculative_tokens: Annotated[
         int,
@@ -65,15 +74,12 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = 4
     speculative_model_quantization: Annotated[
         Literal["int8", "int4", "stored"] | None,
-        "Quantization of the draft model, which may be the served one once more; default: "
-        "--quantization.",
+        "Quantization of the draft model (self-speculation is allowed); default: --quantization.",
     ] = None
     speculative_row_price: Annotated[
         Annotated[float, Meta(ge=0, le=10)] | None,
-        "Speculative decoding: what one more token costs in a step, as a part of a step of one "
-        "token. Drafts get shorter, or are not made, where fewer tokens are expected to be "
-        "accepted than pay for that; 0: always draft as many tokens as may be; default: by "
-        "device and processor, as the log of the start tells.",
+        "Speculative decoding: relative cost of one extra token in a step; a lower value drafts "
+        "more, 0 always drafts the maximum; default: by device and processor, logged at start.",
     ] = None
     speculative_disable_by_batch_size: Annotated[
         PositiveInt | None,
@@ -82,17 +88,18 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = None
     prompt_lookup_min: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
-        "Minimum length of the n-grams that drafts follow; default: 2.",
+        "Minimum n-gram length to match; default: 2.",
     ] = None
     prompt_lookup_max: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
-        "Maximum length of the n-grams that are looked up; default: 4.",
+        "Maximum n-gram length to match; default: 4.",
     ] = None
     admission_policy: Annotated[
-        Literal["none", "balance", "cadence", "level"] | None,
-        "When engines that step together compute prompts; none: whenever they fit; balance: "
-        "not while any engine is full; cadence: in every N-th step; level: when all engines "
-        "have about equal amounts, or waiting for that would cost more than it saves; "
+        str | None,
+        OneOf(("none", "balance", "cadence", "level"), "swell.admission_policies"),
+        "When lockstep engines prefill; none: whenever prompts fit; balance: not while any engine "
+        "is full; cadence: in every N-th step; level: once all ranks have similar prefill work, "
+        "or waiting longer is not worth it; or the name of a plugin; "
         "default: level in a lockstep group, else none.",
     ] = None
     admission_cadence: Annotated[
@@ -100,12 +107,12 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = 2
     level_wait_weight: Annotated[
         PositiveInt,
-        "For level: the cost of a request that waits for one step, in lost decode steps. "
-        "Lower values raise throughput, higher ones shorten the time to the first token.",
+        "For level: cost of delaying a request by one step, in decode steps. Lower values raise "
+        "throughput, higher ones shorten the time to first token.",
     ] = 4
     level_hold_per_rank: Annotated[
         PositiveInt,
-        "For level: prompts wait for at most this number of steps times the number of engines.",
+        "For level: a prompt waits at most this many steps times the number of engines.",
     ] = 16
 
     def __post_init__(self) -> None:
@@ -127,6 +134,11 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     def max_tenant_prefill(self) -> int:
         """Maximum prompt tokens of one tenant per step while other tenants use the engine."""
         return self.max_tenant_prefill_tokens or max(1, self.max_num_batched_tokens // 4)
+
+    @property
+    def encoder_budget(self) -> int:
+        """Maximum tokens of the images that are encoded in one step."""
+        return self.max_num_encoder_tokens or self.max_num_batched_tokens // 16
 
     @property
     def steps_overlap(self) -> bool:
@@ -154,31 +166,45 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
         "model: compute the model; simulated: only simulate how long it would take, for tests"
         " and benchmarks.",
     ] = "model"
+    engine_backend: Annotated[
+        str,
+        OneOf(("swell", "vllm"), "swell.engine_backends"),
+        "What engine processes host; vllm: vLLM's engine core, from the environment of "
+        "--engine-python; or the name of a plugin.",
+    ] = "swell"
+    engine_python: Annotated[
+        str | None,
+        "Interpreter of engine processes, in whose environment vLLM and Swell's base dependencies "
+        "are installed; default: this one.",
+    ] = None
+    engine_args: Annotated[
+        str,
+        "For vllm: object of further arguments of vLLM, in YAML or JSON, or a file with it.",
+    ] = "{}"
     threads: Annotated[
         PositiveInt | None,
-        "Compute threads per engine; default: cores divided by the engines of this node, within "
-        "the CPU quota of its control group. "
-        "Engines of a small model leave one core to the front ends, except while the LM head "
-        "of a large batch is computed.",
+        "Compute threads per engine; default: the cores of this node (or its cgroup's CPU quota) "
+        "divided by its engines. With small models, each engine leaves one core free for the API "
+        "servers.",
     ] = None
     cpu_bind: Annotated[
         str,
-        "CPUs that engines run on; auto: an equal share of a NUMA node for each process that "
-        "computes, where there are several nodes and the shares come out even, else none; none: "
-        "any; or a list for each engine of this node, e.g. 0-15|16-31, or for each of its "
-        "processes. A bound process computes with a thread for each core of its list.",
+        "CPUs that engines run on; auto: split each NUMA node evenly among compute processes, if "
+        "the machine has several and they divide evenly, otherwise do not bind; none: do not "
+        "bind; or one list per engine (or process) of this node, e.g. 0-15|16-31. A bound process "
+        "uses one thread per core of its list.",
     ] = "auto"
     step_timeout: Annotated[
         PositiveFloat,
-        "Seconds after which a step of up to 1,024 tokens counts as hung and the engine ends; "
-        "larger steps get more in proportion, the first ones five times as long.",
+        "Seconds after which a step of up to 1,024 tokens counts as hung and the engine is "
+        "replaced; larger steps get proportionally more, the first ones five times as long.",
     ] = 60.0
     batch_invariant: Annotated[
         bool | None,
-        "Compute each token the same way whatever else is in the batch: a request gets the "
-        "same tokens, bit for bit, alone, in any batch, and after a move to another engine. "
-        "On CPUs, and on CUDA for models in 16 bits without experts. Default: where that costs "
-        "little, which the log of the start and /status.json tell; elsewhere it is slower.",
+        "Make outputs bitwise independent of the rest of the batch: a request gets the same tokens "
+        "alone, in any batch, and after a move to another engine. On CPUs, and on CUDA for 16-bit "
+        "models without experts. Default: on where it costs little (see the start log and "
+        "/status.json); elsewhere it is slower.",
     ] = None
     enforce_eager: Annotated[
         bool,
@@ -188,6 +214,10 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
     torch_profiler_dir: Annotated[
         str | None, "Directory for the traces of the start_profile and stop_profile calls."
     ] = None
+    worker_extensions: Annotated[
+        tuple[str, ...],
+        "Entry point(s) of the group swell.worker_extensions that /collective_rpc may call.",
+    ] = ()
     simulated_step_us: Annotated[
         NonNegativeInt, "Simulated executor: microseconds of every step."
     ] = 500

@@ -26,7 +26,7 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     max_loras: Annotated[
         int,
         Meta(ge=1, le=256),
-        "Maximum adapters in one step; requests for others wait for their turn.",
+        "Maximum adapters in one step; requests for other adapters wait.",
     ] = 1
     max_cpu_loras: Annotated[
         PositiveInt | None,
@@ -40,8 +40,8 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     ] = ()
     lora_dir: Annotated[
         str | None,
-        "Directory from which adapters may be loaded while the server runs; default: none can"
-        " be loaded.",
+        "Directory from which adapters may be loaded while the server runs; default: runtime "
+        "loading is disabled.",
     ] = None
 
     def __post_init__(self) -> None:

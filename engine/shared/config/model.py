@@ -16,32 +16,36 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     model: Annotated[
         str,
-        "Directory or hub id of a Hugging Face model, or a GGUF file; the bundled model if absent.",
+        "Directory or hub id of a Hugging Face model, a GGUF file or one of the hub "
+        "(org/name:Q4_K_M); the bundled model if absent.",
     ] = str(BUNDLED_MODEL)
     served_model_name: Annotated[
         tuple[str, ...], "Name(s) that clients use for the model; default: its directory or id."
     ] = ()
     revision: Annotated[str | None, "Branch, tag or commit of a model from the hub."] = None
+    weights_dir: Annotated[
+        str | None,
+        "Directory below which /admin/weights may find checkpoints; default: hub ids only.",
+    ] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        "Type of weights and activations; auto: the checkpoint's, or float32 for a small model "
-        "on a CPU that multiplies float32 faster.",
+        "Type of weights and activations; auto: the checkpoint's, or float32 for small models on "
+        "CPUs without fast 16-bit arithmetic.",
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4", "stored"] | None,
         "Quantization of linear layers on the CPU. int8: weights in 8 bits, and activations where "
-        "the CPU multiplies both exactly; "
-        "int4: weights in 4 bits, the least memory; stored: only weights that the checkpoint has "
-        "in 4 bits; default: none, quantized checkpoints are expanded to --dtype, but as stored "
-        "with --dtype auto on x86 CPUs with AVX2 alone.",
+        "the CPU has exact 8-bit products; int4: weights in 4 bits, the least memory; stored: only "
+        "weights that the checkpoint stores in 4 bits; default: none. Quantized checkpoints are "
+        "dequantized to --dtype, except with --dtype auto on AVX2-only x86 CPUs.",
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy"], "auto: read the checkpoint; dummy: random weights from --seed."
     ] = "auto"
     model_impl: Annotated[
         Literal["auto", "swell", "transformers"],
-        "What computes the model. swell: its family here; transformers: the library of that name "
-        "(an extra), over the paged KV cache; auto: the family, or transformers if there is none.",
+        "Model implementation. swell: built in; transformers: the transformers backend (install "
+        "the extra) over the paged KV cache; auto: built in where the family has one.",
     ] = "auto"
     max_model_len: Annotated[
         PositiveInt | None, "Longest sequence in tokens; default: the model's own limit."
@@ -80,7 +84,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 class CacheConfig(Section, frozen=True, kw_only=True):
     """KV cache"""
 
-    block_size: Annotated[int, Meta(ge=1, le=256), "Tokens per KV block."] = 16
+    block_size: Annotated[
+        int, Meta(ge=1, le=256), "Tokens per KV block; default with CUDA devices: 64."
+    ] = 16
     num_kv_blocks: Annotated[
         PositiveInt | None,
         "Number of KV blocks for each cache group (one, unless only some layers have a sliding "
@@ -104,3 +110,30 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     enable_prefix_caching: Annotated[
         bool, "Reuse the KV blocks of prompts that begin with the same tokens."
     ] = True
+    encoder_cache_bytes: Annotated[
+        PositiveInt,
+        "Memory of one engine for encoded images: one that comes again while it is there is not "
+        "encoded again. At least one image fits.",
+    ] = 256 << 20
+    kv_memory_tier_bytes: Annotated[
+        PositiveInt | None,
+        "Host memory (in /dev/shm) for KV blocks that all engines of the node share: a prefix "
+        "that one has computed is read by the others, and after a restart; default: none.",
+    ] = None
+    kv_disk_tier_dir: Annotated[
+        str | None,
+        "Directory for KV blocks that outlive all engines; private to their user; default: none.",
+    ] = None
+    kv_disk_tier_bytes: Annotated[
+        PositiveInt, "Limit of --kv-disk-tier-dir; the least recently used blocks are removed."
+    ] = 16 << 30
+    kv_tier_policy: Annotated[
+        Literal["all", "evicted"],
+        "What --kv-memory-tier-bytes and --kv-disk-tier-dir store. all: every full block as soon "
+        "as it is computed; evicted: blocks that leave the KV cache.",
+    ] = "all"
+    kv_events_config: Annotated[
+        str | None,
+        "JSON object with vLLM's keys: engines publish which KV blocks they store and remove, for "
+        "routers of others (docs/kv.md); default: they do not.",
+    ] = None

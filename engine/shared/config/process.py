@@ -12,12 +12,14 @@ class HealthConfig(Section, frozen=True, kw_only=True):
 
     health_port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)] | None,
-        "Port on which a lone engine or coordinator answers GET /health and /ready, on all "
-        "interfaces; default: none.",
+        "Port on which an engine or a coordinator answers GET /health and /ready, on all "
+        "interfaces; default: none. Below `swell serve` the first engine of the node has this port "
+        "and the others the next ones.",
     ] = None
     stall_timeout: Annotated[
         PositiveFloat,
-        "Seconds without progress of the main loop after which the process counts as unhealthy.",
+        "Seconds without progress of the main loop after which the process counts as unhealthy; "
+        "an engine's steps may take longer, as --step-timeout says.",
     ] = 60.0
 
 

@@ -6,7 +6,7 @@ come the command-line flag, the `SWELL_*` variable, the YAML key and the row of 
 (`engine.shared.settings`).
 """
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,16 @@ from msgspec import Meta
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class OneOf(NamedTuple):
+    """What a setting of type str may be: one of these words, or the name of a plugin.
+
+    `plugins` is the group of its entry points (`engine.shared.plugins`).
+    """
+
+    words: tuple[str, ...]
+    plugins: str
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):

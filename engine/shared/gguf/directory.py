@@ -3,19 +3,28 @@
 Every process of a stack reads these from files; the first one that needs them writes them, for all.
 """
 
+import hashlib
 import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine.shared.gguf.network import config_of, ending_ids
+from engine.shared.gguf.network import config_of, ending_ids, frequency_divisors
 from engine.shared.gguf.reader import Gguf, read_gguf
 from engine.shared.gguf.vocabulary import special_tokens, tokenizer_of
 from engine.shared.user_cache import user_cache
 
-_FORM = 1
+_FORM = 3
 """Increased whenever these files are written in another form."""
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Of `general.sampling.*`, by the names of generation_config.json."""
 
 
 def is_gguf(model: str) -> bool:
@@ -31,7 +40,10 @@ def text_directory(path: Path) -> Path:
         OSError: it cannot be read, or the cache cannot be written.
     """
     gguf = read_gguf(path)
-    directory = _cache() / f"{gguf.digest[:32]}-{_FORM}"
+    # What the frequencies are divided by stands among the weights.
+    described = f"{gguf.digest} {frequency_divisors(gguf, path)}"
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    directory = _cache() / f"{digest[:32]}-{_FORM}"
     if not directory.is_dir():
         _write(_files(gguf, path), directory)
     return directory
@@ -48,11 +60,25 @@ def _files(gguf: Gguf, path: Path) -> dict[str, dict[str, Any]]:
     if isinstance(template, str):
         text["chat_template"] = template
     return {
-        "config.json": config_of(gguf, path),
-        "generation_config.json": {"eos_token_id": ending_ids(metadata)},
+        "config.json": {**config_of(gguf, path), "_name_or_path": _name(metadata)},
+        "generation_config.json": {
+            "eos_token_id": ending_ids(metadata),
+            **{
+                ours: metadata[f"general.sampling.{theirs}"]
+                for theirs, ours in _SAMPLING.items()
+                if f"general.sampling.{theirs}" in metadata
+            },
+        },
         "tokenizer.json": tokenizer_of(metadata),
         "tokenizer_config.json": text,
     }
+
+
+def _name(metadata: dict[str, Any]) -> str:
+    """Return what the model is called, or else its architecture, which is Llama's for many."""
+    architecture = str(metadata.get("general.architecture"))
+    own = "" if architecture == "llama" else architecture
+    return str(metadata.get("general.basename") or own)
 
 
 def _write(files: dict[str, dict[str, Any]], directory: Path) -> None:

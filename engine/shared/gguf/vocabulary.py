@@ -15,6 +15,20 @@ _LLAMA_3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+SUFFIX"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*SUFFIX|DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = _CASED.replace("SUFFIX", "").replace("DIGITS", r"\p{N}")
+_GPT_4O = _CASED.replace("SUFFIX", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", r"\p{N}{1,3}")
+_DEEPSEEK_3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
 
@@ -43,7 +57,7 @@ def tokenizer_of(metadata: Json) -> Json:
         "padding": None,
         "added_tokens": list(_added(metadata, tokens)),
         **parts,
-        "post_processor": _beginning(metadata, tokens, parts["post_processor"]),
+        "post_processor": _template(metadata, tokens),
     }
 
 
@@ -53,8 +67,8 @@ def special_tokens(metadata: Json) -> dict[str, str]:
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     found = {}
     for theirs, ours in names.items():
-        number = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-        if isinstance(number, int) and number < len(tokens):
+        number = _token_id(metadata, theirs, tokens)
+        if number is not None:
             found[f"{ours}_token"] = tokens[number]
     return found
 
@@ -66,6 +80,20 @@ def _strings(metadata: Json, name: str) -> list[str]:
     if not found or len(found) > _MAX_TOKENS:
         raise BadGguf(f"{len(found)} tokenizer.ggml.{name} are not possible")
     return found
+
+
+def _token_id(metadata: Json, name: str, tokens: list[str]) -> int | None:
+    """Return the number of a token that has a name.
+
+    Raises:
+        BadGguf: there is no such token.
+    """
+    number = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if number is None:
+        return None
+    if not isinstance(number, int) or not 0 <= number < len(tokens):
+        raise BadGguf(f"tokenizer.ggml.{name}_token_id {number!r} is no token of {len(tokens)}")
+    return number
 
 
 def _added(metadata: Json, tokens: list[str]) -> list[Json]:
@@ -104,42 +132,40 @@ def _byte_level(metadata: Json, tokens: list[str]) -> Json:
         "use_regex": True,
     }
     return {
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "normalizer": {"type": "NFC"} if pre in ("qwen2", "command-r") else None,
         "pre_tokenizer": _cut(_CUTS[pre], byte_level),
-        "post_processor": None,
         "decoder": byte_level,
-        "model": _bpe(tokens, merges, ignore_merges=_CUTS[pre] == _LLAMA_3),
+        "model": _bpe(tokens, merges, ignore_merges=pre in _WHOLE_WORDS),
     }
 
 
-_CUTS: dict[str, str | None] = {
-    "default": None,
-    "gpt-2": None,
-    "smollm": "digits",
-    "refact": "digits",
-    "starcoder": "digits",
-    "llama-bpe": _LLAMA_3,
-    "llama-v3": _LLAMA_3,
-    "llama3": _LLAMA_3,
-    "qwen2": _QWEN_2,
+_CUTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "gpt-2"), ()),
+    **dict.fromkeys(("smollm", "refact", "starcoder", "command-r"), ("digits",)),
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3"), (_LLAMA_3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA_3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN_2,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_GPT_4O,)),
+    "tekken": (_TEKKEN,),
+    "deepseek-v3": _DEEPSEEK_3,
 }
 """How texts are cut before merging, by `tokenizer.ggml.pre`: by GPT-2's expression, after cutting
-single digits, or by an expression of its own."""
+single digits, or by expressions of their own, one after another."""
+_WHOLE_WORDS = ("llama-bpe", "llama-v3", "llama3", "tekken")
+"""Those that look up words before they merge, and begin texts with a token."""
 
 
-def _cut(expression: str | None, byte_level: Json) -> Json:
-    if expression is None:
+def _cut(expressions: tuple[str, ...], byte_level: Json) -> Json:
+    if not expressions:
         return byte_level
-    if expression == "digits":
+    if expressions == ("digits",):
         digits = {"type": "Digits", "individual_digits": True}
         return {"type": "Sequence", "pretokenizers": [digits, byte_level]}
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": expression},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    return {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
+    splits = [
+        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+        for each in expressions
+    ]
+    return {"type": "Sequence", "pretokenizers": [*splits, {**byte_level, "use_regex": False}]}
 
 
 def _bpe(tokens: list[str], merges: list[list[str]], **options: Any) -> Json:
@@ -172,16 +198,15 @@ def _sentence_piece(metadata: Json, tokens: list[str]) -> Json:
     ]
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown = _token_id(metadata, "unknown", tokens)
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
-        "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _bpe(
             tokens,
             _merges(tokens, scores),
-            unk_token=tokens[unknown] if isinstance(unknown, int) else None,
+            unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
         ),
@@ -204,21 +229,34 @@ def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
     return [pair for _, pair in ranked]
 
 
-def _beginning(metadata: Json, tokens: list[str], processor: Json | None) -> Json | None:
-    """Return what puts the first token before a text, if the model wants one."""
-    adds = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
-    number = metadata.get("tokenizer.ggml.bos_token_id")
-    if not adds or not isinstance(number, int) or number >= len(tokens):
-        return processor
-    token = tokens[number]
-    first = {"SpecialToken": {"id": token, "type_id": 0}}
+def _template(metadata: Json, tokens: list[str]) -> Json | None:
+    """Return what puts tokens around a text, by the rules of llama.cpp."""
+    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
+    begins = kind == "llama" or pre in _WHOLE_WORDS
+    begins = metadata.get("tokenizer.ggml.add_bos_token", begins)
+    names = {"bos": begins, "eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
+    added = {
+        name: number
+        for name, is_added in names.items()
+        if is_added and (number := _token_id(metadata, name, tokens)) is not None
+    }
+    if not added:
+        return None
+
+    def sequence(*texts: Json) -> list[Json]:
+        first, last = (
+            [{"SpecialToken": {"id": tokens[added[name]], "type_id": 0}}] if name in added else []
+            for name in names
+        )
+        return [*first, *texts, *last]
+
+    one, other = ({"Sequence": {"id": each, "type_id": i}} for i, each in enumerate("AB"))
     return {
         "type": "TemplateProcessing",
-        "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [
-            first,
-            {"Sequence": {"id": "A", "type_id": 0}},
-            {"Sequence": {"id": "B", "type_id": 1}},
-        ],
-        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+        "single": sequence(one),
+        "pair": sequence(one, other),
+        "special_tokens": {
+            tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}
+            for number in added.values()
+        },
     }

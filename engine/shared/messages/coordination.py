@@ -10,7 +10,13 @@ from engine.shared.messages.adapters import (
     AdaptersView,
     AdapterWish,
 )
-from engine.shared.messages.membership import EngineSetup, FrontEndEntry, GroupMember
+from engine.shared.messages.fleet import FleetOrder, FleetWish
+from engine.shared.messages.membership import (
+    EngineSetup,
+    FrontEndEntry,
+    GroupMember,
+    ProcessUse,
+)
 from engine.shared.messages.outputs import EngineStats
 from engine.shared.messages.wire import Message
 
@@ -62,7 +68,15 @@ class HoldAdapters(Message, frozen=True):
     group: str = ""
 
 
-GroupOrder = FrontEnds | StartDpWave | FormGroup | HoldAdapters
+class FollowFleet(Message, frozen=True):
+    """What operators want of all engines; one that knows a newer order ignores it."""
+
+    epoch: int
+    order: FleetOrder
+    group: str = ""
+
+
+GroupOrder = FrontEnds | StartDpWave | FormGroup | HoldAdapters | FollowFleet
 
 
 # -- back output: engines -> coordinator ---------------------------------------------------------
@@ -132,6 +146,29 @@ class MissingEngine(msgspec.Struct, frozen=True, array_like=True):
     """Seconds for which the coordinator has missed it."""
 
 
+class ProcessEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One process of the cluster."""
+
+    name: str
+    """As in its log: "coordinator", "engine 3", "api 0"."""
+    host: str
+    version: str
+    protocol: int
+    use: ProcessUse | None
+    """None before its first heartbeat, and for processes that are older than the field."""
+
+
+class TenantUse(msgspec.Struct, frozen=True, array_like=True):
+    """What a tenant has under way in the front ends that share one admission table."""
+
+    table: str
+    """Name of the table: a node's, or that of a front end alone."""
+    tenant: int
+    sequences: int
+    tokens: int
+    """Prompt tokens that wait."""
+
+
 class ClusterView(Message, frozen=True):
     """The whole state of the cluster as the coordinator knows it.
 
@@ -153,6 +190,14 @@ class ClusterView(Message, frozen=True):
     missing: list[MissingEngine] = []
     adapters: AdaptersView | None = None
     """None if no engine has any, or the coordinator does not know yet."""
+    descriptors: tuple[int, int] = (0, 0)
+    """How many file descriptors the coordinator has open and may have; 0: not known."""
+    fleet: FleetOrder | None = None
+    """What operators want of all engines; None before anybody has wished for anything."""
+    tenants: list[TenantUse] | None = None
+    """What tenants have under way, where limits for them are set; None: it does not count that."""
+    processes: list[ProcessEntry] = []
+    """The coordinator, and its members."""
 
 
 class WakeUp(Message, frozen=True):
@@ -164,4 +209,13 @@ class WakeUp(Message, frozen=True):
     group: str = ""
 
 
-FrontEndNotice = WakeUp | AdapterWish | AdaptersInUse
+class TenantsInUse(Message, frozen=True):
+    """What the tenants of a front end have under way; its newest word counts."""
+
+    front_end: int
+    incarnation: int
+    tenants: list[TenantUse]
+    group: str = ""
+
+
+FrontEndNotice = WakeUp | AdapterWish | AdaptersInUse | FleetWish | TenantsInUse

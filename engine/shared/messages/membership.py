@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from engine.shared.messages.adapters import AdapterSheet, HeldAdapter
+from engine.shared.messages.fleet import FleetOrder
 from engine.shared.messages.wire import Message
 from engine.shared.scope import EVERYTHING, Scope
 
@@ -32,6 +33,10 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     """How it keeps keys and values, as it was set."""
     is_batch_invariant: bool = False
     """Whether no token depends on what shares its step."""
+    utilities: tuple[str, ...] | None = None
+    """What operators can call by name (`engine.core.utilities`); None: all that there are."""
+    images: bool = False
+    """Whether prompts may show images (`AddRequest.encoder_inputs`)."""
 
     @property
     def kv_tokens(self) -> int:
@@ -103,6 +108,20 @@ class Hello(Message, frozen=True):
     """Whether a coordinator gave the member its `index`, earlier in its life."""
     adapters: AdapterSheet | None = None
     """The newest sheet of adapters that the process knows, for a coordinator that knows none."""
+    fleet: FleetOrder | None = None
+    """The same of what operators want of all engines."""
+
+
+class ProcessUse(msgspec.Struct, frozen=True, array_like=True):
+    """What a process takes of its machine; see `engine.shared.process_use`."""
+
+    cpu_seconds: float
+    """On all processors, since it began."""
+    resident_bytes: int
+    open_fds: int
+    max_fds: int
+    started: float
+    """Unix time."""
 
 
 class Ready(Message, frozen=True):
@@ -115,6 +134,7 @@ class Ready(Message, frozen=True):
     group_status: GroupStatus | None = None
     adapters: list[HeldAdapter] = []
     """What became of the adapters of the sheet that it knows, in an engine that has some."""
+    use: ProcessUse | None = None
 
 
 class Heartbeat(Message, frozen=True):
@@ -125,6 +145,7 @@ class Heartbeat(Message, frozen=True):
     incarnation: int
     group_status: GroupStatus | None = None
     adapters: list[HeldAdapter] = []
+    use: ProcessUse | None = None
 
 
 class Goodbye(Message, frozen=True):
@@ -146,6 +167,7 @@ class Draining(Message, frozen=True):
     incarnation: int
     group_status: GroupStatus | None = None
     adapters: list[HeldAdapter] = []
+    use: ProcessUse | None = None
 
 
 MemberMessage = Hello | Ready | Heartbeat | Draining | Goodbye
@@ -158,6 +180,8 @@ class FrontEndEntry(msgspec.Struct, frozen=True, array_like=True):
     incarnation: int
     addresses: FrontEndAddresses
     scope: Scope = EVERYTHING
+    protocol: int = 0
+    """What it speaks; 0 from coordinators that are older than the field."""
 
 
 class Welcome(Message, frozen=True):
@@ -178,6 +202,8 @@ class Welcome(Message, frozen=True):
     """Version of Swell, for people."""
     adapters: AdapterSheet | None = None
     """What engines have to have before they take requests."""
+    fleet: FleetOrder | None = None
+    """What operators want of all engines."""
 
 
 class Refused(Message, frozen=True):

@@ -27,7 +27,11 @@ class ChildFailed(Message, frozen=True):
     reason: str
 
 
-ChildStatus = ChildProgress | ChildReady | ChildFailed
+class ChildTurn(Message, frozen=True):
+    """The child's main loop turns; repeated every second from when it begins to serve."""
+
+
+ChildStatus = ChildProgress | ChildReady | ChildFailed | ChildTurn
 
 
 # -- front end <-> supervisor (control socket of one node) -----------------------------------------

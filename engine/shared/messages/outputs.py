@@ -36,8 +36,7 @@ class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
     prefill: float
     """From there to its first token there; preemptions included."""
     decode: float = 0.0
-    """From its first token to its last; preemptions included. 0 on an output that is not the last.
-    """
+    """From its first token to its last, preemptions included; 0 on all outputs but the last."""
     preemptions: int = 0
     """How often it was preempted there."""
 
@@ -174,6 +173,70 @@ class EngineCounters(msgspec.Struct, array_like=True):
             "not have paid.",
         ),
     ] = 0
+    kv_tier_hits: Annotated[
+        int,
+        Meta(
+            title="kv_tier_hits",
+            description="Tokens whose keys and values were read from the KV tiers.",
+        ),
+    ] = 0
+    kv_tier_stored_bytes: Annotated[
+        int, Meta(title="kv_tier_stored_bytes", description="Bytes written to the KV tiers.")
+    ] = 0
+    kv_tier_dropped_blocks: Annotated[
+        int,
+        Meta(
+            title="kv_tier_dropped_blocks",
+            description="KV blocks that the tiers did not take: too slow, or full.",
+        ),
+    ] = 0
+    kv_tier_errors: Annotated[
+        int,
+        Meta(
+            title="kv_tier_errors",
+            description="KV blocks that could not be written or read, or were damaged.",
+        ),
+    ] = 0
+    sleeps: Annotated[
+        int, Meta(title="engine_sleeps", description="Times that the engine gave memory back.")
+    ] = 0
+    sleep_seconds: Annotated[
+        float,
+        Meta(title="engine_sleep_seconds", description="Seconds that giving memory back took."),
+    ] = 0.0
+    wake_ups: Annotated[
+        int,
+        Meta(title="engine_wake_ups", description="Times that it had memory, or some, back."),
+    ] = 0
+    wake_up_seconds: Annotated[
+        float,
+        Meta(title="engine_wake_up_seconds", description="Seconds that having it back took."),
+    ] = 0.0
+
+    encoder_cache_queries: Annotated[
+        int,
+        Meta(
+            title="encoder_cache_queries",
+            description="Images (or tiles) of prompts looked up among the encoded ones.",
+        ),
+    ] = 0
+    encoder_cache_hits: Annotated[
+        int,
+        Meta(title="encoder_cache_hits", description="Images that were encoded already."),
+    ] = 0
+    encoded_images: Annotated[
+        int, Meta(title="encoded_images", description="Images (or tiles) that were encoded.")
+    ] = 0
+
+    def count_sleep(self, seconds: float) -> None:
+        """Count that memory was given back, which took so long."""
+        self.sleeps += 1
+        self.sleep_seconds += seconds
+
+    def count_wake_up(self, seconds: float) -> None:
+        """Count that memory, or a part of it, was had back, which took so long."""
+        self.wake_ups += 1
+        self.wake_up_seconds += seconds
 
     def count_accepted(self, tokens: int) -> None:
         """Count a draft whose first tokens, this many, were accepted."""
@@ -209,7 +272,7 @@ class EngineStats(Message, frozen=True):
 
     Gauges are the state after `step`. `version` grows with every stats an engine takes, so that
     of two stats with the same incarnation the larger version is the newer, also while no step is
-    taken. More than 15 attributes: one for each thing that is reported.
+    taken.
     """
 
     rank: int
@@ -246,6 +309,8 @@ class EngineStats(Message, frozen=True):
     """1 or 2 while the engine is asleep; 0 while it is awake, though it may be paused."""
     experts: ExpertLoad | None = None
     """None where the load of experts is not measured."""
+    weight_version: str = ""
+    """What the weights are called; empty for those of the settings."""
 
 
 class StepOutputs(Message, frozen=True):

@@ -111,6 +111,24 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Each token gets a vector, one after the other, in place of one vector of all."""
 
 
+class EncoderInput(Message, frozen=True):
+    """An image, or a tile of one, and the tokens of a prompt that stand for it.
+
+    The model's encoder makes one embedding for each of these tokens, which follow each other.
+    """
+
+    position: int
+    """Index of the first of these tokens in the prompt."""
+    num_tokens: int
+    digest: bytes
+    """16 bytes that name the content, its shape and how it was prepared."""
+    height: int
+    width: int
+    pixels: bytes
+    """RGB, one byte each, row by row, at the size that the encoder takes; neither rescaled nor
+    normalized."""
+
+
 class AddRequest(Message, frozen=True):
     """Queue one sequence for generation.
 
@@ -143,6 +161,8 @@ class AddRequest(Message, frozen=True):
     """Nothing is generated: one vector is made of the prompt. None: tokens are drawn."""
     adapter: str = ""
     """Version of the adapter that it is computed with; empty: none."""
+    encoder_inputs: list[EncoderInput] = []
+    """What the prompt shows besides its text, by position; ranges do not overlap."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,3 +1,24 @@
+{{- /* The spec of API pods: list ROOT GROUP. */}}
+{{- define "swell.apiSpec" -}}
+{{- $root := index . 0 }}{{- $group := index . 1 }}
+      serviceAccountName: {{ include "swell.serviceAccount" $root }}
+      automountServiceAccountToken: false
+      # Else a Service named swell would set SWELL_PORT.
+      enableServiceLinks: false
+      securityContext: {{- include "swell.podSecurity" (list $root "api") | nindent 8 }}
+      terminationGracePeriodSeconds: {{ add $root.Values.api.preStopSeconds $root.Values.api.shutdownSeconds 15 }}
+      {{- include "swell.scheduling" (list $root "api") | nindent 6 }}
+      {{- include "swell.initContainers" (list $root "api" $group) | nindent 6 }}
+      containers:
+        {{- include "swell.apiContainer" (list $root $group false) | nindent 8 }}
+        {{- with $root.Values.api.sidecars }}{{ toYaml . | nindent 8 }}{{ end }}
+      volumes:
+        {{- include "swell.clusterKeyVolume" (list $root "api") | nindent 8 }}
+        {{- include "swell.modelVolume" (list $root "api") | nindent 8 }}
+        {{- include "swell.apiVolumes" $root | nindent 8 }}
+        {{- with $root.Values.api.extraVolumes }}{{ toYaml . | nindent 8 }}{{ end }}
+{{- end }}
+
 {{- /* The container of API servers: list ROOT GROUP POOLED. Pooled is one in an engine's pod, which serves
 that engine alone. */}}
 {{- define "swell.apiContainer" -}}
@@ -31,6 +52,13 @@ that engine alone. */}}
     - {name: SWELL_SHUTDOWN_TIMEOUT, value: {{ $root.Values.api.shutdownSeconds | quote }}}
     {{- if or $root.Values.apiKeys.existingSecret $root.Values.apiKeys.value }}
     - {name: SWELL_API_KEY_FILE, value: /run/secrets/swell-api/api-keys}
+    {{- else if not $root.Values.api.tls.secret }}
+    {{- $hosts := concat (list (printf "*.%s" $root.Release.Namespace)) $root.Values.api.allowedHosts }}
+    {{- if $root.Values.api.ingress.enabled }}{{ $hosts = concat $hosts (default (list "*") $root.Values.api.ingress.hosts) }}{{ end }}
+    {{- /* A gateway in front decides about hosts, and keeps them. */}}
+    {{- if $pooled }}{{ $hosts = list "*" }}{{ end }}
+    {{- if $root.Values.api.route.enabled }}{{ $hosts = concat $hosts (default (list "*") $root.Values.api.route.hostnames) }}{{ end }}
+    - {name: SWELL_ALLOWED_HOSTS, value: {{ join "," $hosts | quote }}}
     {{- end }}
     {{- if or $root.Values.adminKey.existingSecret $root.Values.adminKey.value }}
     - {name: SWELL_ADMIN_KEY_FILE, value: /run/secrets/swell-api/admin-key}
@@ -45,6 +73,14 @@ that engine alone. */}}
     {{- if $root.Values.api.modelRoutes }}
     - {name: SWELL_MODEL_ROUTES, value: /etc/swell/model-routes/models.yaml}
     {{- end }}
+    {{- with $root.Values.api.responses }}
+    {{- if .existingSecret }}
+    - name: SWELL_RESPONSE_STORE
+      valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
+    {{- else }}
+    - {name: SWELL_RESPONSE_STORE, value: {{ ternary "/responses/responses.sqlite" "none" (not (empty .size)) }}}
+    {{- end }}
+    {{- end }}
     {{- include "swell.ownEnv" $root.Values.api.env | nindent 4 }}
     {{- with $root.Values.api.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- with $root.Values.api.envFrom }}
@@ -52,19 +88,12 @@ that engine alone. */}}
   {{- end }}
   ports:
     - {name: http, containerPort: 8000}
-  startupProbe:
-    {{- include "swell.apiProbe" (list $root "/health") | nindent 4 }}
-    periodSeconds: 1
-    failureThreshold: {{ $root.Values.api.startupSeconds }}
-  livenessProbe:
-    {{- include "swell.apiProbe" (list $root "/health") | nindent 4 }}
-    periodSeconds: 10
-    timeoutSeconds: 5
-    failureThreshold: 6
-  readinessProbe:
-    {{- include "swell.apiProbe" (list $root "/ready") | nindent 4 }}
-    periodSeconds: 2
-    timeoutSeconds: 2
+  {{- $ready := include "swell.apiProbe" (list $root "/ready") | fromYaml }}
+  {{- $lives := include "swell.apiProbe" (list $root "/health") | fromYaml }}
+  {{- $starts := dict "periodSeconds" 1 "failureThreshold" $root.Values.api.startupSeconds }}
+  startupProbe: {{- include "swell.probe" (list (merge $starts $lives) $root.Values.api.probes.startup) | nindent 4 }}
+  livenessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) $lives) $root.Values.api.probes.liveness) | nindent 4 }}
+  readinessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 2 "timeoutSeconds" 2) $ready) $root.Values.api.probes.readiness) | nindent 4 }}
   lifecycle:
     # First load balancers stop sending, then SIGTERM lets what runs end.
     preStop: {exec: {command: [sleep, {{ $root.Values.api.preStopSeconds | quote }}]}}
@@ -80,6 +109,9 @@ that engine alone. */}}
     {{- if $root.Values.api.modelRoutes }}
     - {name: model-routes, mountPath: /etc/swell/model-routes, readOnly: true}
     {{- end }}
+    {{- if include "swell.keepsResponses" $root }}
+    - {name: responses, mountPath: /responses}
+    {{- end }}
     {{- with $root.Values.api.extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end }}
 
@@ -89,6 +121,10 @@ that engine alone. */}}
 {{- with $root.Values.api.tls.secret }}
 - name: tls
   secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- if include "swell.keepsResponses" $root }}
+- name: responses
+  emptyDir: {sizeLimit: {{ $root.Values.api.responses.size }}}
 {{- end }}
 {{- if $root.Values.api.modelRoutes }}
 - name: model-routes
@@ -122,4 +158,9 @@ that engine alone. */}}
 {{- /* Where a group's least number of engines is in the API pods' ConfigMap. */}}
 {{- define "swell.minReadyKey" -}}
 min-ready-engines{{ with .name }}-{{ . }}{{ end }}
+{{- end }}
+
+{{- /* Whether API pods keep responses in a volume of their own. */}}
+{{- define "swell.keepsResponses" -}}
+{{- if and .Values.api.responses.size (not .Values.api.responses.existingSecret) }}yes{{ end }}
 {{- end }}

@@ -14,6 +14,17 @@
 {{- if and $engine.gpus (ne 0 (mod (int $engine.gpus) $onNode)) }}
 {{- fail (printf "engine.env.SWELL_PIPELINE_PARALLEL_SIZE: %d stages of equally many GPUs need an engine.gpus that %d divides, and it is %d" $onNode $onNode (int $engine.gpus)) }}
 {{- end }}
+{{- if eq $engine.kind "Deployment" }}
+{{- if gt $nodes 1 }}
+{{- fail "engine.kind: engines of several nodes (engine.nodes) are a LeaderWorkerSet" }}
+{{- end }}
+{{- if $engine.modelClaim }}
+{{- fail "engine.modelClaim: pods of a Deployment have no claims of their own; use engine.modelVolume, or engine.kind=StatefulSet" }}
+{{- end }}
+{{- if or (ne $engine.updateStrategy.type "RollingUpdate") $engine.updateStrategy.partition }}
+{{- fail "engine.updateStrategy: a Deployment (engine.kind) knows RollingUpdate with maxUnavailable only" }}
+{{- end }}
+{{- end }}
 {{- if gt $nodes 1 }}
 {{- range list "SWELL_NNODES" "SWELL_NODE_RANK" "SWELL_MASTER_ADDR" "SWELL_MASTER_PORT" "SWELL_DATA_PARALLEL_SIZE" }}
 {{- if hasKey $engine.env . }}
@@ -55,10 +66,14 @@ leader knows its own address before its name can be resolved. */}}
 {{- /* The template of an engine's pod: list ROOT GROUP LEADS, with the values of the group's engines in
 ROOT. Of an engine of several nodes, the pod that leads is the engine, and others run its workers alone. */}}
 {{- define "swell.enginePod" -}}
-{{- $root := index . 0 }}{{- $group := index . 1 }}{{- $leads := index . 2 }}{{- $engine := $root.Values.engine }}
-{{- $onNode := div (include "swell.stages" $engine) $engine.nodes | int -}}
+{{- $root := index . 0 }}{{- $group := index . 1 }}{{- $engine := $root.Values.engine -}}
 metadata: {{- include "swell.podMetadata" (list $root "engine" $group) | nindent 2 }}
-spec:
+spec: {{- include "swell.podSpec" (list (include "swell.engineSpec" .) $engine.podSpec) | nindent 2 }}
+{{- end }}
+
+{{- define "swell.engineSpec" -}}
+{{- $root := index . 0 }}{{- $group := index . 1 }}{{- $leads := index . 2 }}{{- $engine := $root.Values.engine }}
+{{- $onNode := div (include "swell.stages" $engine) $engine.nodes | int }}{{- $threads := "" }}
   serviceAccountName: {{ include "swell.serviceAccount" $root }}
   automountServiceAccountToken: false
   # Else a Service named swell would set SWELL_PORT.
@@ -70,9 +85,7 @@ spec:
   runtimeClassName: {{ . }}
   {{- end }}
   {{- include "swell.scheduling" (list $root "engine") | nindent 2 }}
-  {{- with $engine.initContainers }}
-  initContainers: {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- include "swell.initContainers" (list $root "engine" $group) | nindent 2 }}
   containers:
     - name: engine
       image: {{ include "swell.image" (list $root "engine") | quote }}
@@ -87,7 +100,7 @@ spec:
         {{- if gt (int $engine.nodes) 1 }}
         {{- include "swell.nodesEnv" (list $engine $leads) | nindent 8 }}
         {{- end }}
-        {{- if and $leads $engine.ranksFromOrdinals }}
+        {{- if and $leads $engine.ranksFromOrdinals (ne $engine.kind "Deployment") }}
         {{- include "swell.rankEnv" $root | nindent 8 }}
         {{- end }}
         {{- if $engine.expertParallel }}
@@ -101,7 +114,13 @@ spec:
         {{- end }}
         {{- else }}
         - {name: SWELL_DEVICE, value: cpu}
-        - {name: SWELL_THREADS, valueFrom: {resourceFieldRef: {resource: limits.cpu}}}
+        {{- /* Without a limit that would be all CPUs of the node, whoever has asked for them. */}}
+        {{- range list "limits" "requests" }}
+        {{- if and (not $threads) (hasKey (default dict (index $engine.resources .)) "cpu") }}
+        {{- $threads = . }}
+        - {name: SWELL_THREADS, valueFrom: {resourceFieldRef: {resource: {{ . }}.cpu}}}
+        {{- end }}
+        {{- end }}
         {{- end }}
         {{- include "swell.ownEnv" $engine.env | nindent 8 }}
         {{- with $engine.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
@@ -111,18 +130,12 @@ spec:
       {{- if $leads }}
       ports:
         - {name: health, containerPort: 8080}
-      startupProbe:
-        httpGet: {path: /ready, port: health}
-        periodSeconds: 2
-        failureThreshold: {{ max 1 (div $engine.startupSeconds 2) }}
-      livenessProbe:
-        httpGet: {path: /health, port: health}
-        periodSeconds: 10
-        timeoutSeconds: 5
-      readinessProbe:
-        httpGet: {path: /ready, port: health}
-        periodSeconds: 5
-        timeoutSeconds: 5
+      {{- $ready := dict "httpGet" (dict "path" "/ready" "port" "health") "timeoutSeconds" 5 }}
+      {{- $lives := dict "httpGet" (dict "path" "/health" "port" "health") "timeoutSeconds" 5 }}
+      {{- $starts := dict "timeoutSeconds" 1 "periodSeconds" 2 "failureThreshold" (max 1 (div $engine.startupSeconds 2)) }}
+      startupProbe: {{- include "swell.probe" (list (merge $starts $ready) $engine.probes.startup) | nindent 8 }}
+      livenessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 10) $lives) $engine.probes.liveness) | nindent 8 }}
+      readinessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 5) $ready) $engine.probes.readiness) | nindent 8 }}
       lifecycle:
         # API pods of a model that is taken away stop first.
         preStop: {exec: {command: [sleep, {{ add $root.Values.api.preStopSeconds 2 | quote }}]}}

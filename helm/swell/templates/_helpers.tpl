@@ -27,7 +27,11 @@ groups:
     engineReplicas: {{ $values.engine.replicas }}
     apiReplicas: {{ $values.api.replicas }}
     nodes: {{ $values.engine.nodes }}
+    kind: {{ $values.engine.kind }}
     engineEnv: {{- toYaml $values.engine.env | nindent 6 }}
+    {{- range $name := list "extraEnv" "envFrom" "expertParallel" "gpus" }}
+    {{ $name }}: {{ toJson (index $values.engine $name) }}
+    {{- end }}
     {{- $previous := default dict $values.previous }}
     {{- $minimum := default 1 $values.api.minReadyEngines | int }}
     {{- if and $previous.model (not $values.api.minReadyEngines) }}
@@ -46,7 +50,12 @@ groups:
     {{- $env := $values.engine.env }}
     {{- with .engine }}{{ if hasKey . "env" }}{{ $env = default dict .env }}{{ end }}{{ end }}
     nodes: {{ default $values.engine.nodes (default dict .engine).nodes }}
+    kind: {{ default $values.engine.kind (default dict .engine).kind }}
     engineEnv: {{- toYaml (merge (deepCopy (default dict .engineEnv)) $env) | nindent 6 }}
+    {{- $engine := merge (deepCopy (default dict .engine)) $values.engine }}
+    {{- range $name := list "extraEnv" "envFrom" "expertParallel" "gpus" }}
+    {{ $name }}: {{ toJson (index $engine $name) }}
+    {{- end }}
     minReadyEngines: 1
 {{- end }}
 {{- end }}
@@ -54,7 +63,7 @@ groups:
 
 {{- /* What a group's engines are to Kubernetes: the group. */}}
 {{- define "swell.engineKind" -}}
-{{- ternary "LeaderWorkerSet" "StatefulSet" (gt (int .nodes) 1) -}}
+{{- ternary "LeaderWorkerSet" (default "StatefulSet" .kind) (gt (int .nodes) 1) -}}
 {{- end }}
 
 {{- /* How many engines each group shall have, but for one whose number an autoscaler chooses. */}}
@@ -69,16 +78,35 @@ groups:
 {{- join "," $expected }}
 {{- end }}
 
-{{- /* What the engines of a group have to agree on: list ROOT GROUP. */}}
+{{- /* What the engines of a group have to agree on: list ROOT GROUP. Settings may come from env, extraEnv
+or envFrom, whose ConfigMaps and Secrets the cluster is asked for. */}}
 {{- define "swell.agreed" -}}
-{{- $group := index . 1 }}
+{{- $root := index . 0 }}{{- $group := index . 1 }}
 {{- $model := $group.model }}
 {{- $agreed := list (default "bundled" $model.name) }}
 {{- with $model.revision }}{{ $agreed = append $agreed . }}{{ end }}
 {{- with $model.maxLength }}{{ $agreed = append $agreed (printf "max length %d" (int .)) }}{{ end }}
-{{- range $name := list "DTYPE" "QUANTIZATION" "BATCH_INVARIANT" "MAX_MODEL_LEN" "BLOCK_SIZE" "LOAD_FORMAT" "REVISION" }}
-{{- with index $group.engineEnv (printf "SWELL_%s" $name) }}{{ $agreed = append $agreed (printf "%s %s" (lower $name) (include "swell.text" .)) }}{{ end }}
+{{- $given := dict }}
+{{- range $source := $group.envFrom }}
+{{- range $field, $kind := dict "configMapRef" "ConfigMap" "secretRef" "Secret" }}
+{{- with index $source $field }}
+{{- $found := default dict (lookup "v1" $kind $root.Release.Namespace .name) }}
+{{- range $name, $value := default dict $found.data }}
+{{- $_ := set $given (printf "%s%s" (default "" $source.prefix) $name) (ternary (sha256sum $value | trunc 12) $value (eq $kind "Secret")) }}
 {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $name, $value := $group.engineEnv }}{{ $_ := set $given $name (include "swell.text" $value) }}{{ end }}
+{{- range $group.extraEnv }}
+{{- $_ := set $given .name (ternary (include "swell.text" (default "" .value)) (toJson .valueFrom) (empty .valueFrom)) }}
+{{- end }}
+{{- $known := $root.Files.Get "files/agreed-settings.yaml" | fromYaml }}
+{{- $lockstep := or $group.expertParallel (eq (lower (default "" $given.SWELL_ENABLE_EXPERT_PARALLEL)) "true") }}
+{{- range $name := concat $known.always (ternary $known.lockstep list $lockstep) }}
+{{- with index $given (printf "SWELL_%s" (upper $name)) }}{{ $agreed = append $agreed (printf "%s %s" $name .) }}{{ end }}
+{{- end }}
+{{- if $group.expertParallel }}{{ $agreed = append $agreed (printf "expert parallel on %d GPUs" (int $group.gpus)) }}{{ end }}
 {{- join ", " $agreed }}
 {{- end }}
 
@@ -91,11 +119,30 @@ groups:
 {{- end }}
 {{- end }}
 
+{{- /* The protocol that the images speak (docs/deploy-reference.md). */}}
+{{- define "swell.protocol" -}}
+{{- default (index .Chart.Annotations "swell/protocol") .Values.image.protocol | int }}
+{{- end }}
+
+{{- /* Stops an upgrade to processes that the running ones do not understand. */}}
+{{- define "swell.protocolGuard" -}}
+{{- with lookup "apps/v1" "Deployment" .Release.Namespace (printf "%s-coordinator" (include "swell.fullname" .)) }}
+{{- /* Versions before this annotation speak protocol 3. */}}
+{{- $live := int (default "3" (index (default dict .metadata.annotations) "swell/protocol")) }}
+{{- $wanted := int (include "swell.protocol" $) }}
+{{- $apart := sub (max $live $wanted) (min $live $wanted) }}
+{{- if and (gt (int $apart) 1) (gt (int (default 0 (default dict .status).readyReplicas)) 0) (not $.Values.allowPause) }}
+{{- fail (printf "image.tag: this version speaks protocol %d and the running coordinator protocol %d, which do not understand each other. Upgrade to a version that speaks protocol %d first (docs/deploy-reference.md), or end all requests with --set allowPause=true" $wanted $live (add (min $live $wanted) 1)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* Stops an upgrade that would take engines of a model away before those of another can serve. Asks
 the cluster, so `helm template` says nothing. */}}
 {{- define "swell.guard" -}}
-{{- $current := dict "name" .Values.model.group "current" true "nodes" .Values.engine.nodes }}
-{{- $kinds := dict "StatefulSet" "apps/v1" }}
+{{- include "swell.protocolGuard" . }}
+{{- $current := dict "name" .Values.model.group "current" true "nodes" .Values.engine.nodes "kind" .Values.engine.kind }}
+{{- $kinds := dict "StatefulSet" "apps/v1" "Deployment" "apps/v1" }}
 {{- if .Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1" }}{{ $_ := set $kinds "LeaderWorkerSet" "leaderworkerset.x-k8s.io/v1" }}{{ end }}
 {{- if and (not .Values.engine.autoscaling.enabled) (.Capabilities.APIVersions.Has "keda.sh/v1alpha1") }}
 {{- if lookup "keda.sh/v1alpha1" "ScaledObject" .Release.Namespace (include "swell.workload" (list . "engine" $current)) }}
@@ -119,12 +166,12 @@ the cluster, so `helm template` says nothing. */}}
 {{- /* Those that a LeaderWorkerSet makes have its name. */}}
 {{- if not .metadata.ownerReferences }}
 {{- if ne $kind (include "swell.engineKind" $group) }}
-{{- fail (printf "engine.nodes: %s is a %s, whose name cannot become another kind's. Give engines of %d nodes a group of their own: --set model.group=NAME,previous.model.group=%s,previous.model.name=... (docs/deploy.md)" $workload $kind (int $group.nodes) $group.name) }}
+{{- fail (printf "engine.nodes, engine.kind: %s is a %s, whose name cannot become another kind's. Give the %s a group of its own: --set model.group=NAME,previous.model.group=%s,previous.model.name=... (docs/deploy-reference.md)" $workload $kind (include "swell.engineKind" $group) $group.name) }}
 {{- end }}
 {{- $live := default "" (index (default dict .metadata.annotations) "swell/agreed") }}
 {{- $wanted := include "swell.agreed" (list $ $group) }}
 {{- if and $live (ne $live $wanted) (gt (int (default 0 (default dict .status).readyReplicas)) 0) (not $.Values.allowPause) }}
-{{- fail (printf "model: the engines of %s serve %q, and engines of %q cannot join them. Give the new model a group of its own beside theirs: --set model.group=NAME,previous.model.group=%s,previous.model.name=... (docs/deploy.md), or end them first with --set allowPause=true" $workload $live $wanted $group.name) }}
+{{- fail (printf "model: the engines of %s serve %q, and engines of %q cannot join them. Give the new model a group of its own beside theirs: --set model.group=NAME,previous.model.group=%s,previous.model.name=... (docs/deploy-reference.md), or end them first with --set allowPause=true" $workload $live $wanted $group.name) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -168,7 +215,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- /* Image of a component: list ROOT COMPONENT. */}}
 {{- define "swell.image" -}}
 {{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) }}
-{{- with $root.Values.image.registry }}{{ . }}/{{ end }}{{ $component.repository }}{{ if $component.digest }}@{{ $component.digest }}{{ else }}:{{ default $root.Chart.AppVersion $root.Values.image.tag }}{{ end }}
+{{- $repository := default (ternary "swell-engine-cuda" "swell-engine" (gt (int $component.gpus) 0)) $component.repository }}
+{{- with $root.Values.image.registry }}{{ . }}/{{ end }}{{ $repository }}{{ if $component.digest }}@{{ $component.digest }}{{ else }}:{{ default $root.Chart.AppVersion $root.Values.image.tag }}{{ end }}
 {{- end }}
 
 {{- /* Secret of a key: list ROOT VALUES-NAME. */}}
@@ -206,6 +254,11 @@ httpGet: {path: {{ index . 1 }}, port: http{{ if include "swell.https" $root }},
 {{- end }}
 {{- end }}
 
+{{- /* A probe: list DEFAULTS VALUES. Fields of the values win. */}}
+{{- define "swell.probe" -}}
+{{- mergeOverwrite (deepCopy (index . 0)) (default dict (index . 1)) | toYaml }}
+{{- end }}
+
 {{- define "swell.https" -}}
 {{- if or .Values.api.tls.secret .Values.api.env.SWELL_SSL_CERTFILE }}true{{ end }}
 {{- end }}
@@ -224,6 +277,11 @@ labels:
 {{- with $component.podAnnotations }}
 annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end }}
+
+{{- /* A pod's spec, as YAML, with the component's own fields over it: list SPEC PODSPEC. */}}
+{{- define "swell.podSpec" -}}
+{{- mergeOverwrite (index . 0 | fromYaml) (index . 1) | toYaml }}
 {{- end }}
 
 {{- /* Where a component's pods may run: list ROOT COMPONENT. Without wishes they spread over nodes,
@@ -258,7 +316,7 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "swell.selector" $root | nindent 8 }}
         app.kubernetes.io/component: {{ $name }}
-    {{- if and (eq $name "api") (semverCompare ">=1.27-0" $root.Capabilities.KubeVersion.Version) }}
+    {{- if eq $name "api" }}
     # Pods of a version that is replaced do not count: else all new ones may be left on one node.
     matchLabelKeys: [pod-template-hash]
     {{- end }}
@@ -343,14 +401,55 @@ topologySpreadConstraints:
 - {name: tmp, mountPath: /tmp}
 {{- end }}
 
+{{- /* The volume that all pods share, if there is one: model.volume, or the claim that the chart makes. */}}
+{{- define "swell.sharedVolume" -}}
+{{- if .Values.model.claim -}}
+persistentVolumeClaim: {claimName: {{ include "swell.fullname" . }}-models}
+{{- else }}{{ with .Values.model.volume }}{{ toYaml . }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- /* The file that says that the Job of model.prefetch has fetched a group's model: list ROOT GROUP. */}}
+{{- define "swell.fetchedMark" -}}
+{{- $model := (index . 1).model -}}
+/models/.fetched-{{ list $model.name $model.revision | toJson | sha256sum | trunc 16 }}
+{{- end }}
+
+{{- /* Containers that run before a component's own: list ROOT COMPONENT GROUP. Where model.prefetch puts
+models, pods wait for theirs. */}}
+{{- define "swell.initContainers" -}}
+{{- $root := index . 0 }}{{- $name := index . 1 }}{{- $component := index $root.Values $name }}
+{{- $waits := and $root.Values.model.prefetch.enabled (index . 2).model.name (not $component.modelVolume) (not $component.modelClaim) }}
+{{- if or $waits $component.initContainers }}
+initContainers:
+  {{- if $waits }}
+  - name: wait-for-model
+    image: {{ include "swell.image" (list $root $name) | quote }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    command: [sh, -c]
+    args:
+      - |
+        until [ -e {{ include "swell.fetchedMark" (list $root (index . 2)) }} ]; do
+          echo "waiting for the model, whose progress is in the log of the Job {{ include "swell.fullname" $root }}-fetch-..."
+          sleep 5
+        done
+    securityContext: {{- include "swell.containerSecurity" (list $root $name) | nindent 6 }}
+    resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {cpu: 100m, memory: 64Mi}}
+    volumeMounts: [{name: models, mountPath: /models, readOnly: true}]
+  {{- end }}
+  {{- with $component.initContainers }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end }}
+{{- end }}
+
 {{- /* Where a component has models: list ROOT COMPONENT. */}}
 {{- define "swell.modelVolume" -}}
 {{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) }}
 {{- if and (eq (index . 1) "api") (hasKey $root.Values.model.volume "hostPath") (not $component.modelVolume) }}
 {{- fail "api.modelVolume: model.volume is a directory of the engines' nodes; say where API pods, which need the tokenizer only, have it" }}
 {{- end -}}
+{{- $volume := default (default (dict "emptyDir" dict) (include "swell.sharedVolume" $root | fromYaml)) $component.modelVolume -}}
 - name: models
-  {{- toYaml (default (default (dict "emptyDir" dict) $root.Values.model.volume) $component.modelVolume) | nindent 2 }}
+  {{- toYaml $volume | nindent 2 }}
 {{- end }}
 
 {{- /* Priority classes are the cluster's, so their names have the namespace: list ROOT COMPONENT. */}}

@@ -1,7 +1,6 @@
 """GET and POST /admin/*: for people who run the server, behind the admin key."""
 
-import msgspec
-from fastapi import Response
+from fastapi import APIRouter, Response
 
 from engine.shared.messages import EngineEntry, UtilityResult
 from server.api.admin.schema import (
@@ -11,40 +10,41 @@ from server.api.admin.schema import (
     UtilityAnswers,
     UtilityRequest,
 )
-from server.api.body import read_body
-from server.api.context import Context
-from server.http.call import Call
-from server.http.errors import invalid
+from server.api.openapi import ADMIN_ERRORS, json_responses
+from server.api.route import ApiRoute, json_response
+from server.api.services import ServicesDep
+from server.errors import invalid
+
+router = APIRouter(route_class=ApiRoute)
 
 
-class AdminRoutes:
-    """Endpoints without a body."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    async def list_engines(self) -> Response:
-        """List the engines with their state and load."""
-        client = self._context.client
-        view = client.view
-        if view is None:
-            return _json(EngineList([], 0, False, 0))
-        ages = client.stats_age
-        engines = [_status(entry, ages.get(entry.rank)) for entry in view.engines]
-        engines.sort(key=lambda engine: engine.rank)
-        return _json(EngineList(engines, view.wave, view.running, view.num_front_ends))
-
-    async def reset_prefix_cache(self, rank: int | None = None) -> Response:
-        """Make one engine, or all, forget the prompts that they have computed."""
-        results = await self._context.client.call_utility(rank, "reset_prefix_cache", {})
-        return _json(_answers(results))
+@router.get("/admin/engines", responses=json_responses(EngineList, 403))
+async def list_engines(services: ServicesDep) -> Response:
+    """List the engines with their state and load."""
+    client = services.client
+    view = client.view
+    if view is None:
+        return json_response(EngineList([], 0, False, 0))
+    ages = client.stats_age
+    engines = [_status(entry, ages.get(entry.rank)) for entry in view.engines]
+    engines.sort(key=lambda engine: engine.rank)
+    return json_response(EngineList(engines, view.wave, view.running, view.num_front_ends))
 
 
-async def call_utility(call: Call, context: Context) -> None:
+@router.post(
+    "/admin/reset-prefix-cache", responses=json_responses(UtilityAnswers, 400, 403, 500, 503)
+)
+async def reset_prefix_cache(services: ServicesDep, rank: int | None = None) -> Response:
+    """Make one engine, or all, forget the prompts that they have computed."""
+    results = await services.client.call_utility(rank, "reset_prefix_cache", {})
+    return json_response(_answers(results))
+
+
+@router.post("/admin/utilities", responses=json_responses(UtilityAnswers, *ADMIN_ERRORS))
+async def call_utility(body: UtilityRequest, services: ServicesDep) -> Response:
     """Call a utility of one engine, or of all, by its name."""
-    request = read_body(UtilityRequest, call.body)
-    results = await context.client.call_utility(request.rank, request.name, request.arguments)
-    await call.send_struct(_answers(results))
+    results = await services.client.call_utility(body.rank, body.name, body.arguments)
+    return json_response(_answers(results))
 
 
 def _answers(results: list[UtilityResult]) -> UtilityAnswers:
@@ -54,7 +54,7 @@ def _answers(results: list[UtilityResult]) -> UtilityAnswers:
         ApiError: 400, no engine could do it.
     """
     if results and all(result.error is not None for result in results):
-        raise invalid(f"No engine could do it: {results[0].error}", code="utility_failed")
+        raise invalid(f"Every engine failed: {results[0].error}", code="utility_failed")
     answers = [UtilityAnswer(each.rank, each.result, each.error) for each in results]
     return UtilityAnswers(sorted(answers, key=lambda answer: answer.rank))
 
@@ -75,8 +75,5 @@ def _status(entry: EngineEntry, stats_age: float | None) -> EngineStatus:
         num_kv_blocks=setup.num_kv_blocks if setup else None,
         max_num_seqs=setup.max_num_seqs if setup else None,
         halted=stats.halted if stats else False,
+        weight_version=stats.weight_version if stats else "",
     )
-
-
-def _json(payload: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(payload), media_type="application/json")

@@ -1,7 +1,9 @@
-"""GET and POST /admin/scale, POST /admin/restart: the number of engines, and new ones for old."""
+"""GET and POST /admin/scale, POST /admin/restart: the number of engines, and new ones for old.
 
-import msgspec
-from fastapi import Response
+The supervisor is asked; changes go on after the answer.
+"""
+
+from fastapi import APIRouter, Response
 
 from engine.shared.messages import (
     ControlQuery,
@@ -11,42 +13,48 @@ from engine.shared.messages import (
     ScaleEngines,
 )
 from server.api.admin.schema import NodeScale, ScaleRequest, ScaleStatus
-from server.api.body import read_body
-from server.api.context import Context
-from server.fleet.control import SupervisorControl, SupervisorSilent
-from server.http.call import Call
-from server.http.errors import invalid, unavailable
+from server.api.openapi import ADMIN_ERRORS, json_responses
+from server.api.route import ApiRoute, json_response
+from server.api.services import Services, ServicesDep
+from server.control import SupervisorSilent
+from server.errors import invalid, unavailable
+
+router = APIRouter(route_class=ApiRoute)
 
 
-class ScalingRoutes:
-    """Endpoints that hand wishes to the supervisor; changes go on after the answer."""
+@router.get("/admin/scale", responses=json_responses(ScaleStatus, 403, 503))
+async def scale_status(services: ServicesDep) -> Response:
+    """Show how many engines there are, shall be, and what each is doing."""
+    return json_response(_answer(await ask(services, ControlQuery())))
 
-    def __init__(self, control: SupervisorControl | None) -> None:
-        self._control = control
 
-    async def status(self) -> Response:
-        """Show how many engines there are, shall be, and what each is doing."""
-        return _json(await self._ask(ControlQuery()))
+@router.post("/admin/restart", responses=json_responses(ScaleStatus, 403, 503))
+async def restart(services: ServicesDep) -> Response:
+    """Replace every engine, one after the other, while the others serve."""
+    return json_response(_answer(await ask(services, RestartEngines())))
 
-    async def restart(self) -> Response:
-        """Replace every engine, one after the other, while the others serve."""
-        return _json(await self._ask(RestartEngines()))
 
-    async def scale(self, call: Call, _context: Context) -> None:
-        """Run so many engines from now on."""
-        request = read_body(ScaleRequest, call.body)
-        await call.send_struct(_answer(await self._ask(ScaleEngines(request.data_parallel_size))))
+@router.post("/admin/scale", responses=json_responses(ScaleStatus, *ADMIN_ERRORS))
+async def scale(body: ScaleRequest, services: ServicesDep) -> Response:
+    """Run so many engines from now on."""
+    return json_response(_answer(await ask(services, ScaleEngines(body.data_parallel_size))))
 
-    async def _ask(self, request: ControlRequest) -> ControlStatus:
-        if self._control is None:
-            raise invalid(
-                "This API server has no supervisor: scale with what started its engines.",
-                code="no_supervisor",
-            )
-        try:
-            return await self._control.ask(request)
-        except SupervisorSilent as error:
-            raise unavailable(str(error)) from error
+
+async def ask(services: Services, request: ControlRequest) -> ControlStatus:
+    """Return what the supervisor answers.
+
+    Raises:
+        ApiError: there is none, or it does not answer.
+    """
+    if services.control is None:
+        raise invalid(
+            "This API server has no supervisor: scale where its engines were started.",
+            code="no_supervisor",
+        )
+    try:
+        return await services.control.ask(request)
+    except SupervisorSilent as error:
+        raise unavailable(str(error)) from error
 
 
 def _answer(status: ControlStatus) -> ScaleStatus:
@@ -64,7 +72,3 @@ def _answer(status: ControlStatus) -> ScaleStatus:
         status.waiting,
         status.api_servers,
     )
-
-
-def _json(status: ControlStatus) -> Response:
-    return Response(msgspec.json.encode(_answer(status)), media_type="application/json")

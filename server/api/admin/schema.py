@@ -1,14 +1,14 @@
 """GET and POST /admin/*."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from pydantic import Field
 
 from engine.shared.messages import UtilityValue
-from server.access.limits import INT64_MAX, INT64_MIN, MAX_TOKENS
-from server.api.shared.body import RequestBody
+from server.limits import INT64_MAX, INT64_MIN, MAX_TOKENS
+from server.schema.body import RequestBody
 
 
 class EngineStatus(msgspec.Struct):
@@ -30,6 +30,8 @@ class EngineStatus(msgspec.Struct):
     max_num_seqs: int | None = None
     halted: bool = False
     """Paused or asleep by an operator's order: nothing new is routed to it."""
+    weight_version: str = ""
+    """What its weights are called; empty for those of the settings."""
 
 
 class EngineList(msgspec.Struct):
@@ -110,3 +112,31 @@ class ScaleStatus(msgspec.Struct):
     """The resources that a cluster lacks for an engine, e.g. `CPU, GPU`; keys as in `engines`."""
     api_servers: dict[str, str] = {}
     """Phase of each API server by name, where the supervisor has them on several nodes."""
+
+
+class WeightsRequest(RequestBody):
+    """Weights that all engines shall compute with."""
+
+    model: str = Field(
+        min_length=1, max_length=1000, description="Directory below --weights-dir, or a hub id."
+    )
+    revision: str | None = Field(None, max_length=200)
+    weight_version: str | None = Field(
+        None,
+        max_length=100,
+        pattern=r"^[\x21-\x7e]*$",
+        description="What they are called; default: model and revision.",
+    )
+    mode: Literal["rolling", "in_place"] = Field(
+        "rolling",
+        description="rolling: one engine after the other, whose requests go to the others; "
+        "in_place: all engines between two steps, requests go on with the new weights.",
+    )
+
+
+class WeightsStatus(msgspec.Struct):
+    """All engines compute with these weights."""
+
+    weight_version: str
+    engines: list[int]
+    seconds: float

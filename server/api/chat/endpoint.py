@@ -1,19 +1,39 @@
 """POST /v1/chat/completions and /v1/chat/completions/batch."""
 
-from server.api.body import read_body
+from fastapi import APIRouter, Response
+
 from server.api.chat.parse import parse, parse_batch
 from server.api.chat.render import renderer
-from server.api.chat.schema import BatchChatRequest, ChatCompletionRequest
-from server.api.context import Context
-from server.api.generation import generate
+from server.api.chat.schema import (
+    BatchChatRequest,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
+from server.api.generation import Generation
+from server.api.openapi import MODEL_ERRORS, REQUEST_HEADERS, json_responses, stream_responses
+from server.api.route import ModelRoute
+from server.api.services import ServicesDep
 from server.http.call import Call
 
+CHAT_RESPONSES = stream_responses(ChatCompletionResponse, ChatCompletionChunk, *MODEL_ERRORS)
 
-async def create_chat_completion(call: Call, context: Context) -> None:
+router = APIRouter(route_class=ModelRoute)
+
+
+@router.post("/v1/chat/completions", responses=CHAT_RESPONSES, openapi_extra=REQUEST_HEADERS)
+async def create_chat_completion(
+    body: ChatCompletionRequest, call: Call, services: ServicesDep
+) -> Response:
     """Write the next turn of a conversation."""
-    await generate(call, context, read_body(ChatCompletionRequest, call.body), parse, renderer)
+    return Generation(call, services, body, parse, renderer)
 
 
-async def create_chat_completions(call: Call, context: Context) -> None:
+@router.post(
+    "/v1/chat/completions/batch", responses=json_responses(ChatCompletionResponse, *MODEL_ERRORS)
+)
+async def create_chat_completions(
+    body: BatchChatRequest, call: Call, services: ServicesDep
+) -> Response:
     """Write the next turn of each of several conversations: a choice for each, in their order."""
-    await generate(call, context, read_body(BatchChatRequest, call.body), parse_batch, renderer)
+    return Generation(call, services, body, parse_batch, renderer)

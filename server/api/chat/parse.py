@@ -4,80 +4,92 @@ from collections.abc import Callable
 
 import msgspec
 
-from server.access.budget import AnswerSize, check_size
-from server.access.limits import MAX_SHARED
 from server.api.chat.schema import BatchChatRequest, ChatCompletionRequest, ChatFields
-from server.api.shared.body import JsonObject
-from server.api.shared.checks import check_fields
-from server.api.shared.messages import ChatMessage
-from server.api.shared.tools import NamedTool
-from server.generate.request import Conversation, Conversations, GenerationRequest, Limits
-from server.http.errors import ApiError, invalid
+from server.api.checks import check_fields
+from server.errors import ApiError, invalid
+from server.generate.budget import check_size
+from server.generate.model import ServedModel
+from server.generate.request import Conversation, GenerationRequest
+from server.limits import MAX_SHARED
+from server.schema.body import JsonObject
+from server.schema.messages import ChatMessage
+from server.schema.tools import NamedTool
 
 Blame = Callable[[ApiError], ApiError]
 
 
 def parse(
-    request: ChatCompletionRequest, limits: Limits, blame: Blame | None = None
+    body: ChatCompletionRequest, model: ServedModel, max_model_len: int, blame: Blame | None = None
 ) -> GenerationRequest:
-    """Return what a request asks for, checked as far as that needs no tokens.
+    """Return what a request asks for, checked as far as possible without tokens.
 
-    `blame` is for requests that another endpoint took (`GenerationRequest.blame`).
+    `blame` is for requests that came to another endpoint (`GenerationRequest.blame`).
 
     Raises:
         ApiError: the request is wrong, or asks for too much; `param` names the field.
     """
-    return _parsed(request, conversation(request), 1, limits, blame)
+    return _parsed(body, [conversation(body)], model, max_model_len, blame=blame)
 
 
-def parse_batch(request: BatchChatRequest, limits: Limits) -> GenerationRequest:
+def parse_batch(
+    body: BatchChatRequest, model: ServedModel, max_model_len: int
+) -> GenerationRequest:
     """Return what a request with several conversations asks for, checked to the same extent.
 
     Raises:
         ApiError: the request is wrong, or asks for too much; `param` names the field.
     """
-    every = [_conversation(request, messages) for messages in request.messages]
+    every = [_conversation(body, messages) for messages in body.messages]
     for field in ("documents", "chat_template_kwargs"):
-        size = len(msgspec.json.encode(getattr(request, field)))
+        size = len(msgspec.json.encode(getattr(body, field)))
         if size * len(every) > MAX_SHARED:
             raise invalid(
                 f"{field}: {size} bytes in each of {len(every)} conversations are more than "
                 f"{MAX_SHARED}",
                 field,
             )
-    return _parsed(request, Conversations(every), len(every), limits)
+    return _parsed(body, every, model, max_model_len, is_batch=True)
 
 
 def _parsed(
-    request: ChatFields,
-    source: Conversation | Conversations,
-    prompts: int,
-    limits: Limits,
+    body: ChatFields,
+    conversations: list[Conversation],
+    model: ServedModel,
+    max_model_len: int,
+    *,
+    is_batch: bool = False,
     blame: Blame | None = None,
 ) -> GenerationRequest:
-    stop = check_fields(request, limits)
-    logprobs = 0 if request.logprobs else None
-    if request.top_logprobs is not None:
+    stop = check_fields(body, model)
+    logprobs = 0 if body.logprobs else None
+    if body.top_logprobs is not None:
         if logprobs is None:
             raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
-        logprobs = request.top_logprobs
-    logprobs = limits.scored(request.logprob_token_ids, logprobs, "top_logprobs")
-    if request.structured_outputs is not None and isinstance(request.tool_choice, NamedTool):
-        raise invalid(
-            "structured_outputs: the chosen tool says what the answer is", "structured_outputs"
-        )
-    size = _size(request, logprobs, prompts)
-    check_size(size, request, 0, limits.max_model_len)
-    return GenerationRequest(
-        fields=request,
-        source=source,
-        size=size,
-        n=size.copies,
+        logprobs = body.top_logprobs
+    logprobs = model.scored(body.logprob_token_ids, logprobs, "top_logprobs")
+    if body.structured_outputs is not None and isinstance(body.tool_choice, NamedTool):
+        raise invalid("structured_outputs: not together with a named tool", "structured_outputs")
+    of_prompt = body.prompt_logprobs
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    request = GenerationRequest(
+        fields=body,
+        conversations=conversations,
+        is_batch=is_batch,
+        max_model_len=max_model_len,
+        n=body.n or 1,
+        best_of=body.n or 1,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
         stop=stop,
         logprobs=logprobs,
-        default_tokens=None,
+        repeats_prompt=bool(body.return_token_ids or of_prompt is not None or body.echo),
+        scores=0 if body.stream or logprobs is None else 1 + logprobs,
+        prompt_scores=0 if of_prompt is None else 1 + of_prompt,
+        tokens_field=limit,
+        scores_field=_scores_field(body),
         blame=blame,
     )
+    check_size(request)
+    return request
 
 
 def conversation(request: ChatCompletionRequest) -> Conversation:
@@ -115,19 +127,3 @@ def _scores_field(request: ChatFields) -> str:
     if request.logprob_token_ids:
         return "logprob_token_ids"
     return "top_logprobs" if request.top_logprobs else "logprobs"
-
-
-def _size(request: ChatFields, logprobs: int | None, prompts: int) -> AnswerSize:
-    of_prompt = request.prompt_logprobs
-    field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    return AnswerSize(
-        prompts=prompts,
-        copies=request.n or 1,
-        max_tokens=request.max_completion_tokens or request.max_tokens,
-        repeats_prompt=bool(request.return_token_ids or of_prompt is not None or request.echo),
-        scores=0 if request.stream or logprobs is None else 1 + logprobs,
-        prompt_scores=0 if of_prompt is None else 1 + of_prompt,
-        searched=bool(request.use_beam_search),
-        tokens_field=field,
-        scores_field=_scores_field(request),
-    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
 from server.answer.parts import (
@@ -26,26 +26,27 @@ from server.api.chat.schema import (
     ChatFinishReason,
 )
 from server.api.chat.scores import chat_logprobs, whole_logprobs
-from server.api.shared.answer import CompletionTokensDetails, Usage
-from server.api.shared.chunks import ChunkFrames, error_frames
-from server.api.shared.rendering import Answering, Renderer
-from server.api.shared.scores import prompt_scores
-from server.api.shared.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
-from server.api.shared.whole import WholeAnswers
-from server.generate.answer import Answer
+from server.api.chunks import ChunkFrames, error_frames
+from server.api.logprobs import prompt_scores
+from server.api.rendering import Renderer, timing_shown
+from server.api.whole import WholeAnswers
+from server.errors import ApiError
 from server.generate.fold import Delta, FinishReason
-from server.http.encoded import encoded_each
-from server.http.errors import ApiError
+from server.generate.request import GenerationRequest
+from server.schema.answer import CompletionTokensDetails, Usage
+from server.schema.encoded import encoded_each
+from server.schema.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
+from server.text.detokenizer import TokenTable
 
 
-def renderer(request: ChatFields, answering: Answering) -> Renderer:
+def renderer(body: ChatFields, request: GenerationRequest, table: TokenTable) -> Renderer:
     """Return what shows the answers to a request."""
-    shows = ChatChunks if request.stream else ChatBody
-    return shows(request, answering)
+    shows = ChatChunks if body.stream else ChatBody
+    return shows(request, table)
 
 
-def _id(answering: Answering) -> str:
-    return f"chatcmpl-{answering.request_id}"
+def _id(request: GenerationRequest) -> str:
+    return f"chatcmpl-{request.request_id}"
 
 
 class ChatBody:
@@ -53,12 +54,12 @@ class ChatBody:
 
     streams = False
 
-    def __init__(self, request: ChatFields, answering: Answering) -> None:
-        self._answering = answering
-        self._show_ids = bool(request.return_token_ids)
-        spec = answering.spec
-        self._whole = WholeAnswers(spec.n * len(spec.prompts))
-        self._readers = [spec.plan.reader() for _ in range(spec.n * len(spec.prompts))]
+    def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
+        self._request = request
+        self._table = table
+        self._show_ids = bool(request.fields.return_token_ids)
+        self._whole = WholeAnswers(request.num_answers)
+        self._readers = [request.plan.reader() for _ in range(request.num_answers)]
         self.push, self.error = self._whole.add, ApiError.body
 
     @property
@@ -68,22 +69,20 @@ class ChatBody:
 
     def finish(self, usage: Usage) -> bytes:
         """Return the body."""
-        answering, answers = self._answering, self._whole.answers()
-        prompt, scores = answering.spec.prompts[0].token_ids, answers[0].prompt_logprobs
+        request, answers = self._request, self._whole.answers()
+        prompt, scores = request.prompts[0].token_ids, answers[0].prompt_logprobs
         choices = encoded_each(answers, self._shown)
         _add_details(usage, self._readers)
-        made = ChatCompletionResponse(
-            _id(answering), answering.created, answering.model, choices, usage
-        )
-        made.metrics = answering.metrics(usage)
+        made = ChatCompletionResponse(_id(request), request.created, request.model, choices, usage)
+        made.metrics = timing_shown(request, usage)
         if scores is not None:
-            made.prompt_logprobs = prompt_scores(prompt, scores, answering.table)
-        if self._show_ids and len(answering.spec.prompts) == 1:
+            made.prompt_logprobs = prompt_scores(prompt, scores, self._table)
+        if self._show_ids and len(request.prompts) == 1:
             made.prompt_token_ids = prompt
         return encode(made)
 
-    def _shown(self, index: int, answer: Answer) -> ChatChoice:
-        reader, plan = self._readers[index], self._answering.spec.plan
+    def _shown(self, index: int, answer: Delta) -> ChatChoice:
+        reader, plan = self._readers[index], self._request.plan
         message = AssistantMessage(answer.text)
         if reader is not None:
             parts = reader.push(answer.text, answer.token_ids) + reader.finish()
@@ -93,10 +92,11 @@ class ChatBody:
         choice = ChatChoice(
             index,
             message,
-            whole_logprobs(answer.logprobs, self._answering),
+            whole_logprobs(answer.logprobs, self._request, self._table),
             _finish_reason(answer.finish_reason, reader, plan),
             answer.stop_reason,
         )
+        choice.unreadable_tool_calls = _unreadable(reader)
         if self._show_ids:
             choice.token_ids = list(answer.token_ids)
         answer.logprobs = answer.prompt_logprobs = None  # most of its memory
@@ -139,45 +139,49 @@ def _finish_reason(
     return "tool_calls" if reason == "stop" and called and plan.tools.mode != "named" else reason
 
 
+def _unreadable(reader: AnswerReader | None) -> list[int] | UnsetType:
+    return UNSET if reader is None else reader.unreadable_calls or UNSET
+
+
 class ChatChunks:
     """Shows deltas as chunks of a chat completion; each choice begins with its role."""
 
     streams, large = True, False
 
-    def __init__(self, request: ChatFields, answering: Answering) -> None:
-        self._frames = ChunkFrames("chat.completion.chunk", _id(answering), answering, request)
-        self._answering = answering
-        self._plan = answering.spec.plan
-        self._show_ids = bool(request.return_token_ids)
+    def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
+        self._frames = ChunkFrames("chat.completion.chunk", _id(request), request)
+        self._request = request
+        self._table = table
+        self._plan = request.plan
+        self._show_ids = bool(request.fields.return_token_ids)
         self._readers: dict[int, AnswerReader | None] = {}
         taken_apart = self._plan.reader() is not None
-        self._only_text = not (taken_apart or self._show_ids or answering.spec.fold.logprobs)
+        scored = request.logprobs is not None
+        self._only_text = not (taken_apart or self._show_ids or scored)
         """Whether a delta is its text, but for the first and the last."""
         self.error = error_frames
 
     def push(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta; none if it has no text yet and nothing else to show."""
+        first = index not in self._readers
+        begun = self._begin(index) if first else b""
         if self._frames.so_far is not None:
             self._frames.so_far.add(index, len(delta.token_ids))
-        first = index not in self._readers
         if self._only_text and delta.finish_reason is None and not first:
             content = ChatDelta(content=delta.text)
             choice = ChatChunkChoice(index, content, None, None)
             return self._frames.chunk(choice) if delta.text else b""
-        if first:
-            self._readers[index] = self._plan.reader()
-        choices = self._begin(index) if first else []
-        choices += self._new(index, delta, self._readers[index])
-        if len(choices) == 1 and not first:
-            return self._frames.chunk(choices[0])
-        prompt = self._answering.spec.prompts[0].token_ids if first and self._show_ids else None
-        return self._frames.chunks(choices, prompt) if choices else b""
+        return begun + self._frames.chunks(self._new(index, delta, self._readers[index]))
 
-    def _begin(self, index: int) -> list[ChatChunkChoice]:
+    def _begin(self, index: int) -> bytes:
+        """Return the frames before the first token of a choice."""
+        self._readers[index] = self._plan.reader()
         shown = [ChatDelta(role="assistant", content="")]
         if self._plan.echo:
             shown.append(ChatDelta(content=self._plan.echo))
-        return [ChatChunkChoice(index, each, None, None) for each in shown]
+        prompt = self._request.prompts[0].token_ids if self._show_ids else None
+        choices = [ChatChunkChoice(index, each, None, None) for each in shown]
+        return self._frames.chunks(choices, prompt)
 
     def _new(self, index: int, delta: Delta, reader: AnswerReader | None) -> list[ChatChunkChoice]:
         if reader is None:
@@ -191,12 +195,13 @@ class ChatChunks:
         ):
             return []
         choices = [ChatChunkChoice(index, each, None, None) for each in shown]
-        choices[0].logprobs = chat_logprobs(delta.logprobs, self._answering)
+        choices[0].logprobs = chat_logprobs(delta.logprobs, self._request, self._table)
         if self._show_ids:
-            choices[0].token_ids = delta.token_ids
+            choices[0].token_ids = list(delta.token_ids)
         if delta.finish_reason is not None:
             choices[-1].finish_reason = _finish_reason(delta.finish_reason, reader, self._plan)
             choices[-1].stop_reason = delta.stop_reason
+            choices[-1].unreadable_tool_calls = _unreadable(reader)
         return choices
 
     def _parsed(self, reader: AnswerReader, delta: Delta) -> list[ChatDelta]:

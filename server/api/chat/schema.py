@@ -1,12 +1,12 @@
 """POST /v1/chat/completions: request, response and chunk."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from server.access.limits import (
+from server.limits import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_SEQUENCES,
@@ -14,17 +14,27 @@ from server.access.limits import (
     MAX_TOKENS,
     MAX_TOOLS,
 )
-from server.api.shared.answer import (
+from server.schema.answer import (
     OptionalTokenIds,
     PromptLogprobs,
     RequestMetrics,
     StopReasonField,
     Usage,
 )
-from server.api.shared.body import JsonObject
-from server.api.shared.fields import ReasoningEffort, SamplingFields, Verbosity
-from server.api.shared.messages import ChatMessage
-from server.api.shared.tools import (
+from server.schema.body import JsonObject
+from server.schema.fields import ReasoningEffort, SamplingFields, Verbosity
+from server.schema.messages import ChatMessage
+from server.schema.support import (
+    CHAT_TEMPLATE,
+    TOP_LOGPROBS,
+    Row,
+    Rows,
+    different,
+    extra,
+    ignored,
+    refused,
+)
+from server.schema.tools import (
     Tool,
     ToolCall,
     ToolCallDelta,
@@ -37,7 +47,6 @@ ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-# More than 15 attributes: the fields are OpenAI's and vLLM's.
 class ChatFields(SamplingFields):
     """Fields of chat completions of one conversation and of several."""
 
@@ -50,10 +59,16 @@ class ChatFields(SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(
-        None, ge=-1, le=MAX_TOKENS, description="Needs logprobs; -1: all tokens."
+        None,
+        ge=-1,
+        le=MAX_TOKENS,
+        description="Needs logprobs; -1: all tokens.",
+        json_schema_extra=TOP_LOGPROBS,
     )
     echo: bool | None = Field(
-        False, description="Begin the answer with the last message, if an assistant said it."
+        False,
+        description="Begin the answer with the last message, if an assistant said it.",
+        json_schema_extra=different("only what an assistant said is repeated"),
     )
     add_generation_prompt: bool | None = Field(
         None, description="Default: true unless continue_final_message."
@@ -66,7 +81,9 @@ class ChatFields(SamplingFields):
     )
     chat_template_kwargs: JsonObject | None = None
     documents: Annotated[list[JsonObject], Field(max_length=MAX_PARTS)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, json_schema_extra=different("functions only")
+    )
     tool_choice: ToolChoice | None = Field(
         None, description="Default: auto if there are tools, else none."
     )
@@ -74,7 +91,9 @@ class ChatFields(SamplingFields):
         True, description="Whether an answer may hold more than one call."
     )
     chat_template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] | None = Field(
-        None, description="Instead of the model's, where the operator allows it."
+        None,
+        description="Instead of the model's, where the operator allows it.",
+        json_schema_extra=CHAT_TEMPLATE,
     )
     include_reasoning: bool | None = Field(
         True, description="Whether the answer shows the reasoning; it is generated in any case."
@@ -83,18 +102,42 @@ class ChatFields(SamplingFields):
         None, description="Passed to the chat template under this name."
     )
     verbosity: Verbosity | None = Field(
-        None, description="Passed to the chat template under this name; few take notice."
+        None,
+        description="Passed to the chat template under this name; few take notice.",
+        json_schema_extra=different("passed to the chat template, of which few take notice"),
     )
     thinking_token_budget: int | None = Field(
         None,
         ge=-1,
         le=MAX_TOKENS,
         description="Reasoning that comes so far is ended; -1: when the tokens to generate are.",
+        json_schema_extra=different("counts the start tag too; 0 counts as 1"),
     )
     functions: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="Refused; use tools."
+        None,
+        description="Refused; use tools.",
+        json_schema_extra=extra("refused", "use tools instead", example=[{"name": "f"}]),
     )
-    function_call: str | JsonObject | None = Field(None, description="Refused; use tool_choice.")
+    function_call: str | JsonObject | None = Field(
+        None,
+        description="Refused; use tool_choice.",
+        json_schema_extra=extra("refused", "use tool_choice instead", example="auto"),
+    )
+
+    undeclared: ClassVar[Rows] = {
+        **refused(
+            "the rendered prompt is not shown; /tokenize and /detokenize do",
+            "return_prompt_text", False,
+        ),
+        **refused("ask for n choices", "best_of", 1),
+        **refused("answers are texts", "audio"),
+        **refused("answers are texts", "modalities", ["text"]),
+        **refused("the server does not search", "web_search_options"),
+        **refused("nothing is moderated", "moderation"),
+        **refused("answers are not kept", "store", False),
+        **refused("use max_completion_tokens", "max_output_tokens"),
+        **ignored("only makes answers come faster", "prediction"),
+    }  # fmt: skip
 
 
 class ChatCompletionRequest(ChatFields):
@@ -103,10 +146,22 @@ class ChatCompletionRequest(ChatFields):
     messages: Messages
 
 
+_ONE_BY_ONE = "/v1/chat/completions has it, for one conversation"
+
+
 class BatchChatRequest(ChatFields):
     """Write the next turn of each of several conversations."""
 
-    messages: Annotated[list[Messages], Field(min_length=1, max_length=MAX_SEQUENCES)]
+    messages: Annotated[list[Messages], Field(min_length=1, max_length=MAX_SEQUENCES)] = Field(
+        json_schema_extra=different("a list of conversations; vLLM's endpoint")
+    )
+
+    undeclared: ClassVar[Rows] = {
+        **refused(_ONE_BY_ONE, "stream use_beam_search echo continue_final_message", False),
+        **refused(_ONE_BY_ONE, "stream_options prompt_logprobs tools tool_choice chat_template"),
+        "n": Row("refused", "each conversation has one choice", (1,), 2),
+    }
+    """Of these some are declared: their values are checked before they are refused."""
 
 
 class TopLogprob(msgspec.Struct):
@@ -153,7 +208,9 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: StopReasonField = None
-    token_ids: OptionalTokenIds = UNSET
+    token_ids: OptionalTokenIds = None
+    unreadable_tool_calls: list[int] | UnsetType = UNSET
+    """Those whose arguments are no JSON object, if there are any."""
 
 
 class ChatCompletionResponse(msgspec.Struct):
@@ -165,8 +222,8 @@ class ChatCompletionResponse(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
-    prompt_token_ids: OptionalTokenIds = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: OptionalTokenIds = None
+    prompt_logprobs: PromptLogprobs | None = None
     metrics: RequestMetrics | UnsetType = UNSET
     """With --enable-per-request-metrics."""
 
@@ -190,6 +247,8 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: ChatFinishReason | None
     stop_reason: StopReasonField = None
     token_ids: OptionalTokenIds = UNSET
+    unreadable_tool_calls: list[int] | UnsetType = UNSET
+    """In the last chunk: those whose arguments are no JSON object, if there are any."""
 
 
 class ChatCompletionChunk(msgspec.Struct):

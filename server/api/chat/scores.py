@@ -3,31 +3,32 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from server.api.chat.schema import ChatLogprob, ChatLogprobs, TopLogprob
-from server.api.shared.rendering import Answering
-from server.api.shared.scores import MIN_LOGPROB, token_names
+from server.api.logprobs import MIN_LOGPROB, token_names
 from server.generate.fold import ScoredToken
-from server.http.encoded import encoded_list
+from server.generate.request import GenerationRequest
+from server.schema.encoded import encoded_list
 from server.text.detokenizer import TokenTable
 
 
 def chat_logprobs(
-    tokens: Sequence[ScoredToken] | None, answering: Answering
+    tokens: Sequence[ScoredToken] | None, request: GenerationRequest, table: TokenTable
 ) -> ChatLogprobs | None:
     """Return the log probabilities of tokens as chat completions show them."""
-    return None if tokens is None else ChatLogprobs(list(_shown(tokens, answering)))
+    return None if tokens is None else ChatLogprobs(list(_shown(tokens, request, table)))
 
 
 def whole_logprobs(
-    tokens: Sequence[ScoredToken] | None, answering: Answering
+    tokens: Sequence[ScoredToken] | None, request: GenerationRequest, table: TokenTable
 ) -> ChatLogprobs | None:
     """Return the same as JSON already."""
-    return None if tokens is None else ChatLogprobs(encoded_list(_shown(tokens, answering)))
+    return None if tokens is None else ChatLogprobs(encoded_list(_shown(tokens, request, table)))
 
 
-def _shown(tokens: Sequence[ScoredToken], answering: Answering) -> Iterator[ChatLogprob]:
-    spec, table = answering.spec, answering.table
-    alternatives = spec.sampling.logprobs or 0
-    name_of = token_names(table, ids=spec.names_ids)
+def _shown(
+    tokens: Sequence[ScoredToken], request: GenerationRequest, table: TokenTable
+) -> Iterator[ChatLogprob]:
+    alternatives = request.sampling.logprobs or 0
+    name_of = token_names(table, ids=request.names_ids)
     return (_logprob(token, table, name_of, alternatives) for token in tokens)
 
 

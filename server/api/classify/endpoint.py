@@ -1,17 +1,22 @@
 """POST /classify."""
 
-from server.api.body import read_body
+from fastapi import APIRouter, Response
+
 from server.api.classify.schema import Classified, ClassifyRequest, ClassifyResponse
-from server.api.context import Context
 from server.api.embeddings.endpoint import check_answer
+from server.api.openapi import MODEL_ERRORS, json_responses
+from server.api.route import ModelRoute
+from server.api.services import ServicesDep
 from server.api.vectors import PooledCall, inputs_of, items_shown, numbers
 from server.http.call import Call
 
+router = APIRouter(route_class=ModelRoute)
 
-async def classify(call: Call, context: Context) -> None:
+
+@router.post("/classify", responses=json_responses(ClassifyResponse, *MODEL_ERRORS))
+async def classify(body: ClassifyRequest, call: Call, services: ServicesDep) -> Response:
     """Say which class each input is of."""
-    body = read_body(ClassifyRequest, call.body)
-    called = PooledCall(call, context, body)
+    called = PooledCall(call, services, body)
     called.wants("classify")
     labels = called.model.spec.labels
     inputs = await inputs_of(
@@ -28,4 +33,4 @@ async def classify(call: Call, context: Context) -> None:
     payload = ClassifyResponse(
         f"classify-{called.request_id}", called.created, called.name, [], called.usage
     )
-    await called.send(payload, "data", items_shown(vectors, show))
+    return called.response(payload, "data", items_shown(vectors, show))

@@ -1,10 +1,11 @@
 """POST /classify: request and response."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
-from server.api.shared.pooling import Input, PoolingFields, PoolingUsage
+from server.schema.pooling import NO_TURNS, Input, PoolingFields, PoolingUsage
+from server.schema.support import Rows
 
 
 class ClassifyRequest(PoolingFields):
@@ -12,6 +13,8 @@ class ClassifyRequest(PoolingFields):
 
     input: Input
     add_special_tokens: bool | None = True
+
+    undeclared: ClassVar[Rows] = NO_TURNS
 
 
 class Classified(msgspec.Struct):

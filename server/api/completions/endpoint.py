@@ -1,14 +1,22 @@
 """POST /v1/completions."""
 
-from server.api.body import read_body
+from fastapi import APIRouter, Response
+
 from server.api.completions.parse import parse
 from server.api.completions.render import renderer
-from server.api.completions.schema import CompletionRequest
-from server.api.context import Context
-from server.api.generation import generate
+from server.api.completions.schema import CompletionRequest, CompletionResponse
+from server.api.generation import Generation
+from server.api.openapi import MODEL_ERRORS, REQUEST_HEADERS, stream_responses
+from server.api.route import ModelRoute
+from server.api.services import ServicesDep
 from server.http.call import Call
 
+COMPLETION_RESPONSES = stream_responses(CompletionResponse, CompletionResponse, *MODEL_ERRORS)
 
-async def create_completion(call: Call, context: Context) -> None:
+router = APIRouter(route_class=ModelRoute)
+
+
+@router.post("/v1/completions", responses=COMPLETION_RESPONSES, openapi_extra=REQUEST_HEADERS)
+async def create_completion(body: CompletionRequest, call: Call, services: ServicesDep) -> Response:
     """Continue prompts."""
-    await generate(call, context, read_body(CompletionRequest, call.body), parse, renderer)
+    return Generation(call, services, body, parse, renderer)

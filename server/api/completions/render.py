@@ -5,29 +5,30 @@ from collections.abc import Callable, Sequence
 from msgspec import UNSET
 from msgspec.json import encode
 
+from server.api.chunks import ChunkFrames, error_frames
 from server.api.completions.schema import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
 )
-from server.api.shared.answer import Usage
-from server.api.shared.chunks import ChunkFrames, error_frames
-from server.api.shared.rendering import Answering, Renderer
-from server.api.shared.scores import MIN_LOGPROB, prompt_scores, token_names
-from server.api.shared.whole import WholeAnswers
-from server.generate.answer import Answer
+from server.api.logprobs import MIN_LOGPROB, prompt_scores, token_names
+from server.api.rendering import Renderer, timing_shown
+from server.api.whole import WholeAnswers
+from server.errors import ApiError
 from server.generate.fold import Delta, ScoredToken
-from server.http.encoded import encoded_each
-from server.http.errors import ApiError
+from server.generate.request import GenerationRequest
+from server.schema.answer import Usage
+from server.schema.encoded import encoded_each
+from server.text.detokenizer import TokenTable
 
 _KIND = "text_completion"
 
 
-def renderer(request: CompletionRequest, answering: Answering) -> Renderer:
+def renderer(body: CompletionRequest, request: GenerationRequest, table: TokenTable) -> Renderer:
     """Return what shows the answers to a request."""
-    shows = CompletionChunks if request.stream else CompletionBody
-    return shows(request, answering)
+    shows = CompletionChunks if body.stream else CompletionBody
+    return shows(request, table)
 
 
 class CompletionChunks:
@@ -35,10 +36,11 @@ class CompletionChunks:
 
     streams, large = True, False
 
-    def __init__(self, request: CompletionRequest, answering: Answering) -> None:
-        self._frames = ChunkFrames(_KIND, _id(answering), answering, request)
-        self._answering = answering
-        self._show_ids = bool(request.return_token_ids)
+    def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
+        self._frames = ChunkFrames(_KIND, _id(request), request)
+        self._request = request
+        self._table = table
+        self._show_ids = bool(request.fields.return_token_ids)
         self._begun: set[int] = set()
         self.finish, self.error = self._frames.end, error_frames
 
@@ -49,7 +51,7 @@ class CompletionChunks:
         shown = delta.text or delta.logprobs or delta.finish_reason
         if not shown and not (self._show_ids and delta.token_ids):
             return b""
-        choice = _choice(index, delta, self._answering, show_ids=self._show_ids)
+        choice = _choice(index, delta, self._request, self._table)
         if self._show_ids:
             if index in self._begun:
                 choice.prompt_token_ids = UNSET
@@ -62,11 +64,10 @@ class CompletionBody:
 
     streams = False
 
-    def __init__(self, request: CompletionRequest, answering: Answering) -> None:
-        self._answering = answering
-        self._show_ids = bool(request.return_token_ids)
-        spec = answering.spec
-        self._whole = WholeAnswers(spec.n * len(spec.prompts))
+    def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
+        self._request = request
+        self._table = table
+        self._whole = WholeAnswers(request.num_answers)
         self.push, self.error = self._whole.add, ApiError.body
 
     @property
@@ -76,43 +77,47 @@ class CompletionBody:
 
     def finish(self, usage: Usage) -> bytes:
         """Return the body."""
-        answering, answers = self._answering, self._whole.answers()
+        request, answers = self._request, self._whole.answers()
         return encode(
             CompletionResponse(
-                _id(answering),
-                answering.created,
-                answering.model,
+                _id(request),
+                request.created,
+                request.model,
                 encoded_each(answers, self._shown),
                 usage,
-                metrics=answering.metrics(usage),
+                metrics=timing_shown(request, usage),
             )
         )
 
-    def _shown(self, index: int, answer: Answer) -> CompletionChoice:
-        answering = self._answering
-        choice = _choice(index, answer, answering, show_ids=self._show_ids)
+    def _shown(self, index: int, answer: Delta) -> CompletionChoice:
+        request = self._request
+        choice = _choice(index, answer, request, self._table)
+        choice.prompt_logprobs = None
+        # Fields that were not asked for are null in a body, and absent in a stream.
+        if not request.fields.return_token_ids:
+            choice.prompt_token_ids = choice.token_ids = None
         if answer.prompt_logprobs is not None:
-            prompt = answering.spec.prompts[index // answering.spec.n]
+            prompt = request.prompts[index // request.n]
             choice.prompt_logprobs = prompt_scores(
-                prompt.token_ids, answer.prompt_logprobs, answering.table
+                prompt.token_ids, answer.prompt_logprobs, self._table
             )
         answer.logprobs = answer.prompt_logprobs = None  # most of its memory
         return choice
 
 
-def _id(answering: Answering) -> str:
-    return f"cmpl-{answering.request_id}"
+def _id(request: GenerationRequest) -> str:
+    return f"cmpl-{request.request_id}"
 
 
 def _choice(
-    index: int, part: Answer | Delta, answering: Answering, *, show_ids: bool
+    index: int, part: Delta, request: GenerationRequest, table: TokenTable
 ) -> CompletionChoice:
-    spec, logprobs = answering.spec, None
+    logprobs = None
     if part.logprobs is not None:
-        logprobs = _logprobs(part.logprobs, token_names(answering.table, ids=spec.names_ids))
+        logprobs = _logprobs(part.logprobs, token_names(table, ids=request.names_ids))
     choice = CompletionChoice(index, part.text, logprobs, part.finish_reason, part.stop_reason)
-    if show_ids:
-        choice.prompt_token_ids = spec.prompts[index // spec.n].token_ids
+    if request.fields.return_token_ids:
+        choice.prompt_token_ids = request.prompts[index // request.n].token_ids
         choice.token_ids = list(part.token_ids)
     return choice
 
@@ -130,12 +135,11 @@ def _logprobs(tokens: Sequence[ScoredToken], name_of: Callable[[int], str]) -> C
 
 
 def _alternatives(token: ScoredToken, name_of: Callable[[int], str]) -> dict[str, float] | None:
-    """Return the most likely tokens, best first, and the token itself if it is none of them."""
+    """Return the token itself and the most likely ones, best first."""
     scores = token.logprob
     if scores is None:
         return None
-    found: dict[str, float] = {}
+    found = {name_of(token.token_id): max(scores.logprob, MIN_LOGPROB)}
     for token_id, logprob in zip(scores.top_ids, scores.top_logprobs, strict=True):
         found.setdefault(name_of(token_id), max(logprob, MIN_LOGPROB))
-    found.setdefault(name_of(token.token_id), max(scores.logprob, MIN_LOGPROB))
     return found

@@ -1,13 +1,13 @@
 """POST /v1/completions: request, response and chunk."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from server.access.limits import MAX_CHOICES, MAX_PROMPTS, MAX_TOKENS
-from server.api.shared.answer import (
+from server.limits import MAX_CHOICES, MAX_PROMPTS, MAX_TOKENS
+from server.schema.answer import (
     FinishReasonField,
     OptionalTokenIds,
     PromptLogprobs,
@@ -15,7 +15,8 @@ from server.api.shared.answer import (
     StopReasonField,
     Usage,
 )
-from server.api.shared.fields import SamplingFields, TokenIds
+from server.schema.fields import SamplingFields, TokenIds
+from server.schema.support import NO_BUDGET, TOP_LOGPROBS, Rows, different, extra, refused
 
 Prompts = (
     str
@@ -34,7 +35,11 @@ class CompletionRequest(SamplingFields):
     prompt: Annotated[Prompts, Field(union_mode="left_to_right")] = Field(
         description="A string, a list of strings, token ids, or a list of token-id lists."
     )
-    suffix: str | None = Field(None, description="Refused unless empty: no model here infills.")
+    suffix: str | None = Field(
+        None,
+        description="Refused unless empty: no model here infills.",
+        json_schema_extra=extra("refused", "infilling is not supported", "", example="end"),
+    )
     max_tokens: int | None = Field(
         None,
         ge=0,
@@ -43,14 +48,34 @@ class CompletionRequest(SamplingFields):
         "is generated.",
     )
     max_completion_tokens: int | None = Field(
-        None, ge=1, le=MAX_TOKENS, description="Another name for max_tokens, which wins."
+        None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Another name for max_tokens, which wins.",
+        json_schema_extra=different("max_tokens wins; vLLM ignores it here"),
     )
-    logprobs: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="-1: all tokens.")
+    logprobs: int | None = Field(
+        None,
+        ge=-1,
+        le=MAX_TOKENS,
+        description="-1: all tokens.",
+        json_schema_extra=TOP_LOGPROBS,
+    )
     echo: bool | None = False
     best_of: int | None = Field(
-        None, ge=1, le=MAX_CHOICES, description="Sequences per prompt, of which the n best count."
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Sequences per prompt, of which the n best count.",
+        json_schema_extra=different("must equal n in a stream"),
     )
     add_special_tokens: bool | None = True
+
+    undeclared: ClassVar[Rows] = {
+        **refused("prompts are texts or token ids", "prompt_embeds"),
+        **refused("use logprobs", "top_logprobs"),
+        **NO_BUDGET,
+    }
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -72,7 +97,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: StopReasonField = None
     prompt_token_ids: OptionalTokenIds = UNSET
     token_ids: OptionalTokenIds = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class CompletionResponse(msgspec.Struct):

@@ -1,132 +1,158 @@
-"""POST /v1/conversations, and what is below: lists of items that responses go on with."""
+"""/v1/conversations: lists of items that responses continue."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi import Response as HttpResponse
 
-from server.api.body import read_body
-from server.api.context import Context
 from server.api.conversations.schema import ConversationRequest, ItemsRequest, MetadataRequest
-from server.api.responses.items import Conversation, Deleted, ItemList
-from server.api.responses.keeping import kept_item, now
-from server.api.responses.kept import not_found, owner_of, page
+from server.api.openapi import ENGINE_ERRORS, json_responses
+from server.api.responses.items import Conversation, Deleted, ItemList, OutputMessage
+from server.api.responses.keeping import is_conversation, kept_item, now
+from server.api.responses.kept import KEPT_ERRORS, not_found, owner_of, page
 from server.api.responses.schema import InputItem, ItemReference
 from server.api.responses.store_errors import kept
+from server.api.route import ApiRoute, json_response
+from server.api.services import Services, ServicesDep
+from server.errors import invalid
 from server.http.call import Call
-from server.http.errors import invalid
-from server.store.records import StoredConversation, StoredItem
+from server.store.records import Part, Record
 from server.store.service import ResponseStore
+from server.store.sql import SqlBackend
+
+_ONE = "/v1/conversations/{conversation_id}"
+_CONVERSATION = json_responses(Conversation, *ENGINE_ERRORS)
+_LISTED = json_responses(ItemList, *ENGINE_ERRORS)
+
+T = TypeVar("T")
+
+router = APIRouter(route_class=ApiRoute)
 
 
-def _store(context: Context) -> ResponseStore:
-    store = context.store
+def _store(services: Services) -> ResponseStore:
+    store = services.store
     assert store is not None, "else there are no such routes"
     return store
 
 
-async def create_conversation(call: Call, context: Context) -> None:
+@router.post("/v1/conversations", responses=_CONVERSATION)
+async def create_conversation(
+    body: ConversationRequest, call: Call, services: ServicesDep
+) -> HttpResponse:
     """Begin a conversation."""
-    request = read_body(ConversationRequest, call.body)
-    items = _kept_items(request.items or [])
-    record = StoredConversation(
+    items = _kept_items(body.items or [])
+    record = Record(
         id=f"conv_{uuid.uuid4().hex}",
         tenant=str(call.tenant.id),
         created=now(),
-        metadata=msgspec.json.encode(request.metadata or {}),
+        body=msgspec.json.encode(body.metadata or {}),
     )
-    store = _store(context)
-    await kept(store.put_conversation(record))
+    store = _store(services)
+    await kept(store.call(SqlBackend.put, record.tenant, record))
     if items:
-        await kept(store.add_items(record.tenant, record.id, items))
-    await call.send_struct(_shown(record))
+        await kept(store.call(SqlBackend.add, record.tenant, record.id, items))
+    return json_response(_shown(record))
 
 
-async def update_conversation(call: Call, context: Context) -> None:
-    """Change what a conversation is labelled with."""
-    request = read_body(MetadataRequest, call.body)
-    store, owner, id_ = _store(context), str(call.tenant.id), call.path.split("/")[3]
-    record = await kept(store.conversation(owner, id_))
-    if record is None:
-        raise not_found("conversation", id_)
-    record = msgspec.structs.replace(record, metadata=msgspec.json.encode(request.metadata))
-    await kept(store.put_conversation(record))
-    await call.send_struct(_shown(record))
+@router.get(_ONE, responses=_CONVERSATION)
+async def retrieve(conversation_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+    """Show a conversation, without its items."""
+    return json_response(_shown(await _found(services, request, conversation_id, SqlBackend.get)))
 
 
-async def add_items(call: Call, context: Context) -> None:
+@router.post(_ONE, responses=_CONVERSATION)
+async def update_conversation(
+    body: MetadataRequest, conversation_id: str, call: Call, services: ServicesDep
+) -> HttpResponse:
+    """Change the metadata of a conversation."""
+    record = await _found(services, call, conversation_id, SqlBackend.get)
+    record = msgspec.structs.replace(record, body=msgspec.json.encode(body.metadata))
+    await kept(_store(services).call(SqlBackend.put, record.tenant, record, only_known=True))
+    return json_response(_shown(record))
+
+
+@router.delete(_ONE, responses=json_responses(Deleted, *KEPT_ERRORS))
+async def delete(conversation_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+    """Delete a conversation with its items."""
+    if not is_conversation(conversation_id) or not await kept(
+        _store(services).call(SqlBackend.delete, owner_of(request), conversation_id)
+    ):
+        raise not_found("conversation", conversation_id)
+    return json_response(Deleted(conversation_id, "conversation.deleted"))
+
+
+@router.get(f"{_ONE}/items", responses=_LISTED)
+async def list_items(conversation_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+    """List the items of a conversation."""
+    items = await _found(services, request, conversation_id, SqlBackend.items)
+    return json_response(page(request, [msgspec.Raw(item.body) for item in items]))
+
+
+@router.post(f"{_ONE}/items", responses=_LISTED)
+async def add_items(
+    body: ItemsRequest, conversation_id: str, call: Call, services: ServicesDep
+) -> HttpResponse:
     """Add items to a conversation."""
-    items = _kept_items(read_body(ItemsRequest, call.body).items)
-    owner, id_ = str(call.tenant.id), call.path.split("/")[3]
-    if not await kept(_store(context).add_items(owner, id_, items)):
-        raise not_found("conversation", id_)
-    data = [msgspec.Raw(item.item) for item in items]
-    await call.send_struct(ItemList(data, items[0].id, items[-1].id, has_more=False))
+    items = _kept_items(body.items)
+    if not is_conversation(conversation_id) or not await kept(
+        _store(services).call(SqlBackend.add, owner_of(call), conversation_id, items)
+    ):
+        raise not_found("conversation", conversation_id)
+    data = [msgspec.Raw(item.body) for item in items]
+    return json_response(ItemList(data, items[0].id, items[-1].id, has_more=False))
 
 
-class ConversationRoutes:
-    """Endpoints for conversations that take no bodies."""
+@router.get(f"{_ONE}/items/{{item_id}}", responses=json_responses(OutputMessage, *KEPT_ERRORS))
+async def retrieve_item(
+    conversation_id: str, item_id: str, request: Request, services: ServicesDep
+) -> HttpResponse:
+    """Show an item of a conversation."""
+    for item in await _found(services, request, conversation_id, SqlBackend.items):
+        if item.id == item_id:
+            return HttpResponse(item.body, media_type="application/json")
+    raise not_found("item", item_id)
 
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
 
-    async def retrieve(self, conversation_id: str, request: Request) -> HttpResponse:
-        """Show a conversation, without its items."""
-        record = await kept(self._store.conversation(owner_of(request), conversation_id))
-        if record is None:
-            raise not_found("conversation", conversation_id)
-        return _json(_shown(record))
-
-    async def delete(self, conversation_id: str, request: Request) -> HttpResponse:
-        """Forget a conversation with its items."""
-        if not await kept(self._store.delete_conversation(owner_of(request), conversation_id)):
-            raise not_found("conversation", conversation_id)
-        return _json(Deleted(conversation_id, "conversation.deleted"))
-
-    async def list_items(self, conversation_id: str, request: Request) -> HttpResponse:
-        """List the items of a conversation."""
-        items = await self._items(conversation_id, request)
-        return _json(page(request, [msgspec.Raw(item.item) for item in items]))
-
-    async def retrieve_item(
-        self, conversation_id: str, item_id: str, request: Request
-    ) -> HttpResponse:
-        """Show an item of a conversation."""
-        for item in await self._items(conversation_id, request):
-            if item.id == item_id:
-                return HttpResponse(item.item, media_type="application/json")
+@router.delete(f"{_ONE}/items/{{item_id}}", responses=_CONVERSATION)
+async def delete_item(
+    conversation_id: str, item_id: str, request: Request, services: ServicesDep
+) -> HttpResponse:
+    """Delete an item of a conversation."""
+    owner = owner_of(request)
+    if not await kept(
+        _store(services).call(SqlBackend.delete_item, owner, conversation_id, item_id)
+    ):
         raise not_found("item", item_id)
-
-    async def delete_item(
-        self, conversation_id: str, item_id: str, request: Request
-    ) -> HttpResponse:
-        """Forget an item of a conversation."""
-        owner = owner_of(request)
-        if not await kept(self._store.delete_item(owner, conversation_id, item_id)):
-            raise not_found("item", item_id)
-        return await self.retrieve(conversation_id, request)
-
-    async def _items(self, id_: str, request: Request) -> list[StoredItem]:
-        items = await kept(self._store.items(owner_of(request), id_))
-        if items is None:
-            raise not_found("conversation", id_)
-        return items
+    return await retrieve(conversation_id, request, services)
 
 
-def _kept_items(items: Sequence[InputItem]) -> list[StoredItem]:
+async def _found(
+    services: Services, request: Request, id_: str, look: Callable[[SqlBackend, str, str], T | None]
+) -> T:
+    """Return what `look` finds in a tenant's conversation.
+
+    Raises:
+        ApiError: 404, the tenant has no such conversation.
+    """
+    found = None
+    if is_conversation(id_):
+        found = await kept(_store(services).call(look, owner_of(request), id_))
+    if found is None:
+        raise not_found("conversation", id_)
+    return found
+
+
+def _kept_items(items: Sequence[InputItem]) -> list[Part]:
     for index, item in enumerate(items):
         if isinstance(item, ItemReference):
             field = f"items[{index}]"
-            raise invalid(f"{field}: a reference is no item of a conversation", field)
+            raise invalid(f"{field}: an item of a conversation cannot be a reference", field)
     return [kept_item(item) for item in items]
 
 
-def _shown(record: StoredConversation) -> Conversation:
-    metadata = msgspec.json.decode(record.metadata, type=dict[str, str])
+def _shown(record: Record) -> Conversation:
+    metadata = msgspec.json.decode(record.body, type=dict[str, str])
     return Conversation(record.id, int(record.created), metadata)
-
-
-def _json(payload: msgspec.Struct) -> HttpResponse:
-    return HttpResponse(msgspec.json.encode(payload), media_type="application/json")

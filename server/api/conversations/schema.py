@@ -4,14 +4,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from server.access.limits import (
+from server.api.responses.schema import InputItem
+from server.limits import (
     MAX_ADDED_ITEMS,
     MAX_METADATA,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
 )
-from server.api.responses.schema import InputItem
-from server.api.shared.body import RequestBody
+from server.schema.body import RequestBody
 
 Metadata = Annotated[
     dict[
@@ -30,7 +30,7 @@ class ConversationRequest(RequestBody):
 
 
 class MetadataRequest(RequestBody):
-    """Change what a conversation is labelled with."""
+    """Change the metadata of a conversation."""
 
     metadata: Metadata
 

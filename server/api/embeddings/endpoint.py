@@ -1,19 +1,24 @@
 """POST /v1/embeddings."""
 
-from server.access.limits import MAX_VECTOR_NUMBERS
-from server.api.body import read_body
-from server.api.context import Context
+from fastapi import APIRouter, Response
+
 from server.api.embeddings.schema import Embedding, EmbeddingsRequest, EmbeddingsResponse
+from server.api.openapi import MODEL_ERRORS, json_responses
+from server.api.route import ModelRoute
+from server.api.services import ServicesDep
 from server.api.vectors import PooledCall, inputs_of, items_shown, shown
+from server.errors import invalid
+from server.generate.pooling.model import PoolingModel
 from server.http.call import Call
-from server.http.errors import invalid
-from server.pooling.model import PoolingModel
+from server.limits import MAX_VECTOR_NUMBERS
+
+router = APIRouter(route_class=ModelRoute)
 
 
-async def create_embeddings(call: Call, context: Context) -> None:
+@router.post("/v1/embeddings", responses=json_responses(EmbeddingsResponse, *MODEL_ERRORS))
+async def create_embeddings(body: EmbeddingsRequest, call: Call, services: ServicesDep) -> Response:
     """Make an embedding of each input."""
-    body = read_body(EmbeddingsRequest, call.body)
-    called = PooledCall(call, context, body)
+    called = PooledCall(call, services, body)
     called.wants("embed")
     model = called.model
     dimensions = checked_dimensions(body.dimensions, model)
@@ -28,7 +33,7 @@ async def create_embeddings(call: Call, context: Context) -> None:
         return Embedding(index, shown(vector, body.encoding_format))
 
     payload = EmbeddingsResponse(called.name, [], called.usage)
-    await called.send(payload, "data", items_shown(vectors, show))
+    return called.response(payload, "data", items_shown(vectors, show))
 
 
 def checked_dimensions(asked: int | None, model: PoolingModel) -> int:

@@ -1,13 +1,14 @@
 """POST /v1/embeddings: request and response."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 from pydantic import Field
 
-from server.access.limits import MAX_TOKENS
-from server.api.shared.body import Name
-from server.api.shared.pooling import Input, PoolingFields, PoolingUsage
+from server.limits import MAX_TOKENS
+from server.schema.body import Name
+from server.schema.pooling import NO_TURNS, Input, PoolingFields, PoolingUsage
+from server.schema.support import Rows, different, refused
 
 
 class EmbeddingsRequest(PoolingFields):
@@ -15,18 +16,29 @@ class EmbeddingsRequest(PoolingFields):
 
     input: Input
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64: float32 numbers, the lowest byte first."
+        None,
+        description="base64: float32 numbers, the lowest byte first.",
+        json_schema_extra=different("float or base64, not bytes"),
     )
     dimensions: int | None = Field(
         None,
         ge=1,
         le=MAX_TOKENS,
-        description="Cut embeddings to so many numbers, of models that were trained for it.",
+        description="Number of dimensions to truncate embeddings to, for models trained for it.",
     )
     prompt_name: Name | None = Field(
-        None, description="Which of the model's prompts stands before texts."
+        None,
+        description="Which of the model's prompts stands before texts.",
+        json_schema_extra=different("vLLM has no prompts; as in sentence-transformers"),
     )
     add_special_tokens: bool | None = True
+
+    undeclared: ClassVar[Rows] = {
+        **NO_TURNS,
+        **refused("numbers are float32", "embed_dtype", "float32", "float", example="float16"),
+        **refused("the lowest byte comes first", "endianness", "native", "little", example="big"),
+        **refused("there is one type of embedding for all inputs", "input_type task_type"),
+    }
 
 
 class Embedding(msgspec.Struct):

@@ -4,44 +4,51 @@ They answer when it is true everywhere: a loaded adapter can be named at every f
 and one that was unloaded at none.
 """
 
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+
 from engine.shared.messages import AdapterOutcome
-from server.api.body import read_body
-from server.api.context import Context
 from server.api.lora.schema import LoadLoraRequest, UnloadLoraRequest
-from server.http.call import Call
-from server.http.errors import ApiError, invalid
+from server.api.openapi import text_responses
+from server.api.route import ApiRoute
+from server.api.services import ServicesDep
+from server.errors import ApiError, invalid
+
+_CHANGED = text_responses(
+    400, 403, 404, 413, 415, 503, kind="text/plain; charset=utf-8", text="It is done."
+)
+
+router = APIRouter(route_class=ApiRoute)
 
 
-async def load_lora_adapter(call: Call, context: Context) -> None:
+@router.post("/v1/load_lora_adapter", responses=_CHANGED)
+async def load_lora_adapter(body: LoadLoraRequest, services: ServicesDep) -> Response:
     """Have all engines load an adapter; then requests may name it as their model."""
-    request = read_body(LoadLoraRequest, call.body)
-    name = request.lora_name
-    if name in context.names:
+    name = body.lora_name
+    if name in services.names:
         raise invalid(f"lora_name: {name!r} is the name of the model itself", "lora_name")
-    if request.base_model_name is not None and request.base_model_name not in context.names:
+    if body.base_model_name is not None and body.base_model_name not in services.names:
         raise invalid(
-            f"base_model_name: the served model is {context.names[0]!r}", "base_model_name"
+            f"base_model_name: the served model is {services.names[0]!r}", "base_model_name"
         )
-    if "\0" in request.lora_path:
-        raise invalid("lora_path: there is a zero byte in it", "lora_path")
-    outcome = await context.client.change_adapter(name, request.lora_path, request.load_inplace)
-    await _tell(call, outcome, f"Success: LoRA adapter '{name}' added successfully.", "lora_path")
+    if "\0" in body.lora_path:
+        raise invalid("lora_path: must not contain a NUL byte", "lora_path")
+    outcome = await services.client.change_adapter(name, body.lora_path, body.load_inplace)
+    return _answer(outcome, f"Success: LoRA adapter '{name}' added successfully.", "lora_path")
 
 
-async def unload_lora_adapter(call: Call, context: Context) -> None:
+@router.post("/v1/unload_lora_adapter", responses=_CHANGED)
+async def unload_lora_adapter(body: UnloadLoraRequest, services: ServicesDep) -> Response:
     """Stop taking requests for an adapter; those that run end with it."""
-    name = read_body(UnloadLoraRequest, call.body).lora_name
-    outcome = await context.client.change_adapter(name)
-    await _tell(call, outcome, f"Success: LoRA adapter '{name}' removed successfully.", "lora_name")
+    name = body.lora_name
+    outcome = await services.client.change_adapter(name)
+    return _answer(outcome, f"Success: LoRA adapter '{name}' removed successfully.", "lora_name")
 
 
-async def _tell(call: Call, outcome: AdapterOutcome, success: str, param: str) -> None:
+def _answer(outcome: AdapterOutcome, success: str, param: str) -> Response:
     status = outcome.status
     if status != 200:
         code = {404: "adapter_not_found", 503: "unavailable"}.get(status, "bad_adapter")
         kind = "server_error" if status >= 500 else "invalid_request_error"
         raise ApiError(status, outcome.reason, param=param, code=code, kind=kind)
-    body = success.encode()
-    length = (b"content-length", str(len(body)).encode())
-    await call.start(200, [(b"content-type", b"text/plain; charset=utf-8"), length])
-    await call.write(body, more=False)
+    return PlainTextResponse(success)

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from engine.shared.config import MAX_NAME_SIZE
-from server.api.shared.body import Name, RequestBody
+from server.schema.body import Name, RequestBody
 
 MAX_PATH_SIZE = 4096
 

@@ -3,8 +3,9 @@
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from server.http.errors import MessagesErrorResponse
+from server.errors import MessagesErrorResponse
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -53,6 +54,8 @@ class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    unreadable_tool_use: list[str] | UnsetType = UNSET
+    """Ids of calls whose input is no JSON object, if there are any: `{}` stands for it."""
 
 
 class TokenCount(msgspec.Struct):
@@ -113,6 +116,7 @@ class Ending(msgspec.Struct):
 
     stop_reason: StopReason | None
     stop_sequence: str | None
+    unreadable_tool_use: list[str] | UnsetType = UNSET
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):

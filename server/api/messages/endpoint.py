@@ -1,29 +1,51 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
-from server.api.body import read_body
-from server.api.context import Context
-from server.api.generation import generate
-from server.api.messages.content import TokenCount
+from typing import get_args
+
+from fastapi import APIRouter, Response
+
+from server.api.generation import Generation
+from server.api.messages.content import Message, MessageEvent, TokenCount
 from server.api.messages.parse import parse, parse_count
 from server.api.messages.render import renderer
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
+from server.api.openapi import (
+    ENGINE_ERRORS,
+    MODEL_ERRORS,
+    REQUEST_HEADERS,
+    event_responses,
+    json_responses,
+    with_errors,
+)
+from server.api.route import ModelRoute, json_response
+from server.api.services import ServicesDep
 from server.api.tokenize.count import count_tokens_of
+from server.errors import ApiError, MessagesErrorResponse
 from server.http.call import Call
-from server.http.errors import ApiError
+
+_MESSAGE = event_responses(Message, get_args(MessageEvent), *MODEL_ERRORS)
+_COUNT = json_responses(TokenCount, *ENGINE_ERRORS)
+
+router = APIRouter(route_class=ModelRoute)
 
 
-async def create_message(call: Call, context: Context) -> None:
+@router.post(
+    "/v1/messages",
+    responses=with_errors(_MESSAGE, MessagesErrorResponse),
+    openapi_extra=REQUEST_HEADERS,
+)
+async def create_message(body: MessagesRequest, call: Call, services: ServicesDep) -> Response:
     """Answer a conversation with its next turn, as Anthropic's clients know it."""
-    await generate(call, context, read_body(MessagesRequest, call.body), parse, renderer)
+    return Generation(call, services, body, parse, renderer)
 
 
-async def count_tokens(call: Call, context: Context) -> None:
+@router.post("/v1/messages/count_tokens", responses=with_errors(_COUNT, MessagesErrorResponse))
+async def count_tokens(body: CountTokensRequest, services: ServicesDep) -> Response:
     """Count the tokens of a conversation as the model would read it."""
-    request = read_body(CountTokensRequest, call.body)
-    context.asked_model(request.model)
-    source, blame = parse_count(request)
+    services.asked_model(body.model)
+    source, blame = parse_count(body)
     try:
-        count = await count_tokens_of(source, context, "messages")
+        count = await count_tokens_of(source, services, "messages")
     except ApiError as error:
         raise blame(error) from error
-    await call.send_struct(TokenCount(count))
+    return json_response(TokenCount(count))

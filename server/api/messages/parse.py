@@ -1,10 +1,9 @@
 """A request for a message in the terms of all requests: by way of a chat completion."""
 
-import json
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pydantic
@@ -15,25 +14,33 @@ from server.api.chat.schema import ChatCompletionRequest
 from server.api.messages.schema import (
     Block,
     CountTokensRequest,
+    DocumentBlock,
+    ImageBlock,
     MessagesRequest,
     MessageTool,
     MessageToolChoice,
     RedactedThinkingBlock,
+    ResultBlock,
+    SearchResultBlock,
     TextBlock,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
     Turn,
 )
-from server.generate.request import Conversation, GenerationRequest, Limits
-from server.http.errors import ApiError, invalid, invalid_body
+from server.errors import ApiError, invalid
+from server.generate.model import ServedModel
+from server.generate.request import Conversation, GenerationRequest
+from server.http.errors import invalid_body
+from server.schema.tools import not_served
 
 _PASSED_ON = (
     "temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "max_tokens",
 )  # fmt: skip
 
 
-def parse(request: MessagesRequest, limits: Limits) -> GenerationRequest:
+def parse(request: MessagesRequest, model: ServedModel, max_model_len: int) -> GenerationRequest:
     """Return what a request asks for, by way of the chat completion that answers it.
 
     Raises:
@@ -41,7 +48,7 @@ def parse(request: MessagesRequest, limits: Limits) -> GenerationRequest:
     """
     chat, blame = _as_chat(request)
     try:
-        return parse_chat(chat, limits, blame)
+        return parse_chat(chat, model, max_model_len, blame)
     except ApiError as error:
         raise blame(error) from error
 
@@ -76,11 +83,12 @@ def _as_chat(
             body["thinking_token_budget"] = request.thinking.budget_tokens
     if turns.messages[-1]["role"] == "assistant":
         body |= {"add_generation_prompt": False, "continue_final_message": True}
-    if request.tools:
-        body["tools"] = [_tool(tool, index) for index, tool in enumerate(request.tools)]
-        body |= _choice(request.tool_choice)
-    elif request.tool_choice is not None and request.tool_choice.type not in ("auto", "none"):
-        raise invalid("tool_choice: needs tools to choose from", "tool_choice")
+    functions = [
+        index for index, tool in enumerate(request.tools or ()) if tool.type in (None, "custom")
+    ]
+    body["tools"] = [_tool((request.tools or [])[index]) for index in functions]
+    if request.tool_choice is not None:
+        body |= _choice(request.tool_choice, request.tools or [], functions)
     format = request.output_config.format if request.output_config is not None else None
     format = format or request.output_format
     if format is not None:
@@ -90,7 +98,7 @@ def _as_chat(
     encoded = msgspec.json.encode(sent)
 
     def blame(error: ApiError) -> ApiError:
-        return error.renamed(partial(_renamed, turns.places))
+        return error.renamed(partial(_renamed, turns, functions))
 
     try:
         chat = ChatCompletionRequest.model_validate_json(encoded)
@@ -102,7 +110,6 @@ def _as_chat(
 def _check(request: MessagesRequest | CountTokensRequest) -> None:
     for name, why in (
         ("mcp_servers", "no tools run here; call them from the client"),
-        ("context_management", "conversations are read as they are sent; shorten them yourself"),
         ("container", "no tools run here"),
     ):
         if getattr(request, name, None):
@@ -140,6 +147,8 @@ class _Turns:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
+        self.parts: dict[str, str] = {}
+        """Fields of images in these messages, and those that they are made of."""
 
     def add(self, message: dict[str, Any], place: str) -> None:
         """Add a message."""
@@ -152,25 +161,92 @@ class _Turns:
             self.add({"role": turn.role, "content": turn.content}, place)
         elif turn.role == "assistant":
             self.add(_assistant(turn.content, place), place)
+        elif turn.role == "system":
+            texts = [
+                block.text
+                if isinstance(block, TextBlock)
+                else _refuse(block, f"{place}.content[{index}]", "system")
+                for index, block in enumerate(turn.content)
+            ]
+            self.add({"role": "system", "content": "\n".join(texts)}, place)
         else:
             self._user(turn.content, place)
 
     def _user(self, blocks: Sequence[Block], place: str) -> None:
-        said: list[str] = []
+        said = _Said()
         for index, block in enumerate(blocks):
+            field = f"{place}.content[{index}]"
             match block:
-                case TextBlock():
-                    said.append(block.text)
+                case ImageBlock():
+                    said.show(block, field)
+                case TextBlock() | SearchResultBlock():
+                    said.say(_read(block))
+                case DocumentBlock() if block.source.type == "text":
+                    said.say(_read(block))
+                case DocumentBlock():
+                    raise invalid(f"{field}: this model reads text; send no {block.type}", field)
                 case ToolResultBlock():
-                    text = _text(block.content or "")
-                    if block.is_error:
-                        text = f"Error: {text}"
-                    message = {"role": "tool", "content": text, "tool_call_id": block.tool_use_id}
-                    self.add(message, f"{place}.content[{index}]")
+                    self._result(block, field)
                 case _:
-                    raise _misplaced(block, place, index, "user")
-        if said or not blocks:
-            self.add({"role": "user", "content": "\n".join(said)}, place)
+                    _refuse(block, field, "user")
+        if said.parts or not blocks:
+            self._add_said({"role": "user"}, said, place)
+
+    def _result(self, block: ToolResultBlock, place: str) -> None:
+        result = _Said()
+        content = block.content or ""
+        for index, each in enumerate([] if isinstance(content, str) else content):
+            if isinstance(each, ImageBlock):
+                result.show(each, f"{place}.content[{index}]")
+            else:
+                result.say(_read(each))
+        if isinstance(content, str):
+            result.say(content)
+        if block.is_error:
+            result.begin("Error: ")
+        self._add_said({"role": "tool", "tool_call_id": block.tool_use_id}, result, place)
+
+    def _add_said(self, message: dict[str, Any], said: "_Said", place: str) -> None:
+        """Add a message with what was said and shown in it."""
+        for part, field in said.fields.items():
+            self.parts[f"messages[{len(self.messages)}].content[{part}]"] = field
+        self.add({**message, "content": said.content}, place)
+
+
+class _Said:
+    """Collects the content of a message: texts, and images with the fields that they came in."""
+
+    def __init__(self) -> None:
+        self.parts: list[dict[str, Any]] = []
+        self.fields: dict[int, str] = {}
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """One text if nothing is shown, else the parts."""
+        return self.parts if self.fields else "\n".join(part["text"] for part in self.parts)
+
+    def say(self, text: str) -> None:
+        """Add a text."""
+        self.parts.append({"type": "text", "text": text})
+
+    def begin(self, text: str) -> None:
+        """Put a text before all others."""
+        if self.parts and self.parts[0]["type"] == "text":
+            self.parts[0]["text"] = text + self.parts[0]["text"]
+        else:
+            self.parts.insert(0, {"type": "text", "text": text})
+            self.fields = {part + 1: field for part, field in self.fields.items()}
+
+    def show(self, block: ImageBlock, field: str) -> None:
+        """Add an image."""
+        self.fields[len(self.parts)] = field
+        part: dict[str, Any] = {"type": "image"}
+        source = block.source
+        if source is not None and source.type == "url":
+            part["image_url"] = source.url or ""
+        elif source is not None and source.data is not None:
+            part["image_url"] = f"data:{source.media_type or 'image/png'};base64,{source.data}"
+        self.parts.append(part)
 
 
 def _assistant(blocks: Sequence[Block], place: str) -> dict[str, Any]:
@@ -186,10 +262,10 @@ def _assistant(blocks: Sequence[Block], place: str) -> dict[str, Any]:
             case RedactedThinkingBlock():
                 pass
             case ToolUseBlock():
-                function = {"name": block.name, "arguments": json.dumps(block.input)}
+                function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case _:
-                raise _misplaced(block, place, index, "assistant")
+                _refuse(block, f"{place}.content[{index}]", "assistant")
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(said)}
     if thought:
         message["reasoning_content"] = "\n".join(thought)
@@ -198,21 +274,31 @@ def _assistant(blocks: Sequence[Block], place: str) -> dict[str, Any]:
     return message
 
 
-def _misplaced(block: Block, place: str, index: int, role: str) -> ApiError:
-    field = f"{place}.content[{index}].type"
-    return invalid(f"{field}: {block.type!r} is nothing that a turn of the {role} holds", field)
+def _refuse(block: Block, place: str, role: str) -> NoReturn:
+    field = f"{place}.type"
+    raise invalid(f"{field}: {block.type!r} is not allowed in a turn of the {role}", field)
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join([block.text for block in content])
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _tool(tool: MessageTool, index: int) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        field = f"tools[{index}].type"
-        raise invalid(
-            f"{field}: {tool.type!r} is no function; tools that a server runs are not served", field
-        )
+def _read(block: ResultBlock) -> str:
+    """Return a block as text."""
+    match block:
+        case TextBlock():
+            return block.text
+        case SearchResultBlock():
+            return "\n".join([block.title, block.source, *(each.text for each in block.content)])
+        case DocumentBlock() if block.source.type == "text":
+            return "\n".join(filter(None, [block.title, block.source.data]))
+        case ToolReferenceBlock():
+            return f"The tool {block.tool_name} is available."
+        case _:
+            return f"[{block.type} omitted: this model reads text]"
+
+
+def _tool(tool: MessageTool) -> dict[str, Any]:
     function = {
         "name": tool.name,
         "description": tool.description,
@@ -223,13 +309,18 @@ def _tool(tool: MessageTool, index: int) -> dict[str, Any]:
     return {"type": "function", "function": known}
 
 
-def _choice(choice: MessageToolChoice | None) -> dict[str, Any]:
-    if choice is None:
-        return {}
+def _choice(
+    choice: MessageToolChoice, tools: Sequence[MessageTool], functions: Sequence[int]
+) -> dict[str, Any]:
     wanted: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+    others = {tool.name: tool.type for i, tool in enumerate(tools) if i not in functions}
+    if choice.type == "any" and others and not functions:
+        raise not_served(*next(iter(others.items())))
     if choice.type == "tool":
         if choice.name is None:
             raise invalid("tool_choice.name: Field required", "tool_choice.name")
+        if choice.name in others:
+            raise not_served(choice.name, others[choice.name])
         wanted = {"type": "function", "function": {"name": choice.name}}
     return {"tool_choice": wanted, "parallel_tool_calls": not choice.disable_parallel_tool_use}
 
@@ -248,11 +339,16 @@ _RENAMED = (
 )
 
 
-def _renamed(places: list[str], param: str) -> str:
+def _renamed(turns: _Turns, functions: Sequence[int], param: str) -> str:
     """Return the field of the request that a field of the chat completion stands for."""
+    tool = re.match(r"tools\[(\d+)\]", param)
+    if tool is not None:
+        param = f"tools[{functions[int(tool[1])]}]{param[tool.end() :]}"
+    if param in turns.parts:
+        return turns.parts[param]
     turn = re.match(r"messages\[(\d+)\]", param)
-    if turn is not None and int(turn[1]) < len(places):
-        return places[int(turn[1])]
+    if turn is not None and int(turn[1]) < len(turns.places):
+        return turns.places[int(turn[1])]
     for pattern, name in _RENAMED:
         if pattern.match(param):
             return pattern.sub(name, param)

@@ -15,40 +15,40 @@ from server.api.messages.content import (
     ToolUseContent,
 )
 from server.api.messages.schema import MessagesRequest
-from server.api.shared.answer import Usage
-from server.api.shared.rendering import Answering, Renderer, event_frames
-from server.api.shared.whole import WholeAnswers
-from server.generate.answer import Answer
+from server.api.rendering import Renderer, event_frames
+from server.api.whole import WholeAnswers
+from server.errors import ApiError, MessagesErrorResponse, message_error
 from server.generate.fold import Delta
-from server.http.errors import ApiError, MessagesErrorResponse, message_error
+from server.generate.request import GenerationRequest
+from server.schema.answer import Usage
+from server.text.detokenizer import TokenTable
 
 _encode = msgspec.json.Encoder().encode
 
 
-def renderer(request: MessagesRequest, answering: Answering) -> Renderer:
+def renderer(body: MessagesRequest, request: GenerationRequest, _: TokenTable) -> Renderer:
     """Return what shows the answer to a request."""
-    growing = GrowingMessage(answering)
-    return MessageEvents(growing) if request.stream else MessageBody(growing)
+    growing = GrowingMessage(request)
+    return MessageEvents(growing) if body.stream else MessageBody(growing)
 
 
 class GrowingMessage:
     """Fills a message from deltas, and tells how it grows as typed events."""
 
-    def __init__(self, answering: Answering) -> None:
-        spec = answering.spec
+    def __init__(self, request: GenerationRequest) -> None:
         self.message = Message(
-            id=f"msg_{answering.request_id}",
-            model=answering.model,
-            usage=MessageUsage(spec.num_prompt_tokens, 1),
+            id=f"msg_{request.request_id}",
+            model=request.model,
+            usage=MessageUsage(request.num_prompt_tokens, 1),
         )
-        self._reader = spec.plan.reader()
-        self._builder = BlockBuilder(spec.plan.new_call_id)
+        self._reader = request.plan.reader()
+        self._builder = BlockBuilder(request.plan.new_call_id)
 
     def push(self, delta: Delta) -> list[MessageEvent]:
         """Add what is new of the answer; return what there is to tell."""
         return [event for part in self._taken_apart(delta) for event in self._builder.push(part)]
 
-    def close(self, usage: Usage, answer: Answer | None = None) -> list[MessageEvent]:
+    def close(self, usage: Usage, answer: Delta | None = None) -> list[MessageEvent]:
         """Complete the message, with a whole answer if it has none yet.
 
         Returns what there is to tell of what is new.
@@ -57,12 +57,14 @@ class GrowingMessage:
         message = self.message
         message.content = self._builder.content
         message.usage = _usage(usage)
-        has_calls = any([isinstance(block, ToolUseContent) for block in message.content])
-        if has_calls and message.stop_reason == "end_turn":
+        calls = [block.id for block in message.content if isinstance(block, ToolUseContent)]
+        if self._reader is not None and (unreadable := self._reader.unreadable_calls):
+            message.unreadable_tool_use = [calls[index] for index in unreadable]
+        if calls and message.stop_reason == "end_turn":
             message.stop_reason = "tool_use"
         return told
 
-    def _taken_apart(self, piece: Delta | Answer) -> list[Part]:
+    def _taken_apart(self, piece: Delta) -> list[Part]:
         parts: list[Part]
         if self._reader is None:
             parts = [ContentText(piece.text)] if piece.text else []
@@ -74,7 +76,7 @@ class GrowingMessage:
             self._end_with(piece)
         return parts
 
-    def _end_with(self, piece: Delta | Answer) -> None:
+    def _end_with(self, piece: Delta) -> None:
         message = self.message
         if piece.finish_reason == "abort":
             message.stop_reason = None
@@ -124,7 +126,7 @@ class MessageEvents:
     def finish(self, usage: Usage) -> bytes:
         """Return the frames behind those of the last delta."""
         told, message = self._growing.close(usage), self._growing.message
-        ending = Ending(message.stop_reason, message.stop_sequence)
+        ending = Ending(message.stop_reason, message.stop_sequence, message.unreadable_tool_use)
         return event_frames([*told, MessageDelta(ending, message.usage), MessageStop()])
 
 

@@ -3,11 +3,11 @@
 Source: Anthropic's Messages API, version 2023-06-01.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from server.access.limits import (
+from server.limits import (
     INT64_MAX,
     INT64_MIN,
     MAX_MESSAGES,
@@ -18,8 +18,9 @@ from server.access.limits import (
     MAX_TOOL_CALLS,
     MAX_TOOLS,
 )
-from server.api.shared.body import JsonObject, Name, RequestBody
-from server.api.shared.fields import CacheSalt
+from server.schema.body import JsonObject, Name, RequestBody
+from server.schema.fields import CacheSalt
+from server.schema.support import NO_KV_TRANSFER, PRIORITY, Rows, different, extra, ignored, refused
 
 
 class TextBlock(RequestBody):
@@ -50,16 +51,56 @@ class ToolUseBlock(RequestBody):
     type: Literal["tool_use"]
     id: Name
     name: Name
-    input: JsonObject
+    input: JsonObject | str | None = Field(
+        None, description="An object. Other text is shown to the model as it is."
+    )
 
 
-class ToolResultBlock(RequestBody):
-    """What came of a call."""
+class ImageBlockSource(RequestBody):
+    """Where an image is: in `data`, or at a `url` that the operator allows."""
 
-    type: Literal["tool_result"]
-    tool_use_id: Name
-    content: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None
-    is_error: bool | None = False
+    type: Name
+    media_type: Name | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(RequestBody):
+    """An image, for models that take images; else refused from users, and left out of results."""
+
+    type: Literal["image"]
+    source: ImageBlockSource | None = None
+
+
+class DocumentSource(RequestBody):
+    """Where the content of a document is; only `text` is read."""
+
+    type: Name
+    data: str | None = None
+
+
+class DocumentBlock(RequestBody):
+    """A document; read if it is plain text, else as an image is."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+
+
+class SearchResultBlock(RequestBody):
+    """A passage that a search found."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)]
+
+
+class ToolReferenceBlock(RequestBody):
+    """A tool that a search for tools found; all tools are shown to the model in any case."""
+
+    type: Literal["tool_reference"]
+    tool_name: Name
 
 
 def _block_type(block: Any) -> str:
@@ -67,10 +108,32 @@ def _block_type(block: Any) -> str:
     return kind if isinstance(kind, str) else ""
 
 
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[ToolReferenceBlock, Tag("tool_reference")],
+    Discriminator(_block_type),
+]
+
+
+class ToolResultBlock(RequestBody):
+    """What came of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: str | Annotated[list[ResultBlock], Field(max_length=MAX_PARTS)] | None = None
+    is_error: bool | None = False
+
+
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
     Discriminator(_block_type),
@@ -80,12 +143,15 @@ Block = Annotated[
 class Turn(RequestBody):
     """One turn of the conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=MAX_PARTS)]
 
 
 class MessageTool(RequestBody):
-    """A function that the model may call; tools that a server runs are refused."""
+    """A function that the model may call.
+
+    Tools of other types are left out, and refused if `tool_choice` demands them.
+    """
 
     name: Name
     type: Name | None = None
@@ -138,20 +204,40 @@ class _Conversation(RequestBody):
     model: str = Field(description="One of the served names.")
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None
-    tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None,
+        json_schema_extra=different("functions; others are left out, and refused where demanded"),
+    )
     tool_choice: MessageToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: Thinking | None = Field(
+        None, json_schema_extra=different("a model that always thinks does; nothing is signed")
+    )
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(
         None, description="An older name for output_config.format."
     )
     mcp_servers: Annotated[list[JsonObject], Field(max_length=MAX_TOOL_CALLS)] | None = Field(
-        None, description="Refused: no tools run here."
+        None,
+        description="Refused: no tools run here.",
+        json_schema_extra=extra(
+            "refused", "no tools run here", [], example=[{"url": "http://localhost"}]
+        ),
     )
     context_management: JsonObject | None = Field(
-        None, description="Refused: conversations are read as they are sent."
+        None,
+        description="Accepted and not used: conversations are read as they are sent.",
+        json_schema_extra=extra("ignored", "conversations are read as they are sent"),
     )
     chat_template_kwargs: JsonObject | None = None
+
+    undeclared: ClassVar[Rows] = {
+        **ignored(
+            "a hint for caches of other servers; prompts are cached in any case", "cache_control"
+        ),
+        **refused("conversations are not summarized", "compaction"),
+        **ignored("has no effect", "billing_policy"),
+        **ignored("there is one tier", "speed"),
+    }
 
 
 class CountTokensRequest(_Conversation):
@@ -175,13 +261,32 @@ class MessagesRequest(_Conversation):
     )
     top_p: float | None = Field(None, gt=0, le=1, description="Default: the model's, else 1.")
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 and -1 mean all tokens.")
-    metadata: Metadata | None = None
-    container: str | JsonObject | None = Field(None, description="Refused: no tools run here.")
-    service_tier: Name | None = Field(None, description="Accepted and not used.")
+    metadata: Metadata | None = Field(
+        None, json_schema_extra=different("`user_id` is what `user` is elsewhere")
+    )
+    container: str | JsonObject | None = Field(
+        None,
+        description="Refused: no tools run here.",
+        json_schema_extra=extra("refused", "no tools run here", example="container_1"),
+    )
+    service_tier: Name | None = Field(
+        None,
+        description="Accepted and not used.",
+        json_schema_extra=extra("ignored", "there is one tier"),
+    )
 
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    priority: int | None = Field(0, ge=-(2**31), lt=2**31)
+    priority: int | None = Field(0, ge=-(2**31), lt=2**31, json_schema_extra=PRIORITY)
     cache_salt: CacheSalt | None = None
+
+    undeclared: ClassVar[Rows] = {
+        **refused("conversations are not kept here; /v1/responses keeps them", "thread"),
+        **NO_KV_TRANSFER,
+        **ignored("there is one tier", "inference_geo"),
+        **ignored("has no effect", "fallback_credit_token"),
+        **ignored("no model here declines a request that another would take", "fallbacks"),
+        **ignored("about caches, which are no part of the answer", "diagnostics"),
+    }
 
     @property
     def request_id(self) -> str | None:

@@ -1,14 +1,13 @@
 """Models, health, version and metrics."""
 
 import asyncio
-import re
-from typing import Any
 
 import msgspec
-from fastapi import Response
+from fastapi import APIRouter, Response
+from prometheus_client.core import GaugeMetricFamily
 
-from engine.shared.version import SWELL_VERSION
-from server.api.context import Context
+from engine.shared.messages import ControlQuery
+from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
 from server.api.meta.schema import (
     HealthResponse,
     LoadResponse,
@@ -18,134 +17,165 @@ from server.api.meta.schema import (
     TokenizerInfo,
     VersionResponse,
 )
+from server.api.openapi import json_responses, text_responses
+from server.api.route import ApiRoute, json_response
+from server.api.services import Services, ServicesDep
 from server.api.tokenize.count import known_max_model_len
-from server.config import FrontEndConfig
-from server.http.errors import ApiError, model_not_found, unavailable
+from server.config.shown import without_secrets
+from server.control import SupervisorSilent
+from server.errors import ApiError, model_not_found, unavailable
+from server.observe.exposition import text_of
 from server.observe.metrics import CONTENT_TYPE
-from server.observe.shared_work import SharedWork
-from server.observe.waiting_engines import WaitingEngines
+
+WITHIN = 1.0
+"""Seconds that a scrape waits for the supervisor."""
+
+router = APIRouter(route_class=ApiRoute)
+tokenizer_router = APIRouter(route_class=ApiRoute)
+"""What is there with --enable-tokenizer-info-endpoint."""
+settings_router = APIRouter(route_class=ApiRoute)
+"""What is there with an admin key."""
+
+_READINESS = json_responses(HealthResponse, 503)
 
 
-class MetaRoutes:
-    """Endpoints that tell about the server."""
-
-    def __init__(self, context: Context, config: FrontEndConfig, waiting: WaitingEngines) -> None:
-        self._context = context
-        self._config = config
-        self._waiting = waiting
-        self._scrape = SharedWork(lambda: context.metrics.scrape(context.client))
-
-    async def list_models(self) -> Response:
-        """List the names by which the model may be called, and the models of other servers."""
-        names = self._context.names
-        served = self._context.client.adapters.served
-        adapters = [self._model(name, path) for name, path in served.items() if name not in names]
-        here = [self._model(name) for name in names] + adapters
-        known = {each.id for each in here}
-        return _json(ModelList(here + [each for each in self._elsewhere() if each.id not in known]))
-
-    async def retrieve_model(self, model_id: str) -> Response:
-        """Show one served name."""
-        if model_id in self._context.names:
-            return _json(self._model(model_id))
-        path = self._context.client.adapters.served.get(model_id)
-        if path is not None:
-            return _json(self._model(model_id, path))
-        for model in self._elsewhere():
-            if model.id == model_id:
-                return _json(model)
-        raise model_not_found(model_id)
-
-    async def health(self) -> Response:
-        """Say that this process lives."""
-        return _json(HealthResponse("ok"))
-
-    async def ping(self) -> Response:
-        """Say whether at least one engine can serve, where hosts of models ask."""
-        return await self.ready()
-
-    async def ready(self) -> Response:
-        """Say whether at least one engine can serve."""
-        if not self._context.client.ready:
-            raise unavailable("No engine is ready to serve.")
-        return _json(HealthResponse("ready"))
-
-    async def version(self) -> Response:
-        """Tell the version of Swell."""
-        return _json(VersionResponse(SWELL_VERSION))
-
-    async def load(self) -> Response:
-        """Tell how much the front ends of this node have taken on."""
-        totals = self._context.admission.table.totals()
-        return _json(LoadResponse(totals.requests, totals.tokens))
-
-    async def server_info(self) -> Response:
-        """Show the settings that this front end runs with."""
-        settings = _without_secrets(msgspec.to_builtins(self._config))
-        return _json(ServerInfo(SWELL_VERSION, settings))
-
-    async def tokenizer_info(self) -> Response:
-        """Show the special tokens, the vocabulary's size and the chat template."""
-        tokenizer = self._context.model.tokenizer
-        template = tokenizer.chat_template
-        info = TokenizerInfo(
-            tokenizer.vocab_size,
-            sorted(tokenizer.eos_token_ids),
-            list(tokenizer.special_tokens),
-            None if template is None else template.source,
-            known_max_model_len(self._context),
-        )
-        return _json(info)
-
-    async def metrics(self) -> Response:
-        """Show the node's metrics in Prometheus text format."""
-        text, waiting = await asyncio.gather(self._scrape.result(), self._waiting.exposed())
-        return Response(text + waiting, media_type=CONTENT_TYPE)
-
-    async def engine_metrics(self, rank: int) -> Response:
-        """Show the metrics of one engine alone."""
-        context = self._context
-        text = context.metrics.render_engine(context.client, rank)
-        if text is None:
-            raise ApiError(404, f"There is no engine {rank}.", param="rank", code="not_found")
-        return Response(text, media_type=CONTENT_TYPE)
-
-    def _elsewhere(self) -> list[Model]:
-        """Return what is shown of the models of other servers."""
-        forwarder = self._context.forwarder
-        names = forwarder.models if forwarder is not None else ()
-        return [Model(name, self._context.created, "swell", name, None) for name in names]
-
-    def _model(self, name: str, path: str | None = None) -> Model:
-        """Return what is shown of the model, or of an adapter at this path."""
-        context = self._context
-        return Model(
-            id=name,
-            created=context.created,
-            owned_by="swell",
-            root=context.names[0] if path is None else path,
-            parent=None if path is None else context.names[0],
-            max_model_len=known_max_model_len(context),
-        )
+@router.get("/v1/models", responses=json_responses(ModelList, 401))
+async def list_models(services: ServicesDep) -> Response:
+    """List the names by which the model may be called, and the models of other servers."""
+    names, served = services.names, services.client.adapters.served
+    adapters = [_model(services, name, path) for name, path in served.items() if name not in names]
+    here = [_model(services, name) for name in names] + adapters
+    known = {each.id for each in here}
+    elsewhere = [each for each in _elsewhere(services) if each.id not in known]
+    return json_response(ModelList(here + elsewhere))
 
 
-_SECRET = re.compile(r"(^|_)(key|token|secret|password)s?$")
-"""Names of settings whose values are not shown; paths of files that hold them are."""
-
-_URL_SECRET = re.compile(r"://[^/?#@]*@")
-"""Who logs in, in a URL."""
-
-
-def _without_secrets(settings: Any) -> Any:
-    if isinstance(settings, str):
-        return _URL_SECRET.sub("://(hidden)@", settings)
-    if not isinstance(settings, dict):
-        return settings
-    return {
-        name: "(hidden)" if value and _SECRET.search(name) else _without_secrets(value)
-        for name, value in settings.items()
-    }
+@router.get("/v1/models/{model_id:path}", responses=json_responses(Model, 401, 404))
+async def retrieve_model(model_id: str, services: ServicesDep) -> Response:
+    """Show one served name."""
+    if model_id in services.names:
+        return json_response(_model(services, model_id))
+    path = services.client.adapters.served.get(model_id)
+    if path is not None:
+        return json_response(_model(services, model_id, path))
+    for model in _elsewhere(services):
+        if model.id == model_id:
+            return json_response(model)
+    elsewhere = {model.id for model in _elsewhere(services)}
+    raise model_not_found(model_id, services.own_models | elsewhere)
 
 
-def _json(payload: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(payload), media_type="application/json")
+@router.get("/health", responses=json_responses(HealthResponse))
+async def health() -> Response:
+    """Say that this process lives."""
+    return json_response(HealthResponse("ok"))
+
+
+@router.get("/ping", responses=_READINESS)
+@router.post("/ping", responses=_READINESS)
+async def ping(services: ServicesDep) -> Response:
+    """Say whether at least one engine can serve, where hosts of models ask."""
+    return await ready(services)
+
+
+@router.get("/ready", responses=_READINESS)
+async def ready(services: ServicesDep) -> Response:
+    """Say whether at least one engine can serve."""
+    if not services.client.ready:
+        raise unavailable("No engine is ready to serve.")
+    return json_response(HealthResponse("ready"))
+
+
+@router.get("/version", responses=json_responses(VersionResponse))
+async def version() -> Response:
+    """Tell the version of Swell."""
+    return json_response(VersionResponse(SWELL_VERSION, PROTOCOL_VERSION))
+
+
+@router.get("/load", responses=json_responses(LoadResponse, 401))
+async def load(services: ServicesDep) -> Response:
+    """Tell how much the front ends of this node have taken on."""
+    totals = services.admission.table.totals()
+    return json_response(LoadResponse(totals.requests, totals.tokens))
+
+
+@settings_router.get("/server_info", responses=json_responses(ServerInfo, 403))
+async def server_info(services: ServicesDep) -> Response:
+    """Show the settings that this front end runs with."""
+    settings = without_secrets(msgspec.to_builtins(services.config))
+    return json_response(ServerInfo(SWELL_VERSION, settings))
+
+
+@tokenizer_router.get("/tokenizer_info", responses=json_responses(TokenizerInfo, 401))
+async def tokenizer_info(services: ServicesDep) -> Response:
+    """Show the special tokens, the vocabulary's size and the chat template."""
+    tokenizer = services.model.tokenizer
+    template = tokenizer.chat_template
+    info = TokenizerInfo(
+        tokenizer.vocab_size,
+        sorted(tokenizer.eos_token_ids),
+        list(tokenizer.special_tokens),
+        None if template is None else template.source,
+        known_max_model_len(services),
+    )
+    return json_response(info)
+
+
+@router.get("/metrics", responses=text_responses(401))
+async def metrics(services: ServicesDep) -> Response:
+    """Show the node's metrics in Prometheus text format."""
+    text, waiting = await asyncio.gather(services.scrape.result(), waiting_engines(services))
+    return Response(text + waiting, media_type=CONTENT_TYPE)
+
+
+@router.get("/metrics/engine/{rank}", responses=text_responses(400, 401, 404))
+async def engine_metrics(rank: int, services: ServicesDep) -> Response:
+    """Show the metrics of one engine alone."""
+    text = services.metrics.render_engine(services.client, rank)
+    if text is None:
+        raise ApiError(404, f"There is no engine {rank}.", param="rank", code="not_found")
+    return Response(text, media_type=CONTENT_TYPE)
+
+
+def _elsewhere(services: Services) -> list[Model]:
+    """Return what is shown of the models of other servers."""
+    forwarder = services.forwarder
+    names = forwarder.models if forwarder is not None else ()
+    return [Model(name, services.created, "swell", name, None) for name in names]
+
+
+def _model(services: Services, name: str, path: str | None = None) -> Model:
+    """Return what is shown of the model, or of an adapter at this path."""
+    return Model(
+        id=name,
+        created=services.created,
+        owned_by="swell",
+        root=services.names[0] if path is None else path,
+        parent=None if path is None else services.names[0],
+        max_model_len=known_max_model_len(services),
+        tool_call_parser=services.model.formats.call_parser,
+        reasoning_parser=services.model.formats.reasoning_parser,
+    )
+
+
+async def waiting_engines(services: Services) -> bytes:
+    """Return the metric of engines that wait for resources of a cluster; empty if none does.
+
+    Only the supervisor knows of engines that have not been started yet.
+    """
+    control = services.control
+    if control is None or not control.engines_may_wait:
+        return b""
+    try:
+        async with asyncio.timeout(WITHIN):
+            status = await control.ask(ControlQuery())
+    except (SupervisorSilent, TimeoutError):
+        return b""
+    if not status.waiting:
+        return b""
+    text = "1 for each engine that is not started because the cluster lacks these resources."
+    name = services.config.http.metrics_prefix + "engine_waiting_for_resources"
+    family = GaugeMetricFamily(name, text, labels=("model_name", "engine", "resources"))
+    for engine, resources in status.waiting.items():
+        family.add_metric((services.names[0], engine, resources), 1.0)
+    return text_of([family])

@@ -14,6 +14,9 @@ class Model(msgspec.Struct):
     root: str
     max_model_len: int | None
     parent: str | None = None
+    tool_call_parser: str | None = None
+    """The format in which the model's tool calls are read; None for models of other servers."""
+    reasoning_parser: str | None = None
     object: Literal["model"] = "model"
 
 
@@ -58,6 +61,7 @@ class TokenizerInfo(msgspec.Struct):
 
 
 class VersionResponse(msgspec.Struct):
-    """Version of the distribution."""
+    """Version of the distribution, and of the messages that its processes exchange."""
 
     version: str
+    protocol: int

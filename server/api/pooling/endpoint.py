@@ -3,20 +3,25 @@
 from collections.abc import Iterable
 from typing import Any, cast
 
+from fastapi import APIRouter, Response
+
 from engine.shared.pooling import Task, TokenTask
-from server.api.body import read_body
-from server.api.context import Context
 from server.api.embeddings.endpoint import check_answer, checked_dimensions, checked_prompt
+from server.api.openapi import MODEL_ERRORS, json_responses
 from server.api.pooling.schema import PooledData, PoolingRequest, PoolingResponse
+from server.api.route import ModelRoute
+from server.api.services import ServicesDep
 from server.api.vectors import PooledCall, inputs_of, items_shown, parts, rows, shown
+from server.errors import invalid
 from server.http.call import Call
-from server.http.errors import invalid
+
+router = APIRouter(route_class=ModelRoute)
 
 
-async def pool(call: Call, context: Context) -> None:
+@router.post("/pooling", responses=json_responses(PoolingResponse, *MODEL_ERRORS))
+async def pool(body: PoolingRequest, call: Call, services: ServicesDep) -> Response:
     """Make a vector of each input, or of each of its tokens, as the model does."""
-    body = read_body(PoolingRequest, call.body)
-    called = PooledCall(call, context, body)
+    called = PooledCall(call, services, body)
     model = called.model
     per_token = _is_per_token(body.task, called)
     dimensions = 0
@@ -47,7 +52,7 @@ async def pool(call: Call, context: Context) -> None:
     payload = PoolingResponse(
         f"pool-{called.request_id}", called.created, called.name, [], called.usage
     )
-    await called.send(payload, "data", shown_vectors)
+    return called.response(payload, "data", shown_vectors)
 
 
 def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:
@@ -63,7 +68,7 @@ def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:
     per_token = task.startswith("token_")
     if per_token and not spec.in_one_step:
         raise invalid(
-            "task: this model's prompts are computed in parts, so that tokens have no vectors; "
+            "task: this model's prompts are computed in parts, so tokens have no vectors; "
             'serve it with --pooler-config \'{"tok_pooling_type": "ALL"}\'',
             "task",
         )

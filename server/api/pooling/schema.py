@@ -1,21 +1,26 @@
 """POST /pooling: request and response."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 from pydantic import Field
 
 from engine.shared.pooling import Task, TokenTask
 from server.api.embeddings.schema import EmbeddingsRequest
-from server.api.shared.pooling import PoolingUsage
+from server.schema.pooling import PoolingUsage
+from server.schema.support import Rows, different, refused
 
 
 class PoolingRequest(EmbeddingsRequest):
     """Texts, or token ids, to make vectors of: embeddings, or the scores of all classes."""
 
     task: Task | TokenTask | None = Field(
-        None, description="token_embed, token_classify: a vector of each token."
+        None,
+        description="token_embed, token_classify: a vector of each token.",
+        json_schema_extra=different("no plugin; of each token: not of decoders as they are"),
     )
+
+    undeclared: ClassVar[Rows] = refused("there are no plugins that could read it", "data")
 
 
 class PooledData(msgspec.Struct):

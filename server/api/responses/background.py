@@ -1,4 +1,4 @@
-"""Answers at once to requests with `background`, whose responses are made and kept meanwhile."""
+"""Requests with `background`: answered at once, while their responses are generated and stored."""
 
 import asyncio
 import logging
@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from fastapi import Response as HttpResponse
 
-from server.access.tenants import SCOPE_KEY, Wishes
-from server.api.context import Context
-from server.api.generation import generate
+from server.access.tenants import SCOPE_KEY
+from server.api.generation import Generation
+from server.api.rendering import event_frames
 from server.api.responses.events import ResponseFailed
 from server.api.responses.items import Response, ResponseError
 from server.api.responses.journal import Journal
@@ -18,11 +19,13 @@ from server.api.responses.keeping import Keeping, now
 from server.api.responses.parse import parse
 from server.api.responses.render import begun_response
 from server.api.responses.schema import ResponsesRequest
-from server.api.shared.rendering import event_frames
-from server.http.call import Call, CancelOnDisconnect, foreseen
-from server.http.errors import ApiError, unavailable
+from server.api.responses.store_errors import TOO_MANY_IN_BACKGROUND
+from server.api.route import json_response
+from server.api.services import Services
+from server.errors import unavailable
+from server.http.call import Call, CancelOnDisconnect, Pushed, foreseen
 from server.store.records import StoreFull, TooLong
-from server.store.service import LEASE, StoreUnavailable
+from server.store.service import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -30,26 +33,19 @@ _NOT_KEPT = (StoreFull, StoreUnavailable, TooLong)
 
 
 async def answer_at_once(
-    call: Call, context: Context, keeping: Keeping, request: ResponsesRequest, earlier: int
-) -> None:
+    call: Call, services: Services, keeping: Keeping, request: ResponsesRequest, earlier: int
+) -> HttpResponse:
     """Begin a response and answer with what it is before there is any output, or its events.
 
     Raises:
         ApiError: it asks for what the operator does not allow, too many are being made, or it
             cannot be kept.
     """
-    model, _ = context.asked_model(request.model)
-    context.tenancy.check(
-        Wishes(request.user, request.priority, call.pinned_rank is not None, request.cache_salt)
-    )
+    model, _ = services.asked_model(request.model)
+    services.tenancy.check(request.priority, pins_rank=call.pinned_rank is not None)
     jobs = keeping.jobs
     if jobs.is_full_for(keeping.owner):
-        raise ApiError(
-            429,
-            "There are as many responses in the background as there may be.",
-            code="rate_limit_exceeded",
-            headers=(("retry-after", "1"),),
-        )
+        raise TOO_MANY_IN_BACKGROUND
     response = begun_response(
         request,
         keeping.name,
@@ -60,26 +56,25 @@ async def answer_at_once(
     )
     response.store = True
     try:
-        await keeping.put(response, now() + LEASE)
+        await keeping.put(response, begins=True)
     except _NOT_KEPT as error:
-        raise unavailable("The response cannot be kept now; try again.") from error
+        keeping.not_kept()
+        raise unavailable("The response could not be stored; try again later.") from error
     parsed = partial(parse, earlier=earlier)
     journal = keeping.journal(response.id) if request.stream else None
     detached = _detached(call, journal)
-    making = generate(detached, context, request, parsed, keeping.renderer, keeping.keep)
-    made = _make(detached, making, keeping, response, journal)
+    making = Generation(detached, services, request, parsed, keeping.renderer, keeping.keep)
+    made = _make(detached, making.generate(), keeping, response, journal)
     jobs.begin(response.id, keeping.owner, made)
     if request.stream:
-        await send_told(call, keeping.told(response.id))
-        return
-    queued = msgspec.structs.replace(response, status="queued")
-    await call.send_json(200, msgspec.json.encode(queued))
+        told = keeping.told(response.id, services.config.http.sse_keep_alive)
+        return Pushed(partial(send_told, call, told))
+    return json_response(msgspec.structs.replace(response, status="queued"))
 
 
 async def send_told(call: Call, frames: AsyncIterator[bytes]) -> None:
-    """Tell a client of events until there are no more, or it hangs up."""
+    """Send a client events until there are no more, or it hangs up."""
     with CancelOnDisconnect(call.receive):
-        await call.send_events(b"", more=True)
         async for each in frames:
             await call.send_events(each, more=True)
         await call.send_events(b"", more=False)
@@ -88,7 +83,7 @@ async def send_told(call: Call, frames: AsyncIterator[bytes]) -> None:
 async def _make(
     call: Call, making: Any, keeping: Keeping, begun: Response, journal: Journal | None
 ) -> None:
-    """Wait for a response; note how it ended if it did not come to be."""
+    """Wait for a response; record how it ended if it was not completed."""
     ended = _failed(begun, "server_error", "The generation was aborted.")
     try:
         await making
@@ -109,6 +104,7 @@ async def _make(
     try:
         await keeping.put(ended)
     except _NOT_KEPT:
+        keeping.not_kept()
         logger.warning("response %s could not be stored as %s", ended.id, ended.status)
 
 
@@ -117,9 +113,9 @@ def _failed(begun: Response, code: str, message: str) -> Response:
 
 
 def _detached(call: Call, journal: Journal | None) -> Call:
-    """Return a call like this one, whose client never hangs up and whose answer is written down.
+    """Return a copy of a call whose client never hangs up and whose answer is stored.
 
-    Of its headers it has those that say where it runs and what it is a part of.
+    It keeps only the headers for tracing and for the choice of an engine.
     """
     never = asyncio.Event()
 
@@ -134,5 +130,6 @@ def _detached(call: Call, journal: Journal | None) -> Call:
     headers = call.lasting_headers
     scope = {"type": "http", "path": call.path, "headers": headers, SCOPE_KEY: call.key}
     detached = Call(scope, receive, send, call.limits)
+    detached.has_client = False
     call.hand_over(detached)
     return detached

@@ -1,54 +1,91 @@
-"""POST /v1/responses and /v1/responses/input_tokens."""
+"""POST /v1/responses, /v1/responses/compact and /v1/responses/input_tokens."""
 
 from functools import partial
+from typing import get_args
 
-from server.api.body import read_body
-from server.api.context import Context
-from server.api.generation import generate
+from fastapi import APIRouter, Response
+
+from server.api.generation import Generation
+from server.api.openapi import (
+    ENGINE_ERRORS,
+    MODEL_ERRORS,
+    REQUEST_HEADERS,
+    event_responses,
+    json_responses,
+)
+from server.api.responses import items
 from server.api.responses.background import answer_at_once
-from server.api.responses.items import InputTokens
+from server.api.responses.compact import asking_for_summary, compaction_renderer
+from server.api.responses.events import ResponseEvent
 from server.api.responses.keeping import Keeping, own_items
 from server.api.responses.parse import parse, parse_count
 from server.api.responses.render import renderer
 from server.api.responses.schema import ItemReference, ResponsesRequest
+from server.api.route import ModelRoute, json_response
+from server.api.services import Services, ServicesDep
 from server.api.tokenize.count import count_tokens_of
+from server.errors import ApiError, invalid
 from server.http.call import Call
-from server.http.errors import ApiError, invalid
+from server.store.service import ResponseStore
 
-_UNKEPT = "nothing is kept between requests: the server runs with --response-store none"
+RESPONSE_RESPONSES = event_responses(items.Response, get_args(ResponseEvent), *MODEL_ERRORS)
+
+_UNKEPT = "nothing is stored between requests: the server runs with --response-store none"
+
+router = APIRouter(route_class=ModelRoute)
 
 
-async def create_response(call: Call, context: Context) -> None:
+@router.post("/v1/responses", responses=RESPONSE_RESPONSES, openapi_extra=REQUEST_HEADERS)
+async def create_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
     """Answer a list of items with more items."""
-    request = read_body(ResponsesRequest, call.body)
-    if context.store is None:
-        _refuse_kept(request)
-        await generate(call, context, request, parse, renderer)
-        return
-    keeping = Keeping(context.store, str(call.tenant.id), request)
+    if services.store is None:
+        _refuse_kept(body)
+        return Generation(call, services, body, parse, renderer)
+    keeping = _keeping(call, services, services.store, body)
     whole, earlier = await keeping.whole_request()
-    if request.background:
-        await answer_at_once(call, context, keeping, whole, earlier)
-        return
+    if body.background:
+        return await answer_at_once(call, services, keeping, whole, earlier)
     parsed = partial(parse, earlier=earlier)
-    await generate(call, context, whole, parsed, keeping.renderer, keeping.keep)
+    return Generation(call, services, whole, parsed, keeping.renderer, keeping.keep)
 
 
-async def count_input_tokens(call: Call, context: Context) -> None:
+@router.post("/v1/responses/compact", responses=json_responses(items.Compaction, *MODEL_ERRORS))
+async def compact_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
+    """Replace a list of items with a shorter one, which later requests can continue."""
+    whole, earlier = await _whole_request(body, call, services)
+    parsed = partial(parse, earlier=earlier)
+    return Generation(call, services, asking_for_summary(whole), parsed, compaction_renderer)
+
+
+@router.post(
+    "/v1/responses/input_tokens", responses=json_responses(items.InputTokens, *ENGINE_ERRORS)
+)
+async def count_input_tokens(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
     """Count the tokens that a response's input would have."""
-    request, earlier = read_body(ResponsesRequest, call.body), 0
-    context.asked_model(request.model)
-    if context.store is None:
-        _refuse_kept(request)
-    else:
-        keeping = Keeping(context.store, str(call.tenant.id), request)
-        request, earlier = await keeping.whole_request()
-    source, blame = parse_count(request, earlier)
+    services.asked_model(body.model)
+    whole, earlier = await _whole_request(body, call, services)
+    source, blame = parse_count(whole, earlier)
     try:
-        count = await count_tokens_of(source, context, "input")
+        count = await count_tokens_of(source, services, "input")
     except ApiError as error:
         raise blame(error) from error
-    await call.send_struct(InputTokens(count))
+    return json_response(items.InputTokens(count))
+
+
+async def _whole_request(
+    body: ResponsesRequest, call: Call, services: Services
+) -> tuple[ResponsesRequest, int]:
+    """Return a request with all items that it continues, and how many these are."""
+    if services.store is None:
+        _refuse_kept(body)
+        return body, 0
+    return await _keeping(call, services, services.store, body).whole_request()
+
+
+def _keeping(
+    call: Call, services: Services, store: ResponseStore, body: ResponsesRequest
+) -> Keeping:
+    return Keeping(store, str(call.tenant.id), body, services.metrics.response_not_kept)
 
 
 def _refuse_kept(request: ResponsesRequest) -> None:

@@ -26,7 +26,7 @@ class ResponseInProgress(_Event, tag="response.in_progress", kw_only=True):
 
 
 class ResponseCompleted(_Event, tag="response.completed", kw_only=True):
-    """The last event of a response that came to its end."""
+    """The last event of a response that was completed."""
 
     response: Response
 
@@ -38,7 +38,7 @@ class ResponseIncomplete(_Event, tag="response.incomplete", kw_only=True):
 
 
 class ResponseFailed(_Event, tag="response.failed", kw_only=True):
-    """The last event of a response that was given up."""
+    """The last event of a response that failed."""
 
     response: Response
 
@@ -132,7 +132,7 @@ class CustomInputDone(_ItemEvent, tag="response.custom_tool_call_input.done", kw
 
 
 class ErrorEvent(_Event, tag="error", kw_only=True):
-    """What went wrong after the stream had begun; the last event."""
+    """An error after the stream had begun; the last event."""
 
     code: str | None
     message: str

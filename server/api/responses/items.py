@@ -1,11 +1,13 @@
 """POST /v1/responses: the response and the items of its output."""
 
+import base64
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from server.api.chat.schema import ChatLogprob
-from server.api.shared.body import JsonObject
+from server.schema.body import JsonObject
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -52,6 +54,7 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 class OutputCustomToolCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
@@ -62,9 +65,42 @@ class OutputCustomToolCall(msgspec.Struct, tag_field="type", tag="custom_tool_ca
     call_id: str
     name: str
     input: str
+    namespace: str | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomToolCall
+class ShellAction(msgspec.Struct, tag_field="type", tag="exec"):
+    """A command that the client is asked to run."""
+
+    command: list[str]
+    timeout_ms: int | None = None
+    working_directory: str | None = None
+    env: dict[str, str] = {}
+    user: str | None = None
+
+
+class OutputLocalShellCall(msgspec.Struct, tag_field="type", tag="local_shell_call"):
+    """A call of the client's shell; `call_id` is the name for its output."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    action: ShellAction
+
+
+class OutputToolSearchCall(msgspec.Struct, tag_field="type", tag="tool_search_call"):
+    """A search for tools that the client is asked for; `call_id` is the name for its output."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    arguments: JsonObject
+    execution: Literal["client"] = "client"
+
+
+OutputItem = (
+    OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomToolCall
+    | OutputLocalShellCall | OutputToolSearchCall
+)  # fmt: skip
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -108,7 +144,6 @@ class ConversationId(msgspec.Struct):
     id: str
 
 
-# More than 15 attributes: the fields are OpenAI's.
 class Response(msgspec.Struct, kw_only=True):
     """The model's answer, with what was asked for."""
 
@@ -138,6 +173,33 @@ class Response(msgspec.Struct, kw_only=True):
     conversation: ConversationId | None = None
     store: bool = False
     truncation: Literal["auto", "disabled"] = "disabled"
+
+
+class Compaction(msgspec.Struct, kw_only=True):
+    """What takes the place of a conversation: what users said, and the summary."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[JsonObject]
+    usage: ResponseUsage | None
+
+
+_MARK = b"swell-summary:"
+
+
+def packed_summary(text: str) -> str:
+    """Return a summary as an item of the type `compaction` holds it."""
+    return base64.b64encode(_MARK + text.encode()).decode()
+
+
+def summary_of(content: str | None) -> str | None:
+    """Return the summary that such an item holds; None if another server made it."""
+    try:
+        decoded = base64.b64decode(content or "", validate=True)
+        return decoded.removeprefix(_MARK).decode() if decoded.startswith(_MARK) else None
+    except ValueError:
+        return None
 
 
 class InputTokens(msgspec.Struct):

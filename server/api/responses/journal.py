@@ -1,4 +1,4 @@
-"""The events of a response that is made in the background: kept as they come, told to who asks."""
+"""The events of a background response: stored as they come, sent to clients that follow it."""
 
 import asyncio
 import logging
@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from server.access.limits import MAX_KEPT_EVENTS
-from server.api.responses.store_errors import kept
-from server.store.records import UNFINISHED, EventBatch, StoredResponse, StoreFull
-from server.store.service import ResponseStore, StoreUnavailable, is_abandoned
+from server.api.rendering import event_frames
+from server.api.responses.events import ErrorEvent
+from server.http.call import COMMENT
+from server.limits import MAX_KEPT_BATCHES, MAX_KEPT_EVENTS
+from server.store.records import UNFINISHED, Part, StoreFull
+from server.store.service import ResponseStore, StoreUnavailable
+from server.store.sql import SqlBackend
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +22,16 @@ _BETWEEN_WRITES = 0.1
 _LOOK = 0.1
 """Seconds between looks at whether there are more."""
 _LAST_LOOKS = 20
-"""Looks for the last event of a response that has ended: its maker may have died before it."""
+"""Looks for the last event of a response that has ended; its process may have died before it."""
+
+_LARGE = 2**16
+"""Bytes of events from which they count until their client has read them."""
+_COPIES = 3
+"""Times that events are in memory while they are sent: here, as a chunk, and in the transport."""
+_UNTIL_THERE_IS_ROOM = 1.0
+"""Seconds between two looks of a client for whose events there is no room."""
+_MAX_FAILURES = 100
+"""Looks in a row that a store may fail."""
 
 _END = b"\n\n"
 _LAST_EVENTS = tuple(
@@ -29,7 +41,7 @@ _LAST_EVENTS = tuple(
 
 
 class Journal:
-    """Writes down the events of one response, numbered from 0 as they are themselves."""
+    """Stores the events of one response, with their numbers from 0 on."""
 
     def __init__(self, store: ResponseStore, owner: str, id_: str) -> None:
         self._store = store
@@ -49,9 +61,9 @@ class Journal:
         return self._first + len(self._unwritten)
 
     async def add(self, frames: bytes) -> None:
-        """Add events; they are kept at once, or together with those that follow soon.
+        """Add events; they are stored at once, or together with those that follow soon.
 
-        Where there are too many, of the later ones only the last is kept.
+        If there are too many, only the last of the later ones is stored.
         """
         self._unwritten += [each + _END for each in frames.split(_END)[:-1]]
         self.ended = bool(self._unwritten) and self._unwritten[-1].startswith(_LAST_EVENTS)
@@ -62,54 +74,135 @@ class Journal:
         events, number = self._unwritten, self.next_number
         if self._size > MAX_KEPT_EVENTS:
             events = [each for each in events[-1:] if each.startswith(_LAST_EVENTS)]
-        batch = EventBatch(first=number - len(events), frames=b"".join(events))
+        batch = Part(position=number - len(events), body=b"".join(events))
         self._first, self._unwritten = number, []
-        self._size += len(batch.frames)
+        self._size += len(batch.body)
         self._written_at = time.monotonic()
         if not events:
             return
         try:
-            await self._store.add_events(self._owner, self._id, batch)
+            await self._store.call(SqlBackend.add, self._owner, self._id, [batch])
         except (StoreFull, StoreUnavailable) as error:
-            logger.warning("events of response %s are not kept: %s", self._id, error)
+            logger.warning("events of response %s are not stored: %s", self._id, error)
 
 
-async def told(store: ResponseStore, owner: str, id_: str, after: int = -1) -> AsyncIterator[bytes]:
-    """Yield the frames of a response's events behind number `after`, those to come as they come.
+async def told(
+    store: ResponseStore, owner: str, id_: str, keep_alive: float, after: int = -1
+) -> AsyncIterator[bytes]:
+    """Yield the frames of a response's events from number `after` + 1 on, as they come.
 
-    Raises:
-        ApiError: the store does not work.
+    The first item is empty: once it is taken the client counts as a follower. After `keep_alive`
+    seconds of silence a comment is sent; 0: never. A store that fails is asked again; if it keeps
+    failing, the last event says so.
     """
-    looks_left = _LAST_LOOKS
-    while True:
-        # In this order: of one that has ended all events are there.
-        record = await kept(store.get(owner, id_))
-        for batch in await kept(store.events(owner, id_, after)):
-            every = batch.frames.split(_END)[:-1]
-            if frames := every[max(0, after + 1 - batch.first) :]:
-                after = batch.first + len(every) - 1
-                yield _END.join([*frames, b""])
-            if every[-1].startswith(_LAST_EVENTS):
-                return
-        if record is None or record.status == "cancelled":
-            return
-        if record.status == "failed":
-            looks_left = 0  # that is written down last
-        elif record.status not in UNFINISHED:
-            looks_left -= 1
-        if not looks_left or is_abandoned(record):
-            yield last_event(record, after + 1)
-            return
-        await asyncio.sleep(_LOOK)
+    follower, failures = _Follower(store, owner, id_, after), 0
+    told_at = time.monotonic()
+    with store.followers.holding(owner, 1):
+        yield b""
+        while not follower.done:
+            try:
+                frames = await follower.look()
+                failures = 0
+            except StoreUnavailable:
+                failures += 1
+                if failures == _MAX_FAILURES:
+                    yield _unavailable(follower.after + 1)
+                    return
+                frames = b""
+            if not frames and keep_alive and time.monotonic() - told_at >= keep_alive:
+                frames = COMMENT
+            held = len(frames) * _COPIES if len(frames) > _LARGE else 0
+            if held and store.unread.exceeded(owner, held):
+                follower.forget_last_look()
+                frames = b""  # is not to be in memory meanwhile
+                await asyncio.sleep(_UNTIL_THERE_IS_ROOM)
+                continue
+            if frames:
+                told_at = time.monotonic()
+                with store.unread.holding(owner, held):
+                    yield frames
+                frames = b""
+            if not follower.done and not follower.is_behind:
+                await asyncio.sleep(_LOOK)
 
 
-def last_event(record: StoredResponse, number: int) -> bytes:
-    """Return the frame of the event that tells how a response ended."""
-    shown, status = msgspec.json.decode(record.response), record.status
-    if status in UNFINISHED:
-        status = "failed"
-        why = "The process that made the response ended."
-        shown |= {"status": status, "error": {"code": "server_error", "message": why}}
-    name = f"response.{status}"
+class _Follower:
+    """Reads the events of one response, some at a time."""
+
+    def __init__(self, store: ResponseStore, owner: str, id_: str, after: int) -> None:
+        self._store = store
+        self._owner = owner
+        self._id = id_
+        self._looks_left = _LAST_LOOKS
+        self.after = after
+        """Number of the newest event that was read."""
+        self.is_behind = False
+        """Whether there are more events now."""
+        self.done = False
+        self._after_before = after
+
+    def forget_last_look(self) -> None:
+        """Have the next look repeat the last one."""
+        self.after, self.done = self._after_before, False
+
+    async def look(self) -> bytes:
+        """Return the frames that are new.
+
+        Raises:
+            StoreUnavailable: the store does not work now; nothing was lost.
+        """
+        store, owner, id_ = self._store, self._owner, self._id
+        self._after_before = self.after
+        progress = await store.call(SqlBackend.progress, owner, id_, self.after)
+        if progress is None:
+            self.done = True
+            return b""
+        frames = b"".join(map(self._new_of, progress.events))
+        self.is_behind = len(progress.events) == MAX_KEPT_BATCHES
+        if frames or self.done:
+            return frames
+        status = progress.status
+        if status == "failed":
+            self._looks_left = 0  # its last event is written before its status
+        elif status not in UNFINISHED:
+            self._looks_left -= 1
+        abandoned = store.is_abandoned(id_, status, progress.beat)
+        if status == "cancelled" or not (self._looks_left <= 0 or abandoned):
+            self.done = status == "cancelled"
+            return b""
+        record = await store.call(SqlBackend.get, owner, id_)
+        self.done = True
+        if record is None:
+            return b""
+        return last_event(as_failed(record.body) if abandoned else record.body, self.after + 1)
+
+    def _new_of(self, batch: Part) -> bytes:
+        first, every = batch.position or 0, batch.body.split(_END)[:-1]
+        self.done |= every[-1].startswith(_LAST_EVENTS)
+        frames = every[max(0, self.after + 1 - first) :]
+        self.after = max(self.after, first + len(every) - 1)
+        return _END.join([*frames, b""]) if frames else b""
+
+
+def _unavailable(number: int) -> bytes:
+    event = ErrorEvent(
+        sequence_number=number,
+        code="server_error",
+        message="The events cannot be read now; ask for the rest later (starting_after).",
+        param=None,
+    )
+    return event_frames([event])
+
+
+def as_failed(body: bytes) -> bytes:
+    """Return an unfinished response as failed, because the process that generated it ended."""
+    error = {"code": "server_error", "message": "The process that made the response ended."}
+    return msgspec.json.encode(msgspec.json.decode(body) | {"status": "failed", "error": error})
+
+
+def last_event(body: bytes, number: int) -> bytes:
+    """Return the frame of the event that says how a response ended."""
+    shown = msgspec.json.decode(body)
+    name = f"response.{shown['status']}"
     event = {"type": name, "sequence_number": number, "response": shown}
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(event))

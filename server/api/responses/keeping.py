@@ -1,16 +1,15 @@
-"""What a response goes on with, and what is kept of it for those that go on with it."""
+"""What a response continues, and what is stored of it for responses that continue it."""
 
 import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
 from pydantic import TypeAdapter
 
-from server.access.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.api.responses.items import Response
 from server.api.responses.journal import Journal, told
 from server.api.responses.render import ResponseBody, ResponseEvents, renderer
@@ -22,46 +21,58 @@ from server.api.responses.schema import (
     ResponsesRequest,
 )
 from server.api.responses.store_errors import kept
-from server.api.shared.answer import Usage
-from server.api.shared.rendering import Answering
-from server.http.errors import ApiError, invalid, unavailable
-from server.store.records import StoredItem, StoredResponse, StoreFull, TooLong
+from server.errors import ApiError, invalid, unavailable
+from server.generate.request import GenerationRequest
+from server.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
+from server.schema.answer import Usage
+from server.store.records import Part, Record, StoreFull, TooLong
 from server.store.service import ResponseStore, StoreUnavailable
+from server.store.sql import SqlBackend
+from server.text.detokenizer import TokenTable
 
 logger = logging.getLogger(__name__)
 
 ITEMS = TypeAdapter(list[InputItem])
-_OUTPUT_ITEM = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{32})_\d+")
+_OUTPUT_ITEM = re.compile(r"(?:msg|rs|fc|ctc|lsh|tsc)_([0-9a-f]{32})_\d+")
 
 _ID_PREFIXES = {
     "message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs",
+    "local_shell_call": "lsh", "tool_search_call": "tsc",
 }  # fmt: skip
 
 
 class KeptOutput(msgspec.Struct):
-    """What later requests need of a kept response."""
+    """What later requests need of a stored response."""
 
     output: list[dict[str, Any]] = []
 
 
 class Keeping:
-    """One request that goes on with what was kept, and whose response may be kept.
+    """One request that continues what was stored, and whose response may be stored.
 
     Args:
         store: where responses are kept.
         owner: whose they are.
         request: as it was sent.
+        not_kept: called when the response could not be stored.
     """
 
-    def __init__(self, store: ResponseStore, owner: str, request: ResponsesRequest) -> None:
+    def __init__(
+        self,
+        store: ResponseStore,
+        owner: str,
+        request: ResponsesRequest,
+        not_kept: Callable[[], None],
+    ) -> None:
         self._store = store
+        self.not_kept = not_kept
         self.owner = owner
         self.jobs = store.jobs
         self._sent = request
         self.keeps = request.store is not False
         self.name = uuid.uuid4().hex
         self.ended = False
-        """Whether the response has been kept as it is at its end."""
+        """Whether the final response has been stored."""
         self._renderer: ResponseBody | ResponseEvents | None = None
         self._own: list[dict[str, Any]] = []
         """The items that the request added, references replaced by what they refer to."""
@@ -71,7 +82,7 @@ class Keeping:
         )
 
     async def whole_request(self) -> tuple[ResponsesRequest, int]:
-        """Return the request with all that it goes on with, and how many items that is.
+        """Return the request with all items that it continues, and how many these are.
 
         Raises:
             ApiError: something that it names is not kept, or all of it is too long.
@@ -80,24 +91,24 @@ class Keeping:
         if sent.previous_response_id is not None and self._conversation is not None:
             raise invalid("conversation: not together with previous_response_id", "conversation")
         if sent.background and not self.keeps:
-            raise invalid("background: needs a response that is kept (store)", "background")
+            raise invalid("background: needs store to be true", "background")
         earlier = await self._earlier()
         own = own_items(sent)
         if any(isinstance(item, ItemReference) for item in own):
             own = await self._resolved(own)
-        self._own = [_item(item) for item in own]
+        self._own = [item_of(item) for item in own]
         return sent.model_copy(update={"input": [*earlier, *own]}), len(earlier)
 
     def renderer(
-        self, request: ResponsesRequest, answering: Answering
+        self, body: ResponsesRequest, request: GenerationRequest, table: TokenTable
     ) -> ResponseBody | ResponseEvents:
-        """Return what shows the answer, which is kept under a name that nobody can guess."""
+        """Return what shows the answer, which is stored under a name that cannot be guessed."""
         name = self.name if self.keeps else None
-        self._renderer = renderer(request, answering, name)
+        self._renderer = renderer(body, request, table, name)
         return self._renderer
 
     async def keep(self, usage: Usage) -> None:
-        """Keep the response, of which no more will come.
+        """Store the response, which is complete.
 
         Raises:
             ApiError: it cannot be kept, and the client asked for it.
@@ -109,19 +120,20 @@ class Keeping:
         try:
             await self.put(response)
         except (StoreFull, StoreUnavailable, TooLong) as error:
+            self.not_kept()
             if self._sent.store or self._conversation is not None or self._sent.background:
-                raise unavailable("The response cannot be kept now; try again.") from error
-            logger.warning("response %s is not kept: %s", response.id, error)
+                raise unavailable("The response could not be stored; try again later.") from error
+            logger.warning("response %s is not stored: %s", response.id, error)
             response.store = False
         self.ended = True
 
-    async def put(self, response: Response, lease: float | None = None) -> None:
-        """Write down a response as it is now."""
+    async def put(self, response: Response, *, begins: bool = False) -> None:
+        """Store a response as it is now; `begins`: for the first time, before it is generated."""
         items = []
         if self._conversation is not None and response.status in ("completed", "incomplete"):
             items = _stored(self._own, response)
         if self.keeps:
-            record = StoredResponse(
+            record = Record(
                 id=response.id,
                 tenant=self.owner,
                 created=response.created_at,
@@ -129,21 +141,20 @@ class Keeping:
                 previous=self._sent.previous_response_id,
                 conversation=self._conversation,
                 input=msgspec.json.encode(self._own),
-                response=msgspec.json.encode(response),
-                lease=lease,
+                body=msgspec.json.encode(response),
             )
-            begun_before = self._sent.background is True and lease is None
-            await self._store.put(record, items, only_known=begun_before)
+            known = self._sent.background is True and not begins
+            await self._store.call(SqlBackend.put, self.owner, record, items, only_known=known)
         elif self._conversation is not None and items:
-            await self._store.add_items(self.owner, self._conversation, items)
+            await self._store.call(SqlBackend.add, self.owner, self._conversation, items)
 
     def journal(self, id_: str) -> Journal:
-        """Return what keeps the events of the response."""
+        """Return what stores the events of the response."""
         return Journal(self._store, self.owner, id_)
 
-    def told(self, id_: str) -> AsyncIterator[bytes]:
-        """Yield the frames of the response's events as they come."""
-        return told(self._store, self.owner, id_)
+    def told(self, id_: str, keep_alive: float) -> AsyncIterator[bytes]:
+        """Yield the frames of the response's events as they come, with comments between them."""
+        return told(self._store, self.owner, id_, keep_alive)
 
     async def _earlier(self) -> list[Any]:
         """Return the items that come before those of the request."""
@@ -151,35 +162,41 @@ class Keeping:
         if previous is not None:
             texts = await self._chain(previous)
         elif self._conversation is not None:
-            found = await kept(self._store.items(self.owner, self._conversation))
+            found = None
+            if is_conversation(self._conversation):
+                found = await kept(
+                    self._store.call(SqlBackend.items, self.owner, self._conversation)
+                )
             if found is None:
                 raise _gone(self._conversation, "conversation")
-            texts = [msgspec.json.decode(item.item) for item in found]
+            texts = [msgspec.json.decode(item.body) for item in found]
         else:
             return []
         items: list[Any] = ITEMS.validate_python(texts)
         return items
 
     async def _chain(self, previous: str) -> list[Any]:
-        """Return the items of a response and of all that it goes on with."""
+        """Return the items of a response and of all earlier ones that it continues."""
         field = "previous_response_id"
         too_long = invalid(
-            f"{field}: what it goes on with has more than {MAX_KEPT_LENGTH} bytes", field
+            f"{field}: the earlier responses have more than {MAX_KEPT_LENGTH} bytes", field
         )
-        chain = await kept(self._store.chain(self.owner, previous), too_long)
+        if not is_response(previous):
+            raise _gone(previous, field)
+        chain = await kept(self._store.call(SqlBackend.chain, self.owner, previous), too_long)
         if chain is None:
             raise _gone(previous, field)
         items: list[Any] = []
         for record in chain:
             items += _items_of(record)
-            if len(items) > MAX_KEPT_ITEMS:  # before anything dear is made of them
+            if len(items) > MAX_KEPT_ITEMS:  # before costly work is done on them
                 raise invalid(
-                    f"{field}: what it goes on with has more than {MAX_KEPT_ITEMS} items", field
+                    f"{field}: the earlier responses have more than {MAX_KEPT_ITEMS} items", field
                 )
         return items
 
     async def _resolved(self, items: Sequence[Any]) -> list[Any]:
-        """Return items with what references refer to in their place."""
+        """Return items with references replaced by the items that they name."""
         outputs: dict[str, Any] = {}
         sizes: dict[str, int] = {}
         resolved: list[Any] = []
@@ -193,7 +210,9 @@ class Keeping:
             if named is None:
                 raise _gone(item.id, field)
             if item.id not in outputs:
-                record = await kept(self._store.get(self.owner, f"resp_{named[1]}"))
+                record = await kept(
+                    self._store.call(SqlBackend.get, self.owner, f"resp_{named[1]}")
+                )
                 if record is None:
                     raise _gone(item.id, field)
                 size += record.size
@@ -203,7 +222,7 @@ class Keeping:
             found = outputs.get(item.id)
             if found is None:
                 raise _gone(item.id, field)
-            # Each time it is referred to: the prompt has it as often.
+            # For each reference: the prompt repeats the item.
             size += sizes[item.id]
             if size > MAX_KEPT_LENGTH:
                 raise invalid(f"input: it refers to more than {MAX_KEPT_LENGTH} bytes", "input")
@@ -218,13 +237,14 @@ def own_items(request: ResponsesRequest) -> list[Any]:
     return list(request.input)
 
 
-def kept_item(item: Any) -> StoredItem:
-    """Return an item as it is kept, with an id if it has none."""
-    shown = _item(item)
-    return StoredItem(id=shown["id"], item=msgspec.json.encode(shown))
+def kept_item(item: Any) -> Part:
+    """Return an item as it is stored, with an id if it has none."""
+    shown = item_of(item)
+    return Part(id=shown["id"], body=msgspec.json.encode(shown))
 
 
-def _item(item: Any) -> dict[str, Any]:
+def item_of(item: Any) -> dict[str, Any]:
+    """Return an item as clients see it, with an id if it has none."""
     shown: dict[str, Any] = item.model_dump(exclude_unset=True, by_alias=True)
     kind = shown.setdefault("type", "message")
     if isinstance(shown.get("content"), str):
@@ -235,24 +255,34 @@ def _item(item: Any) -> dict[str, Any]:
     return shown
 
 
-def _stored(own: Sequence[dict[str, Any]], response: Response) -> list[StoredItem]:
+def _stored(own: Sequence[dict[str, Any]], response: Response) -> list[Part]:
     output = [msgspec.to_builtins(item) for item in response.output]
-    return [StoredItem(id=item["id"], item=msgspec.json.encode(item)) for item in (*own, *output)]
+    return [Part(id=item["id"], body=msgspec.json.encode(item)) for item in (*own, *output)]
 
 
-def _items_of(record: StoredResponse) -> list[Any]:
+def _items_of(record: Record) -> list[Any]:
     given: list[Any] = msgspec.json.decode(record.input)
     return given + _output(record)
 
 
-def _output(record: StoredResponse) -> list[dict[str, Any]]:
-    return msgspec.json.decode(record.response, type=KeptOutput).output
+def _output(record: Record) -> list[dict[str, Any]]:
+    return msgspec.json.decode(record.body, type=KeptOutput).output
 
 
 def _gone(name: str, field: str) -> ApiError:
     return ApiError(
-        404, f"{field}: {name!r} is not kept, or is no more.", param=field, code="not_found"
+        404, f"{field}: {name!r} was not found; it may have expired.", param=field, code="not_found"
     )
+
+
+def is_response(id_: str) -> bool:
+    """Whether an id is one of a response; conversations are in the same table."""
+    return id_.startswith("resp_")
+
+
+def is_conversation(id_: str) -> bool:
+    """Whether an id is one of a conversation."""
+    return id_.startswith("conv_")
 
 
 def now() -> int:

@@ -1,73 +1,96 @@
-"""GET and DELETE /v1/responses/ID, POST /v1/responses/ID/cancel: what was kept."""
+"""GET and DELETE /v1/responses/ID, POST /v1/responses/ID/cancel: stored responses."""
 
 import re
 
 import msgspec
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi import Response as HttpResponse
 from fastapi.responses import StreamingResponse
 
-from server.access.limits import MAX_LISTED
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
-from server.api.responses.items import Deleted, ItemList
-from server.api.responses.journal import told
-from server.api.responses.store_errors import kept
-from server.http.errors import ApiError, invalid
-from server.store.records import UNFINISHED, Status, StoredResponse
-from server.store.service import ResponseStore, is_abandoned
+from server.api.openapi import json_responses
+from server.api.responses.items import Deleted, ItemList, Response
+from server.api.responses.journal import as_failed, told
+from server.api.responses.keeping import is_response
+from server.api.responses.store_errors import TOO_MANY_IN_BACKGROUND, kept
+from server.api.route import ApiRoute
+from server.errors import ApiError, invalid
+from server.limits import MAX_LISTED
+from server.store.records import UNFINISHED, Record
+from server.store.service import ResponseStore
+from server.store.sql import SqlBackend
 
+KEPT_ERRORS = (400, 401, 404, 503)
+"""Of operations on stored responses that take no body."""
 _NUMBER = re.compile(r"-1|[0-9]{1,9}")
 
 
 def owner_of(request: Request) -> str:
-    """Return whose what a request names has to be."""
+    """Return the owner whose records a request may access."""
     tenant: Tenant = request.scope.get(SCOPE_KEY, EVERYBODY)
     return str(tenant.id)
 
 
 class KeptRoutes:
-    """Endpoints for responses that were kept."""
+    """Endpoints for stored responses."""
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, store: ResponseStore, keep_alive: float) -> None:
+        """`keep_alive` is the seconds of silence before a stream sends a comment; 0: never."""
         self._store = store
+        self._keep_alive = keep_alive
 
     async def retrieve(self, response_id: str, request: Request) -> HttpResponse:
-        """Show a response, or tell its events with `stream`, behind number `starting_after`."""
-        record, query = await self._found(request, response_id), request.query_params
+        """Show a response; with `stream` its events, from number `starting_after` + 1 on."""
+        query = request.query_params
+        record = await self._found(request, response_id)
         if query.get("stream", "false") in ("false", "0"):
             if "starting_after" in query:
                 raise invalid("starting_after: needs stream", "starting_after")
-            return _json(record.response)
+            if self._store.is_abandoned(record.id, record.status, record.beat):
+                return _json(as_failed(record.body))
+            return _json(record.body)
         if query["stream"] not in ("true", "1"):
             raise invalid("stream: must be true or false", "stream")
-        if not msgspec.json.decode(record.response, type=_Made).background:
-            raise invalid("stream: only for responses that were begun in the background", "stream")
+        if not msgspec.json.decode(record.body, type=_Made).background:
+            raise invalid("stream: only for background responses", "stream")
         after = query.get("starting_after", "-1")
         if not _NUMBER.fullmatch(after):
             raise invalid("starting_after: must be the number of an event", "starting_after")
-        frames = told(self._store, record.tenant, record.id, int(after))
+        frames = told(self._store, record.tenant, record.id, self._keep_alive, int(after))
+        if self._store.followers.exceeded(record.tenant, 1):
+            raise TOO_MANY_IN_BACKGROUND
+        await anext(frames)  # counts the client at once: nothing is awaited before the first item
         return StreamingResponse(
             frames, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
 
     async def delete(self, response_id: str, request: Request) -> HttpResponse:
-        """Forget a response."""
-        owner = owner_of(request)
-        if not await kept(self._store.delete(owner, response_id)):
+        """Delete a response."""
+        if not is_response(response_id) or not await kept(
+            self._store.call(SqlBackend.delete, owner_of(request), response_id)
+        ):
             raise not_found("response", response_id)
         self._store.jobs.cancel(response_id)
         return _json(msgspec.json.encode(Deleted(response_id, "response")))
 
     async def cancel(self, response_id: str, request: Request) -> HttpResponse:
-        """Give up a response that is made in the background."""
+        """Cancel a background response."""
         record = await self._found(request, response_id)
-        if not msgspec.json.decode(record.response, type=_Made).background:
-            raise invalid("Only responses that were begun in the background can be cancelled.")
+        if not msgspec.json.decode(record.body, type=_Made).background:
+            raise invalid("Only background responses can be cancelled.")
         if record.status in UNFINISHED:
-            await kept(self._store.cancel(record.tenant, record.id))
+            tenant, call = record.tenant, self._store.call
+            await kept(call(SqlBackend.cancel, tenant, record.id))
             self._store.jobs.cancel(response_id)
-            record = await self._ended(record, "cancelled")
-        return _json(record.response)
+            shown = msgspec.json.decode(record.body) | {"status": "cancelled"}
+            cancelled = msgspec.structs.replace(
+                record, status="cancelled", body=msgspec.json.encode(shown)
+            )
+            await kept(call(SqlBackend.put, tenant, cancelled, only_known=True))
+            # It may have been finished meanwhile.
+            found = await kept(call(SqlBackend.get, tenant, record.id))
+            record = cancelled if found is None else found
+        return _json(record.body)
 
     async def input_items(self, response_id: str, request: Request) -> HttpResponse:
         """List the items that a response's request added."""
@@ -75,22 +98,13 @@ class KeptRoutes:
         items = msgspec.json.decode(record.input, type=list[msgspec.Raw])
         return _json(msgspec.json.encode(page(request, items)))
 
-    async def _found(self, request: Request, id_: str) -> StoredResponse:
-        record = await kept(self._store.get(owner_of(request), id_))
+    async def _found(self, request: Request, id_: str) -> Record:
+        record = None
+        if is_response(id_):
+            record = await kept(self._store.call(SqlBackend.get, owner_of(request), id_))
         if record is None:
             raise not_found("response", id_)
-        return await self._ended(record, "failed") if is_abandoned(record) else record
-
-    async def _ended(self, record: StoredResponse, status: Status) -> StoredResponse:
-        """Note that an unfinished response is over, unless it has been finished meanwhile."""
-        shown = msgspec.json.decode(record.response)
-        shown["status"] = status
-        if status == "failed":
-            why = "The process that made the response ended."
-            shown["error"] = {"code": "server_error", "message": why}
-        ended = msgspec.structs.replace(record, status=status, response=msgspec.json.encode(shown))
-        await kept(self._store.put(ended, only_known=True))
-        return await kept(self._store.get(record.tenant, record.id)) or ended
+        return record
 
 
 class _Named(msgspec.Struct):
@@ -131,8 +145,24 @@ def page(request: Request, items: list[msgspec.Raw]) -> ItemList:
 
 
 def not_found(kind: str, id_: str) -> ApiError:
-    """Nothing of this kind is kept under the name."""
-    return ApiError(404, f"The {kind} {id_!r} is not kept, or is no more.", code="not_found")
+    """Return the error for an unknown name of this kind."""
+    return ApiError(
+        404, f"The {kind} {id_!r} was not found; it may have expired.", code="not_found"
+    )
+
+
+def kept_router(store: ResponseStore, keep_alive: float) -> APIRouter:
+    """Return the operations of `KeptRoutes`."""
+    routes, one = KeptRoutes(store, keep_alive), "/v1/responses/{response_id}"
+    shown = json_responses(Response, *KEPT_ERRORS)
+    gone = json_responses(Deleted, *KEPT_ERRORS)
+    listed = json_responses(ItemList, *KEPT_ERRORS, 413, 415, 500)
+    router = APIRouter(route_class=ApiRoute)
+    router.get(one, responses=shown)(routes.retrieve)
+    router.delete(one, responses=gone)(routes.delete)
+    router.post(f"{one}/cancel", responses=shown)(routes.cancel)
+    router.get(f"{one}/input_items", responses=listed)(routes.input_items)
+    return router
 
 
 def _json(body: bytes) -> HttpResponse:

@@ -1,10 +1,12 @@
 """From the parts of an answer to output items, and to the events that tell how they grow."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict
 
 import msgspec
+from msgspec import UNSET
 
+from server.answer.json_value import is_object
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from server.api.chat.schema import ChatLogprob
 from server.api.responses import events
@@ -14,11 +16,15 @@ from server.api.responses.items import (
     OutputCustomToolCall,
     OutputFunctionCall,
     OutputItem,
+    OutputLocalShellCall,
     OutputMessage,
     OutputReasoning,
     OutputText,
+    OutputToolSearchCall,
     ReasoningTextPart,
+    ShellAction,
 )
+from server.api.responses.tools import OfferedTool
 
 
 class _Place(TypedDict):
@@ -36,6 +42,17 @@ class _CustomArguments(msgspec.Struct):
     input: str
 
 
+class _ShellArguments(msgspec.Struct):
+    """Arguments of the function that stands for the client's shell."""
+
+    command: list[str]
+    timeout_ms: int | None = None
+    working_directory: str | None = None
+
+    def action(self) -> ShellAction:
+        return ShellAction(self.command, self.timeout_ms, self.working_directory)
+
+
 class OutputBuilder:
     """Builds the output of one response; a state machine without I/O.
 
@@ -43,14 +60,11 @@ class OutputBuilder:
     """
 
     def __init__(
-        self, suffix: str, new_call_id: Callable[[], str], custom: Collection[str] = ()
+        self, suffix: str, new_call_id: Callable[[], str], tools: Mapping[str, OfferedTool]
     ) -> None:
-        """`suffix` makes the ids of items unique among all responses.
-
-        Calls of the tools that `custom` names have a text for their input.
-        """
+        """`suffix` makes the ids of items unique; `tools` are found by their functions' names."""
         self._suffix = suffix
-        self._custom = custom
+        self._tools = tools
         self._new_call_id = new_call_id
         self._open: OutputItem | None = None
         self._text: list[str] = []
@@ -64,21 +78,12 @@ class OutputBuilder:
                 return self._add_reasoning(text)
             case ContentText(text):
                 return self._add_content(text, logprobs or [])
-            case CallBegin(_, name) if name in self._custom:
-                return self._switch(
-                    OutputCustomToolCall(
-                        self._id("ctc"), "in_progress", self._new_call_id(), name, input=""
-                    )
-                )
             case CallBegin(_, name):
-                item = OutputFunctionCall(
-                    self._id("fc"), "in_progress", self._new_call_id(), name, arguments=""
-                )
-                return self._switch(item)
+                return self._switch(self._call(name))
             case CallArguments(_, text):
                 self._text.append(text)
-                if isinstance(self._open, OutputCustomToolCall):
-                    return []  # the text is within JSON, which is read when it is complete
+                if not isinstance(self._open, OutputFunctionCall):
+                    return []  # it is shown in another form, once it is complete
                 return [events.ArgumentsDelta(**self._place(), delta=text)]
 
     def close(self, parts: Sequence[ScoredPart], status: ItemStatus) -> list[ResponseEvent]:
@@ -118,6 +123,7 @@ class OutputBuilder:
                 ]
             case OutputFunctionCall():
                 item.arguments = text
+                status = status if is_object(text) else "incomplete"
                 told = [events.ArgumentsDone(**place, name=item.name, arguments=text)]
             case OutputCustomToolCall():
                 item.input = _custom_input(text)
@@ -125,9 +131,40 @@ class OutputBuilder:
                     events.CustomInputDelta(**place, delta=item.input),
                     events.CustomInputDone(**place, input=item.input),
                 ]
+            case OutputLocalShellCall():
+                try:
+                    item.action = msgspec.json.decode(text, type=_ShellArguments).action()
+                except (msgspec.DecodeError, UnicodeEncodeError):
+                    status = "incomplete"
+                told = []
+            case OutputToolSearchCall():
+                status = status if is_object(text) else "incomplete"
+                item.arguments = msgspec.json.decode(text) if is_object(text) else {}
+                told = []
         item.status = status
         self._open = None
         return [*told, events.OutputItemDone(output_index=place["output_index"], item=item)]
+
+    def _call(self, name: str) -> OutputItem:
+        tool, call_id = self._tools.get(name), self._new_call_id()
+        namespace = tool.namespace if tool is not None and tool.namespace is not None else UNSET
+        if tool is not None and tool.name is not None:
+            name = tool.name
+        match None if tool is None else tool.kind:
+            case "custom":
+                return OutputCustomToolCall(
+                    self._id("ctc"), "in_progress", call_id, name, "", namespace
+                )
+            case "local_shell":
+                return OutputLocalShellCall(
+                    self._id("lsh"), "in_progress", call_id, ShellAction([])
+                )
+            case "tool_search":
+                return OutputToolSearchCall(self._id("tsc"), "in_progress", call_id, {})
+            case _:
+                return OutputFunctionCall(
+                    self._id("fc"), "in_progress", call_id, name, "", namespace
+                )
 
     def _add_reasoning(self, text: str) -> list[ResponseEvent]:
         told: list[ResponseEvent] = []
@@ -162,7 +199,7 @@ class OutputBuilder:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text for a custom tool; what the model wrote if it is not as it should be."""
+    """Return the text for a custom tool, or what the model wrote if that is malformed."""
     try:
         return msgspec.json.decode(arguments, type=_CustomArguments).input
     except (msgspec.DecodeError, UnicodeEncodeError):

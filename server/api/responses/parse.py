@@ -1,6 +1,5 @@
 """A request for a response in the terms of all requests: as the chat completion that answers it."""
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,29 +10,40 @@ import pydantic
 from server.api.chat.parse import Blame, conversation
 from server.api.chat.parse import parse as parse_chat
 from server.api.chat.schema import ChatCompletionRequest
+from server.api.responses.items import summary_of
 from server.api.responses.schema import (
     CUSTOM_INPUT,
     PASSED_ON,
-    AllowedToolsChoice,
-    ChosenTool,
-    ContentPart,
+    CompactionItem,
     CustomToolCallItem,
     CustomToolCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputItem,
     ItemReference,
+    LocalShellCallItem,
+    LocalShellCallOutputItem,
+    MediaPart,
     MessageContent,
     MessageItem,
     ReasoningItem,
     RefusalContent,
     ResponsesRequest,
-    ResponseTool,
     TextFormat,
+    ToolSearchCallItem,
+    ToolSearchOutputItem,
 )
-from server.api.shared.body import JsonObject
-from server.generate.request import Conversation, GenerationRequest, Limits
-from server.http.errors import ApiError, invalid, invalid_body
+from server.api.responses.tools import (
+    LOCAL_SHELL,
+    TOOL_SEARCH,
+    chosen,
+    function_name,
+    offered_tools,
+)
+from server.errors import ApiError, invalid
+from server.generate.model import ServedModel
+from server.generate.request import Conversation, GenerationRequest
+from server.http.errors import invalid_body
 
 _SERVED_INCLUDES = {"message.output_text.logprobs"}
 _NOTHING_TO_ADD = {
@@ -48,21 +58,22 @@ _NOTHING_TO_ADD = {
 """Values of `include` that are about things that no response here holds."""
 
 
-def parse(request: ResponsesRequest, limits: Limits, earlier: int = 0) -> GenerationRequest:
+def parse(
+    request: ResponsesRequest, model: ServedModel, max_model_len: int, earlier: int = 0
+) -> GenerationRequest:
     """Return what a request asks for, by way of the chat completion that answers it.
 
-    So many items at the beginning of the input are of earlier responses, or of a conversation.
+    The first `earlier` items of the input are of earlier responses, or of a conversation.
 
     Raises:
         ApiError: the request is wrong, or asks for what is not served; `param` names the field.
     """
     chat, blame = _as_chat(request, earlier)
     try:
-        parsed = parse_chat(chat, limits, blame)
+        parsed = parse_chat(chat, model, max_model_len, blame)
         if request.truncation == "auto":
-            assert isinstance(parsed.source, Conversation)
-            source = msgspec.structs.replace(parsed.source, shortened=True)
-            parsed = msgspec.structs.replace(parsed, source=source)
+            (source,) = parsed.conversations
+            parsed.conversations = [msgspec.structs.replace(source, shortened=True)]
         return parsed
     except ApiError as error:
         raise blame(error) from error
@@ -78,8 +89,9 @@ def parse_count(request: ResponsesRequest, earlier: int) -> tuple[Conversation, 
     return conversation(chat), blame
 
 
-_INSTRUCTIONS, _EARLIER = -1, -2
-"""What stands for the instructions, and for items that the request did not send itself."""
+_INSTRUCTIONS, _EARLIER, _EMPTY = -1, -2, -3
+"""What stands for the instructions, for items that the request did not send itself, and for the
+turn of the user where there is no input."""
 
 
 def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionRequest, Blame]:
@@ -94,6 +106,8 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
     else:
         for index, item in enumerate(request.input):
             turns.add(item, _EARLIER if index < earlier else index - earlier)
+        if not request.input:
+            turns.say("user", "", _EMPTY)
     body: dict[str, Any] = {name: getattr(request, name) for name in PASSED_ON}
     body |= {
         "messages": turns.messages,
@@ -108,20 +122,22 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
         body["structured_outputs"] = request.structured_outputs.model_dump(
             by_alias=True, exclude_unset=True
         )
-    if request.tools:
-        body["tools"] = [_tool(tool, index) for index, tool in enumerate(request.tools)]
-    if request.tool_choice is not None and (request.tools or request.tool_choice != "auto"):
-        body["tool_choice"] = _tool_choice(request.tool_choice)
+    offered = offered_tools(request, earlier)
+    body["tools"] = [{"type": "function", "function": tool.function} for tool in offered]
+    if request.tool_choice is not None:
+        body["tool_choice"] = chosen(request.tool_choice, request, offered)
     if request.text is not None and request.text.format is not None:
         body["response_format"] = _response_format(request.text.format)
     encoded = msgspec.json.encode(body)
 
     def renamed(param: str) -> str:
-        name = _renamed(turns.items, goes_on_with, param)
-        tool = _PARAMETERS.match(name)
-        if tool is None or (request.tools or [])[int(tool[1])].type != "custom":
-            return name
-        return f"tools[{tool[1]}].format"
+        tool = _TOOL.match(param)
+        if tool is None:
+            return _renamed(turns.items, goes_on_with, param)
+        found = offered[int(tool[1])]
+        if tool[2] in (".parameters", ".input_grammar"):
+            return found.parameters_field
+        return f"{found.field}{tool[2]}"
 
     def blame(error: ApiError) -> ApiError:
         return error.renamed(renamed)
@@ -140,10 +156,12 @@ def _wants_logprobs(request: ResponsesRequest) -> bool:
 
 def _check(request: ResponsesRequest) -> None:
     if request.prompt is not None:
-        raise invalid("prompt: there are no stored prompts; send instructions and input", "prompt")
+        raise invalid(
+            "prompt: stored prompts are not supported; send instructions and input", "prompt"
+        )
     for index, value in enumerate(request.include or ()):
         if value not in _SERVED_INCLUDES | _NOTHING_TO_ADD:
-            raise invalid(f"include[{index}]: {value!r} is not known", f"include[{index}]")
+            raise invalid(f"include[{index}]: unknown value {value!r}", f"include[{index}]")
 
 
 class _Turns:
@@ -153,12 +171,8 @@ class _Turns:
         self.messages: list[dict[str, Any]] = []
         self.items: list[int] = []
 
-    def say(self, role: str, content: str, index: int) -> None:
-        """Add a message; system messages at the beginning are one."""
-        opening = len(self.messages) == 1 and self.messages[0]["role"] == "system"
-        if role in ("system", "developer") and opening:
-            self.messages[0]["content"] += "\n\n" + content
-            return
+    def say(self, role: str, content: str | list[dict[str, Any]], index: int) -> None:
+        """Add a message."""
         self.messages.append({"role": role, "content": content})
         self.items.append(index)
 
@@ -170,30 +184,63 @@ class _Turns:
         """Add an input item."""
         match item:
             case MessageItem(role="assistant"):
+                _check_parts(item.content, index, may_refuse=True)
                 turn = self._assistant(index, closed_by=("content", "tool_calls"))
                 turn["content"] = _text(item.content)
             case MessageItem():
-                _refuse_refusals(item.content, index)
-                self.say(item.role, _text(item.content), index)
+                _check_parts(item.content, index)
+                self.say(item.role, _content(item.content), index)
             case ReasoningItem():
                 turn = self._assistant(index, closed_by=("content", "tool_calls"))
                 thoughts = [part.text for part in item.content or ()]
                 if thoughts:
                     turn["reasoning_content"] = "\n".join(thoughts)
-            case FunctionCallItem():
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                self._assistant(index).setdefault("tool_calls", []).append(call)
-            case CustomToolCallItem():
-                arguments = json.dumps({CUSTOM_INPUT: item.input})
-                function = {"name": item.name, "arguments": arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                self._assistant(index).setdefault("tool_calls", []).append(call)
-            case FunctionCallOutputItem() | CustomToolCallOutputItem():
-                self.say("tool", _text(item.output), index)
-                self.messages[-1]["tool_call_id"] = item.call_id
             case ItemReference():
                 raise AssertionError("references are replaced by what they refer to")
+            case CompactionItem():
+                summary = summary_of(item.encrypted_content)
+                if summary is None:
+                    raise invalid(
+                        f"input[{index}]: a conversation that another server has compacted cannot "
+                        "be read",
+                        f"input[{index}]",
+                    )
+                self.say("user", f"A summary of the conversation so far:\n{summary}", index)
+            case _:
+                self._add_of_tool(item, index)
+
+    def _add_of_tool(self, item: InputItem, index: int) -> None:
+        """Add a call or what came of it; what other servers did is left out."""
+        match item:
+            case FunctionCallItem():
+                name = function_name(item.name, item.namespace)
+                self._call(item.call_id, name, item.arguments, index)
+            case CustomToolCallItem():
+                name = function_name(item.name, item.namespace)
+                self._call(item.call_id, name, {CUSTOM_INPUT: item.input}, index)
+            case LocalShellCallItem():
+                given = {k: v for k, v in item.action.items() if k != "type" and v}
+                self._call(item.call_id or item.id, LOCAL_SHELL, given, index)
+            case ToolSearchCallItem() if item.call_id is not None:
+                self._call(item.call_id, TOOL_SEARCH, item.arguments, index)
+            case FunctionCallOutputItem() | CustomToolCallOutputItem():
+                self._result(item.call_id, _content(item.output), index)
+            case LocalShellCallOutputItem():
+                self._result(item.id, item.output, index)
+            case ToolSearchOutputItem() if item.call_id is not None:
+                names = ", ".join([tool.name or tool.type for tool in item.tools])
+                self._result(item.call_id, f"Found: {names or 'none'}.", index)
+
+    def _call(self, call_id: str | None, name: str | None, arguments: Any, index: int) -> None:
+        """Add a call to the assistant's turn."""
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        self._assistant(index).setdefault("tool_calls", []).append(call)
+
+    def _result(self, call_id: str, content: str | list[dict[str, Any]], index: int) -> None:
+        """Add what came of a call."""
+        self.say("tool", content, index)
+        self.messages[-1]["tool_call_id"] = call_id
 
     def _assistant(self, index: int, closed_by: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the assistant's turn that an item belongs to."""
@@ -204,71 +251,44 @@ class _Turns:
         return self.messages[-1]
 
 
-def _text(content: str | Sequence[ContentPart | RefusalContent]) -> str:
+def _content(content: str | Sequence[MessageContent]) -> str | list[dict[str, Any]]:
+    """Return a content as one text if it holds no image, else as its parts."""
+    images = any(isinstance(part, MediaPart) and part.image_url is not None for part in content)
+    if isinstance(content, str) or not images:
+        return _text(content)
+    return [
+        {"type": part.type, "image_url": part.image_url}
+        if isinstance(part, MediaPart)
+        else {"type": "text", "text": _text([part])}
+        for part in content
+    ]
+
+
+def _text(content: str | Sequence[MessageContent]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(
-        [part.refusal if isinstance(part, RefusalContent) else part.text for part in content]
-    )
+    texts = []
+    for part in content:
+        match part:
+            case RefusalContent():
+                texts.append(part.refusal)
+            case MediaPart():
+                texts.append(f"[{part.type} omitted: this model reads text]")
+            case _:
+                texts.append(part.text)
+    return "\n".join(texts)
 
 
-def _refuse_refusals(content: str | list[MessageContent], index: int) -> None:
+def _check_parts(
+    content: str | Sequence[MessageContent], index: int, *, may_refuse: bool = False
+) -> None:
     for place, part in enumerate([] if isinstance(content, str) else content):
-        if isinstance(part, RefusalContent):
-            field = f"input[{index}].content[{place}]"
-            raise invalid(f"{field}: only assistants refuse", field)
-
-
-def _tool(tool: ResponseTool, index: int) -> dict[str, Any]:
-    if tool.type == "custom":
-        return _custom_tool(tool, index)
-    if tool.type != "function":
-        field = f"tools[{index}].type"
-        raise invalid(
-            f"{field}: {tool.type!r} is no function; tools that a server runs are not served", field
-        )
-    function = tool.model_dump(exclude_unset=True, exclude={"type", "format"})
-    return {"type": "function", "function": function}
-
-
-def _custom_tool(tool: ResponseTool, index: int) -> dict[str, Any]:
-    """Return the function that stands for a tool whose input is a text."""
-    given: JsonObject = {"type": "string"}
-    format, field = tool.format, f"tools[{index}].format"
-    if format is not None and format.type == "grammar":
-        if format.syntax != "regex" or not format.definition:
-            raise invalid(
-                f"{field}: of grammars those of the syntax regex are enforced, with a definition",
-                field,
-            )
-        given["pattern"] = f"^(?:{format.definition})$"
-    function: dict[str, Any] = {
-        "name": tool.name,
-        "parameters": {
-            "type": "object",
-            "properties": {CUSTOM_INPUT: given},
-            "required": [CUSTOM_INPUT],
-            "additionalProperties": False,
-        },
-        "strict": "pattern" in given,
-    }
-    if tool.description is not None:
-        function["description"] = tool.description
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: str | ChosenTool | AllowedToolsChoice) -> Any:
-    def named(tool: ChosenTool) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": tool.name}}
-
-    match choice:
-        case ChosenTool():
-            return named(choice)
-        case AllowedToolsChoice():
-            allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
-            return {"type": "allowed_tools", "allowed_tools": allowed}
-        case _:
-            return choice
+        field = f"input[{index}].content[{place}]"
+        if isinstance(part, RefusalContent) and not may_refuse:
+            raise invalid(f"{field}: only messages of assistants may have a refusal", field)
+        is_image = isinstance(part, MediaPart) and part.image_url is not None
+        if isinstance(part, MediaPart) and (may_refuse or not is_image):
+            raise invalid(f"{field}: this model reads text; send no {part.type}", field)
 
 
 def _response_format(format: TextFormat) -> dict[str, Any]:
@@ -286,9 +306,8 @@ def _response_format(format: TextFormat) -> dict[str, Any]:
     }
 
 
-_PARAMETERS = re.compile(r"^tools\[(\d+)\]\.parameters\b")
+_TOOL = re.compile(r"^tools\[(\d+)\](?:\.function(\.\w+)?.*)?")
 _RENAMED = (
-    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"^response_format\.json_schema\b"), "text.format"),
     (re.compile(r"^response_format\b"), "text.format"),
     (re.compile(r"^max_(completion_)?tokens\b"), "max_output_tokens"),

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from server.answer.parts import ContentText
+from server.answer.parts import CallBegin, ContentText, Part
 from server.api.chat.schema import ChatLogprob
 from server.api.chat.scores import chat_logprobs
+from server.api.rendering import event_frames
 from server.api.responses import events
-from server.api.responses.content_scores import ContentScores
 from server.api.responses.events import ErrorEvent, ResponseEvent
 from server.api.responses.items import (
     ConversationId,
@@ -22,29 +22,26 @@ from server.api.responses.items import (
 )
 from server.api.responses.output import OutputBuilder, ScoredPart
 from server.api.responses.schema import ConversationName, ResponsesRequest
-from server.api.shared.answer import Usage
-from server.api.shared.rendering import Answering, event_frames
-from server.api.shared.whole import WholeAnswers
-from server.generate.answer import Answer
+from server.api.responses.tools import offered_tools
+from server.api.whole import WholeAnswers
+from server.errors import ApiError
 from server.generate.fold import Delta, FinishReason, ScoredToken
-from server.http.errors import ApiError
+from server.generate.request import GenerationRequest
+from server.schema.answer import Usage
+from server.text.detokenizer import TokenTable
 
 _encode = msgspec.json.Encoder().encode
 
 
 def renderer(
-    request: ResponsesRequest, answering: Answering, name: str | None = None
+    body: ResponsesRequest, request: GenerationRequest, table: TokenTable, name: str | None = None
 ) -> "ResponseBody | ResponseEvents":
     """Return what shows the answer to a request.
 
-    Args:
-        request: what was asked for.
-        answering: the answer that begins.
-        name: what the ids of the response and its items end with, if it is kept.
-
+    If it is stored, the ids of the response and of its items end with `name`.
     """
-    growing = GrowingResponse(request, answering, name)
-    return ResponseEvents(growing) if request.stream else ResponseBody(growing)
+    growing = GrowingResponse(body, request, table, name)
+    return ResponseEvents(growing) if body.stream else ResponseBody(growing)
 
 
 def begun_response(
@@ -91,26 +88,65 @@ def begun_response(
     )
 
 
+class ContentScores:
+    """Finds the tokens, with their log probabilities, that make up the content of an answer.
+
+    Parts are pieces of the answer's text, in order. A part that is not found in the text, because
+    its reader rewrote it, is skipped.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        """What no part has been found in yet."""
+        self._begin = 0
+        """Where it begins in the whole text."""
+        self._tokens: list[ScoredToken] = []
+        """Those that begin within it, or behind it."""
+
+    def add(self, text: str, tokens: Sequence[ScoredToken]) -> None:
+        """Add text of the answer, and tokens whose texts have come or will come."""
+        self._text += text
+        self._tokens += tokens
+
+    def of(self, part: Part) -> list[ScoredToken]:
+        """Return the tokens that begin in a part's text if it is content; parts come in order."""
+        text = part.name if isinstance(part, CallBegin) else part.text
+        place = self._text.find(text)
+        if place < 0:
+            return []
+        start, end = self._begin + place, self._begin + place + len(text)
+        self._text, self._begin = self._text[place + len(text) :], end
+        found = [token for token in self._tokens if start <= token.text_offset < end]
+        self._tokens = [token for token in self._tokens if token.text_offset >= end]
+        return found if isinstance(part, ContentText) else []
+
+
 class GrowingResponse:
     """Fills a response from deltas, and tells how it grows as typed events."""
 
-    def __init__(self, request: ResponsesRequest, answering: Answering, name: str | None) -> None:
-        plan, sampling = answering.spec.plan, answering.spec.sampling
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        request: GenerationRequest,
+        table: TokenTable,
+        name: str | None,
+    ) -> None:
         self.response = begun_response(
-            request,
-            name or answering.request_id,
-            answering.created,
-            answering.model,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
+            body,
+            name or request.request_id,
+            request.created,
+            request.model,
+            temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
         )
         self.response.store = name is not None
         self._last: list[ResponseEvent] | None = None
         """What there was to tell when the response was completed."""
-        self._answering = answering
-        self._reader = plan.reader()
-        custom = [tool.name for tool in request.tools or () if tool.type == "custom" and tool.name]
-        self._builder = OutputBuilder(name or answering.request_id, plan.new_call_id, custom)
+        self._request = request
+        self._table = table
+        self._reader = request.plan.reader()
+        tools = {tool.function["name"]: tool for tool in offered_tools(body, 0)}
+        self._builder = OutputBuilder(name or request.request_id, request.plan.new_call_id, tools)
         self._scores = ContentScores()
         self._finish_reason: FinishReason | None = None
 
@@ -124,7 +160,7 @@ class GrowingResponse:
         parts = self._taken_apart(delta)
         return [event for part, scores in parts for event in self._builder.push(part, scores)]
 
-    def close(self, usage: Usage, answer: Answer | None = None) -> list[ResponseEvent]:
+    def close(self, usage: Usage, answer: Delta | None = None) -> list[ResponseEvent]:
         """Complete the response, once, with a whole answer if it has none yet.
 
         Returns what there is to tell of what is new.
@@ -146,7 +182,7 @@ class GrowingResponse:
         self._last = told
         return told
 
-    def _taken_apart(self, piece: Delta | Answer) -> list[ScoredPart]:
+    def _taken_apart(self, piece: Delta) -> list[ScoredPart]:
         self._finish_reason = piece.finish_reason
         if self._reader is None:
             logprobs = self._shown(piece.logprobs)
@@ -160,7 +196,7 @@ class GrowingResponse:
         return [(part, self._shown(self._scores.of(part))) for part in parts]
 
     def _shown(self, tokens: Sequence[ScoredToken] | None) -> list[ChatLogprob]:
-        scores = chat_logprobs(tokens, self._answering)
+        scores = chat_logprobs(tokens, self._request, self._table)
         return [] if scores is None else scores.content
 
     def _usage(self, usage: Usage) -> ResponseUsage:

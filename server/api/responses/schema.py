@@ -1,10 +1,10 @@
 """POST /v1/responses: the request."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from server.access.limits import (
+from server.limits import (
     INT64_MAX,
     INT64_MIN,
     MAX_MESSAGES,
@@ -14,8 +14,8 @@ from server.access.limits import (
     MAX_TOOLS,
     MIN_REPETITION_PENALTY,
 )
-from server.api.shared.body import JsonObject, Name, RequestBody, part_type
-from server.api.shared.fields import (
+from server.schema.body import JsonObject, Name, RequestBody, part_type
+from server.schema.fields import (
     CacheSalt,
     LogitBias,
     NamedTokenIds,
@@ -23,17 +23,44 @@ from server.api.shared.fields import (
     StopStrings,
     Verbosity,
 )
-from server.api.shared.structured import StructuredOutputs
+from server.schema.structured import StructuredOutputs
+from server.schema.support import (
+    CACHE_HINT,
+    LABEL,
+    LABELS,
+    MEDIA,
+    NO_BUDGET,
+    NO_MEDIA,
+    PRIORITY,
+    TOP_LOGPROBS,
+    UNSERVED,
+    USER,
+    Rows,
+    different,
+    extra,
+    ignored,
+    refused,
+)
 
 
 class ContentPart(RequestBody):
-    """A piece of a message; only text is served."""
+    """A piece of text of a message, or of what came of a call."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-ContentParts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS)]
+class MediaPart(RequestBody):
+    """An image, for models that take images; all else is refused in messages.
+
+    Of what came of calls a note says that it was left out, where the model cannot see it.
+    """
+
+    type: Literal["input_image", "input_file", "input_audio"]
+    image_url: str | None = Field(None, description="A data: URL, or one that is allowed.")
+    detail: Name | None = Field(
+        None, description="Accepted and not used: the model's processor decides on sizes."
+    )
 
 
 class RefusalContent(RequestBody):
@@ -44,9 +71,46 @@ class RefusalContent(RequestBody):
 
 
 MessageContent = Annotated[
-    Annotated[ContentPart, Tag("a text")] | Annotated[RefusalContent, Tag("a refusal")],
+    Annotated[ContentPart, Tag("a text")]
+    | Annotated[RefusalContent, Tag("a refusal")]
+    | Annotated[MediaPart, Tag("media")],
     Discriminator(part_type),
 ]
+CallOutput = str | Annotated[list[MessageContent], Field(max_length=MAX_PARTS)]
+
+
+CUSTOM_INPUT = "input"
+"""The parameter of the functions that stand for custom tools."""
+
+
+class CustomToolFormat(RequestBody):
+    """What the input of a custom tool looks like: any text, or one that matches an expression."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class NamespacedTool(RequestBody):
+    """A function that the model may call, or a tool of the client that takes a text.
+
+    Of the other types `local_shell` and a `tool_search` that the client runs are served. The rest
+    is left out, and refused if `tool_choice` demands it.
+    """
+
+    type: Name
+    name: Name | None = None
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+    format: CustomToolFormat | None = Field(None, description="For type custom.")
+    execution: Name | None = Field(None, description="For type tool_search: client or server.")
+
+
+class ResponseTool(NamespacedTool):
+    """A tool, or with the type `namespace` several that share the beginning of their names."""
+
+    tools: Annotated[list[NamespacedTool], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class MessageItem(RequestBody):
@@ -63,6 +127,7 @@ class FunctionCallItem(RequestBody):
     type: Literal["function_call"]
     call_id: Name
     name: Name
+    namespace: Name | None = None
     arguments: str
 
 
@@ -71,7 +136,7 @@ class FunctionCallOutputItem(RequestBody):
 
     type: Literal["function_call_output"]
     call_id: Name
-    output: str | ContentParts
+    output: CallOutput
 
 
 class CustomToolCallItem(RequestBody):
@@ -80,6 +145,7 @@ class CustomToolCallItem(RequestBody):
     type: Literal["custom_tool_call"]
     call_id: Name
     name: Name
+    namespace: Name | None = None
     input: str
 
 
@@ -88,7 +154,68 @@ class CustomToolCallOutputItem(RequestBody):
 
     type: Literal["custom_tool_call_output"]
     call_id: Name
-    output: str | ContentParts
+    output: CallOutput
+
+
+class LocalShellCallItem(RequestBody):
+    """A command that the model asked the client to run before."""
+
+    type: Literal["local_shell_call"]
+    call_id: Name | None = None
+    id: Name | None = None
+    action: JsonObject
+
+
+class LocalShellCallOutputItem(RequestBody):
+    """What came of such a command."""
+
+    type: Literal["local_shell_call_output"]
+    id: Name
+    output: str
+
+
+class ToolSearchCallItem(RequestBody):
+    """A search for tools that the model asked the client for before."""
+
+    type: Literal["tool_search_call"]
+    call_id: Name | None = None
+    arguments: Any = None
+
+
+class ToolSearchOutputItem(RequestBody):
+    """The tools that were found: the model may call them from then on."""
+
+    type: Literal["tool_search_output"]
+    call_id: Name | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)]
+
+
+class AdditionalToolsItem(RequestBody):
+    """Tools that the model may call besides those of the request."""
+
+    type: Literal["additional_tools"]
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)]
+
+
+class HostedItem(RequestBody):
+    """Accepted and left out: what tools of other servers did."""
+
+    type: Literal[
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "computer_call",
+        "image_generation_call",
+        "mcp_call",
+        "mcp_list_tools",
+    ]
+
+
+class CompactionItem(RequestBody):
+    """A conversation so far in a few words, as `/v1/responses/compact` returned it."""
+
+    type: Literal["compaction", "compaction_summary", "context_compaction"]
+    encrypted_content: str | None = None
 
 
 class ReasoningPart(RequestBody):
@@ -117,8 +244,15 @@ class ItemReference(RequestBody):
 
 
 def _item_type(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
-    return kind if isinstance(kind, str) else "message"
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if not isinstance(kind, str):
+        return "message"
+    if kind in _HOSTED:
+        return "hosted"
+    return "compaction" if kind in ("compaction_summary", "context_compaction") else kind
+
+
+_HOSTED = frozenset(get_args(HostedItem.model_fields["type"].annotation))
 
 
 InputItem = Annotated[
@@ -127,43 +261,25 @@ InputItem = Annotated[
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
     | Annotated[CustomToolCallOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[LocalShellCallItem, Tag("local_shell_call")]
+    | Annotated[LocalShellCallOutputItem, Tag("local_shell_call_output")]
+    | Annotated[ToolSearchCallItem, Tag("tool_search_call")]
+    | Annotated[ToolSearchOutputItem, Tag("tool_search_output")]
+    | Annotated[AdditionalToolsItem, Tag("additional_tools")]
+    | Annotated[HostedItem, Tag("hosted")]
+    | Annotated[CompactionItem, Tag("compaction")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_item_type),
 ]
 
 
-CUSTOM_INPUT = "input"
-"""The parameter of the functions that stand for custom tools."""
-
-
-class CustomToolFormat(RequestBody):
-    """What the input of a custom tool looks like: any text, or one that matches an expression."""
-
-    type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str | None = None
-
-
-class ResponseTool(RequestBody):
-    """A function that the model may call, or a tool of the client that takes a text.
-
-    Tools that a server would run are refused.
-    """
+class ChosenTool(RequestBody):
+    """A tool by its name; of types of which there is one, by its type."""
 
     type: Name
     name: Name | None = None
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-    format: CustomToolFormat | None = Field(None, description="For type custom.")
-
-
-class ChosenTool(RequestBody):
-    """A function, or a custom tool, by its name."""
-
-    type: Literal["function", "custom"]
-    name: Name
+    namespace: Name | None = None
 
 
 class AllowedToolsChoice(RequestBody):
@@ -214,12 +330,11 @@ class ConversationName(RequestBody):
     id: Name
 
 
-# More than 15 attributes: the fields are OpenAI's.
 class ResponsesRequest(RequestBody):
     """Answer a list of items with more items."""
 
     model: str | None = Field(None, description="One of the served names; default: the first.")
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = Field(None, description="What a system message says.")
     temperature: float | None = Field(
         None, ge=0, le=2, description="0 is greedy. Default: the model's, else 1."
@@ -228,15 +343,27 @@ class ResponsesRequest(RequestBody):
     max_output_tokens: int | None = Field(
         None, ge=1, le=MAX_TOKENS, description="Default: all that fits."
     )
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOKENS, json_schema_extra=TOP_LOGPROBS)
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None,
+        json_schema_extra=different(
+            "functions, namespaces, custom, local_shell and tool_search of the client; others are "
+            "left out, and refused where demanded"
+        ),
+    )
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: int | None = Field(
-        None, ge=0, le=MAX_TOKENS, description="Accepted: it is about hosted tools."
+        None,
+        ge=0,
+        le=MAX_TOKENS,
+        description="Accepted: it is about hosted tools.",
+        json_schema_extra=extra("ignored", "about tools that a server runs"),
     )
     text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ReasoningOptions | None = Field(
+        None, json_schema_extra=different("nothing is summarized")
+    )
     include_reasoning: bool | None = Field(
         None, description="false: what the model thinks is generated, and left out of the response."
     )
@@ -247,25 +374,41 @@ class ResponsesRequest(RequestBody):
         None, description="message.output_text.logprobs is served, the rest has nothing to add."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
-        "disabled", description="auto: earlier turns that do not fit are left out."
+        "disabled",
+        description="auto: earlier turns that do not fit are left out.",
+        json_schema_extra=different("auto leaves out whole turns, and keeps the system's"),
     )
     store: bool | None = Field(
-        None, description="Whether the response is kept. Default: if the server keeps any."
+        None,
+        description="Whether the response is kept. Default: if the server keeps any.",
+        json_schema_extra=different("kept as long and as far as the operator says"),
     )
     previous_response_id: Name | None = Field(
-        None, description="A kept response, whose conversation this one goes on with."
+        None, description="A stored response, whose conversation this one continues."
     )
     conversation: Name | ConversationName | None = Field(
-        None, description="A kept conversation, which this one goes on with and adds to."
+        None, description="A stored conversation, which this response continues and is added to."
     )
     background: bool | None = Field(
         False, description="Answer at once; the response is kept when it is complete."
     )
-    prompt: JsonObject | None = Field(None, description="Refused: there are no stored prompts.")
-    user: Name | None = Field(None, description="Comes back in the response.")
-    safety_identifier: Name | None = Field(None, description="Accepted and not used.")
-    prompt_cache_key: Name | None = Field(None, description="Accepted and not used.")
-    service_tier: Name | None = Field(None, description="Accepted and not used.")
+    prompt: JsonObject | None = Field(
+        None,
+        description="Refused: there are no stored prompts.",
+        json_schema_extra=extra("refused", "there are no stored prompts", example={"id": "pmpt_1"}),
+    )
+    user: Name | None = Field(
+        None, description="Comes back in the response.", json_schema_extra=USER
+    )
+    safety_identifier: Name | None = Field(
+        None, description="Accepted and not used.", json_schema_extra=extra("ignored", LABEL)
+    )
+    prompt_cache_key: Name | None = Field(
+        None, description="Accepted and not used.", json_schema_extra=extra("ignored", CACHE_HINT)
+    )
+    service_tier: Name | None = Field(
+        None, description="Accepted and not used.", json_schema_extra=extra("ignored", CACHE_HINT)
+    )
 
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     stop: StopStrings | None = None
@@ -279,7 +422,7 @@ class ResponsesRequest(RequestBody):
     min_tokens: int | None = Field(0, ge=0, le=MAX_TOKENS)
     ignore_eos: bool | None = False
     stop_token_ids: NamedTokenIds | None = None
-    priority: int | None = Field(0, ge=-(2**31), lt=2**31)
+    priority: int | None = Field(0, ge=-(2**31), lt=2**31, json_schema_extra=PRIORITY)
     cache_salt: CacheSalt | None = None
     request_id: str | None = Field(None, min_length=1, max_length=256, pattern=r"^[!-~]+$")
     chat_template_kwargs: JsonObject | None = None
@@ -287,6 +430,42 @@ class ResponsesRequest(RequestBody):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="A constraint on the text; not together with a text.format."
     )
+
+    undeclared: ClassVar[Rows] = {
+        **UNSERVED,
+        **NO_BUDGET,
+        **{name: row for name, row in LABELS.items() if name != "metadata"},
+        **NO_MEDIA,
+        **ignored(MEDIA, "image"),
+        **ignored("all requests have the same access", "access_programs"),
+        **refused(
+            "/v1/completions and /v1/chat/completions have it",
+            "use_beam_search early_stopping", False,
+        ),
+        **refused(
+            "/v1/completions and /v1/chat/completions have it", "length_penalty", 1, 0
+        ),
+        **refused("not supported; use instructions", "personality"),
+        **refused("input is not shortened", "context_management"),
+        **refused("nothing is moderated", "moderation"),
+        **refused("send the whole conversation as input",
+                  "previous_input_messages previous_response"),
+        **refused("the messages behind a response are not shown",
+                  "enable_response_messages", False),
+        **refused("use text.format", "response_format"),
+        **refused("use max_output_tokens", "max_tokens max_completion_tokens"),
+        **refused("use reasoning.effort", "reasoning_effort"),
+        **refused("use input", "messages"),
+        **refused("use include", "logprobs", False),
+        **refused("a response is one answer", "n best_of", 1),
+        **refused("not served here; /v1/chat/completions has it",
+                  "allowed_token_ids bad_words prompt_logprobs truncate_prompt_tokens "
+                  "logprob_token_ids"),
+        **refused("not served here; /v1/chat/completions has it",
+                  "include_stop_str_in_output", False),
+        **refused("not served here; /v1/chat/completions has it", "skip_special_tokens", True),
+        **refused("/v1/chat/completions has it", "chat_template"),
+    }  # fmt: skip
 
 
 PASSED_ON = (

@@ -2,15 +2,17 @@
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import dist, sqrt
 from operator import mul
 
 import msgspec
+from fastapi import APIRouter, Response
 
-from server.access.limits import MAX_PROMPTS, MAX_VECTOR_NUMBERS
-from server.api.body import read_body
-from server.api.context import Context
-from server.api.purpose import unsuitable
+from engine.shared.pooling import Similarity
+from server.api.generation import unsuitable
+from server.api.openapi import MODEL_ERRORS, json_responses
+from server.api.route import ModelRoute
 from server.api.scores.schema import (
     ApiVersion,
     BilledUnits,
@@ -23,42 +25,53 @@ from server.api.scores.schema import (
     ScoreRequest,
     ScoreResponse,
 )
+from server.api.services import ServicesDep
 from server.api.vectors import PooledCall, items_shown, numbers
+from server.errors import invalid
+from server.generate.pooling.inputs import Length
 from server.http.call import Call
-from server.http.errors import invalid
-from server.pooling.inputs import Length
+from server.limits import MAX_PROMPTS, MAX_VECTOR_NUMBERS
 
-COHERE_PATH = "/v2/rerank"
+_COHERE_PATH = "/v2/rerank"
 _COHERE_TOKENS = 4096
 """Tokens that Cohere's API cuts documents to by itself."""
 _NUMBERS_AT_ONCE = 1 << 16
 
 
-async def score(call: Call, context: Context) -> None:
+_SCORED = json_responses(ScoreResponse, *MODEL_ERRORS)
+_RANKED = json_responses(RerankResponse, *MODEL_ERRORS)
+
+router = APIRouter(route_class=ModelRoute)
+
+
+@router.post("/v1/score", responses=_SCORED)
+@router.post("/score", responses=_SCORED)
+async def score(body: ScoreRequest, call: Call, services: ServicesDep) -> Response:
     """Score pairs of texts."""
-    body = read_body(ScoreRequest, call.body)
-    called = PooledCall(call, context, body)
+    called = PooledCall(call, services, body)
     first, firsts = _given(body, ("queries", "text_1", "data_1"))
     second, seconds = _given(body, ("documents", "items", "text_2", "data_2"))
     if len(firsts) not in (1, len(seconds)):
         raise invalid(
-            f"{first}: {len(firsts)} texts cannot be paired with {len(seconds)}; give one, or as "
-            "many",
+            f"{first}: {len(firsts)} texts cannot be paired with {len(seconds)}; send one, or the "
+            "same number",
             first,
         )
     scores = await _scores(called, firsts, seconds, (first, second))
     payload = ScoreResponse(
         f"score-{called.request_id}", called.created, called.name, [], called.usage
     )
-    await called.send(payload, "data", items_shown(scores, Score))
+    return called.response(payload, "data", items_shown(scores, Score))
 
 
-async def rerank(call: Call, context: Context) -> None:
+@router.post(_COHERE_PATH, responses=_RANKED)
+@router.post("/v1/rerank", responses=_RANKED)
+@router.post("/rerank", responses=_RANKED)
+async def rerank(body: RerankRequest, call: Call, services: ServicesDep) -> Response:
     """Put documents in the order in which they fit a query."""
-    body = read_body(RerankRequest, call.body)
-    called = PooledCall(call, context, body)
+    called = PooledCall(call, services, body)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
-    cohere = call.path.endswith(COHERE_PATH)
+    cohere = call.path.endswith(_COHERE_PATH)
     most = body.max_tokens_per_doc or (_COHERE_TOKENS if cohere else None)
     scores = await _scores(called, [body.query], texts, ("query", "documents"), most)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -70,7 +83,7 @@ async def rerank(call: Call, context: Context) -> None:
 
     meta = RerankMeta(ApiVersion(), BilledUnits()) if cohere else msgspec.UNSET
     payload = RerankResponse(f"rerank-{called.request_id}", called.name, called.usage, [], meta)
-    await called.send(payload, "results", items_shown(order[: body.top_n or None], show))
+    return called.response(payload, "results", items_shown(order[: body.top_n or None], show))
 
 
 def _given(body: ScoreRequest, names: tuple[str, ...]) -> tuple[str, Sequence[str]]:
@@ -115,7 +128,8 @@ async def _scores(
     inputs += await maker.of_texts(texts, length, fields[1])
     vectors = await called.vectors(inputs, dimensions=spec.usual_dimensions)
     left, right = vectors[: len(firsts)], vectors[len(firsts) :]
-    return await _cosines(left * len(right) if len(left) == 1 else left, right)
+    compare = _SIMILARITIES[spec.similarity]
+    return await _compared(left * len(right) if len(left) == 1 else left, right, compare)
 
 
 def _cutting(length: Length, most_of_second: int | None) -> Length:
@@ -125,15 +139,35 @@ def _cutting(length: Length, most_of_second: int | None) -> Length:
     return msgspec.structs.replace(length, keep=length.most)
 
 
-async def _cosines(left: Sequence[bytes], right: Sequence[bytes]) -> list[float]:
-    """Return the cosine of each pair; others get their turn in between."""
+Compare = Callable[[Sequence[float], Sequence[float]], float]
+
+
+async def _compared(left: Sequence[bytes], right: Sequence[bytes], compare: Compare) -> list[float]:
+    """Return the similarity of each pair; others get their turn in between."""
     found, done = [], 0
     for one, other in zip(left, right, strict=True):
         a, b = array("f", one), array("f", other)
-        scale = (sum(map(mul, a, a)) * sum(map(mul, b, b))) ** 0.5
-        found.append(sum(map(mul, a, b)) / scale if scale else 0.0)
+        found.append(compare(a, b))
         done += len(a)
         if done > _NUMBERS_AT_ONCE:
             done = 0
             await asyncio.sleep(0)
     return found
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return float(sum(map(mul, a, b)))
+
+
+def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    scale = sqrt(_dot(a, a) * _dot(b, b))
+    return _dot(a, b) / scale if scale else 0.0
+
+
+_SIMILARITIES: dict[Similarity, Compare] = {
+    "cosine": _cosine,
+    "dot": _dot,
+    "euclidean": lambda a, b: -dist(a, b),
+    "manhattan": lambda a, b: -sum(abs(x - y) for x, y in zip(a, b, strict=True)),
+}
+"""As sentence-transformers computes them."""

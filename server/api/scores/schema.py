@@ -1,14 +1,15 @@
 """POST /score and POST /rerank: requests and responses."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from server.access.limits import MAX_PROMPTS, MAX_TOKENS
-from server.api.shared.body import RequestBody
-from server.api.shared.pooling import PoolingFields, PoolingUsage, Texts
+from server.limits import MAX_PROMPTS, MAX_TOKENS
+from server.schema.body import RequestBody
+from server.schema.pooling import PoolingFields, PoolingUsage, Texts
+from server.schema.support import Rows, different, refused
 
 OneOrMore = str | Texts
 
@@ -23,6 +24,8 @@ class ScoreRequest(PoolingFields):
     text_2: OneOrMore | None = Field(None, description="Another name of documents.")
     data_1: OneOrMore | None = Field(None, description="Another name of queries.")
     data_2: OneOrMore | None = Field(None, description="Another name of documents.")
+
+    undeclared: ClassVar[Rows] = refused("models that write do not score", "label_token_ids")
 
 
 class Score(msgspec.Struct):
@@ -64,8 +67,17 @@ class RerankRequest(PoolingFields):
         None, description="Whether results repeat their documents; default: not at /v2/rerank."
     )
     max_tokens_per_doc: int | None = Field(
-        None, ge=1, le=MAX_TOKENS, description="Cut documents to so many tokens."
+        None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Truncate documents to this number of tokens.",
+        json_schema_extra=different("of texts; 4096 at /v2/rerank if it is not given"),
     )
+
+    undeclared: ClassVar[Rows] = {
+        **refused("documents have one text", "rank_fields"),
+        **refused("use max_tokens_per_doc", "max_chunks_per_doc"),
+    }
 
 
 class DocumentText(msgspec.Struct):

@@ -5,14 +5,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
-from starlette.routing import BaseRoute, Route
+from fastapi import APIRouter, Request, Response
 
 from engine.shared.messages import EngineEntry, EngineStats
 from engine.shared.version import SWELL_VERSION
-from server.api.context import Context
 from server.api.openapi import json_responses
+from server.api.route import ApiRoute
+from server.api.services import ServicesDep
 from server.api.status.schema import (
     EngineCounts,
     EngineOverview,
@@ -20,12 +19,14 @@ from server.api.status.schema import (
     MissingOverview,
     StatusResponse,
 )
-from server.observe.shared_work import SharedWork
 
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/status.css": ("status.css", "text/css; charset=utf-8"),
     "/status.js": ("status.js", "text/javascript; charset=utf-8"),
+    "/access.js": ("access.js", "text/javascript; charset=utf-8"),
+    "/playground.js": ("playground.js", "text/javascript; charset=utf-8"),
+    "/markdown-it.min.js": ("markdown-it.min.js", "text/javascript; charset=utf-8"),
 }
 _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -36,22 +37,7 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-_TIMES_KEPT_SECONDS = 0.5
-
-
-class _FirstTokenTimes:
-    """Sums over the node's processes, read again only when they are old: reading takes a while."""
-
-    def __init__(self, context: Context) -> None:
-        self._reading = SharedWork(lambda: context.metrics.first_token_times)
-        self._read_at = float("-inf")
-        self._times = FirstTokenTimes(0.0, 0)
-
-    async def current(self) -> FirstTokenTimes:
-        if time.monotonic() - self._read_at >= _TIMES_KEPT_SECONDS:
-            self._times = FirstTokenTimes(*await self._reading.result())
-            self._read_at = time.monotonic()
-        return self._times
+router = APIRouter(route_class=ApiRoute)
 
 
 def _counts(stats: EngineStats | None) -> EngineCounts | None:
@@ -91,61 +77,37 @@ def _engine(entry: EngineEntry, stats_age: float | None) -> EngineOverview:
     )
 
 
-class StatusRoutes:
-    """The status page and its data."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._first_token_times = _FirstTokenTimes(context)
-
-    async def status(self) -> Response:
-        """Show engines, wave and front ends as the front end that answers sees them."""
-        body = msgspec.json.encode(self._status(await self._first_token_times.current()))
-        return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
-
-    def _status(self, first_token_times: FirstTokenTimes) -> StatusResponse:
-        context = self._context
-        view, ages = context.client.view, context.client.stats_age
-        return StatusResponse(
-            version=SWELL_VERSION,
-            models=list(context.names),
-            has_chat_template=context.model.tokenizer.chat_template is not None,
-            time=time.time(),
-            started=context.created,
-            ready=context.client.ready,
-            wave=view.wave if view else 0,
-            running=view.running if view else False,
-            num_front_ends=view.num_front_ends if view else 0,
-            wakeups_total=dict(view.wakeups_total) if view else {},
-            first_token_times=first_token_times,
-            engines=[
-                _engine(entry, ages.get(entry.rank))
-                for entry in sorted(view.engines if view else [], key=lambda entry: entry.rank)
-            ],
-            num_expected=view.expected if view else 0,
-            missing=[
-                MissingOverview(each.rank, each.reason, each.age)
-                for each in (view.missing if view else [])
-            ],
-        )
-
-
-def status_routes(context: Context) -> list[BaseRoute]:
-    """Return the routes of the page, its files and its data."""
-    data = APIRoute(
-        "/status.json",
-        StatusRoutes(context).status,
-        methods=["GET"],
-        responses=json_responses(StatusResponse, 401, 404),
-        response_class=Response,
-        response_model=None,
+@router.get("/status.json", responses=json_responses(StatusResponse, 401, 404))
+async def status(services: ServicesDep) -> Response:
+    """Show engines, wave and front ends as the front end that answers sees them."""
+    view, ages = services.client.view, services.client.stats_age
+    pooling = services.model.pooling
+    shown = StatusResponse(
+        version=SWELL_VERSION,
+        models=list(services.names),
+        has_chat_template=services.model.tokenizer.chat_template is not None,
+        takes_images=services.model.images is not None and services.client.serves_images,
+        pooling_task=pooling.spec.task if pooling else None,
+        time=time.time(),
+        started=services.created,
+        ready=services.client.ready,
+        wave=view.wave if view else 0,
+        running=view.running if view else False,
+        num_front_ends=view.num_front_ends if view else 0,
+        wakeups_total=dict(view.wakeups_total) if view else {},
+        first_token_times=FirstTokenTimes(*await services.first_token_times.result()),
+        engines=[
+            _engine(entry, ages.get(entry.rank))
+            for entry in sorted(view.engines if view else [], key=lambda entry: entry.rank)
+        ],
+        num_expected=view.expected if view else 0,
+        missing=[
+            MissingOverview(each.rank, each.reason, each.age)
+            for each in (view.missing if view else [])
+        ],
     )
-    folder = Path(__file__).parents[2] / "status_page"
-    page = [
-        Route(path, _static((folder / name).read_bytes(), media_type))
-        for path, (name, media_type) in _FILES.items()
-    ]
-    return [data, *page]
+    headers = {"Cache-Control": "no-store"}
+    return Response(msgspec.json.encode(shown), media_type="application/json", headers=headers)
 
 
 def _static(body: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
@@ -153,3 +115,8 @@ def _static(body: bytes, media_type: str) -> Callable[[Request], Awaitable[Respo
         return Response(body, media_type=media_type, headers=_PAGE_HEADERS)
 
     return serve
+
+
+for _path, (_name, _media_type) in _FILES.items():
+    _body = (Path(__file__).parents[2] / "status_page" / _name).read_bytes()
+    router.add_route(_path, _static(_body, _media_type), include_in_schema=False)

@@ -3,6 +3,7 @@
 import msgspec
 
 from engine.shared.messages import AbsenceReason
+from engine.shared.pooling import Task, TokenTask
 
 
 class EngineCounts(msgspec.Struct):
@@ -71,6 +72,10 @@ class StatusResponse(msgspec.Struct):
     models: list[str]
     has_chat_template: bool
     """Whether chat completions can be asked for."""
+    takes_images: bool
+    """Whether they may show images."""
+    pooling_task: Task | TokenTask | None
+    """What a model that makes vectors does; None if the model generates text."""
     time: float
     """Unix time of this answer."""
     started: int

@@ -1,33 +1,35 @@
 """How many tokens a conversation has, as the model reads it."""
 
-from server.access.limits import MAX_COUNTED_TOKENS
-from server.api.context import Context
+from server.api.media import with_counted_images
+from server.api.services import Services
+from server.errors import invalid
 from server.generate.request import Conversation
 from server.generate.specification import conversation_text
-from server.http.errors import invalid
+from server.limits import MAX_COUNTED_TOKENS
 from server.router.generation_client import NoEngineAvailable
 from server.text.prompt_text import TextTooLong, encode_prompt
 
 
-def known_max_model_len(context: Context) -> int | None:
+def known_max_model_len(services: Services) -> int | None:
     """Return the longest sequence that the engines take, None before the first has joined."""
     try:
-        return context.client.max_model_len
+        return services.client.max_model_len
     except NoEngineAvailable:
         return None
 
 
-async def count_tokens_of(source: Conversation, context: Context, field: str) -> int:
+async def count_tokens_of(source: Conversation, services: Services, field: str) -> int:
     """Return the number of tokens of a conversation, which the field of the request has.
 
     Raises:
         ApiError: the conversation is wrong, or too long to be counted.
     """
-    longest = max(MAX_COUNTED_TOKENS, known_max_model_len(context) or 0)
-    text = await conversation_text(source, context.model)
+    longest = max(MAX_COUNTED_TOKENS, known_max_model_len(services) or 0)
+    source = await with_counted_images(source, services)
+    text = await conversation_text(source, services.model)
     try:
         token_ids, _ = await encode_prompt(
-            context.model.tokenizer, text, add_special_tokens=False, longest=longest, keep=None
+            services.model.tokenizer, text, add_special_tokens=False, longest=longest, keep=None
         )
     except TextTooLong as error:
         raise invalid(

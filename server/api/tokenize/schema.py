@@ -1,15 +1,16 @@
 """POST /tokenize and /detokenize."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from pydantic import Field
 
-from server.access.limits import MAX_MESSAGES, MAX_TEMPLATE, MAX_TOOLS
-from server.api.shared.body import JsonObject, Name, RequestBody
-from server.api.shared.fields import TokenIds
-from server.api.shared.messages import ChatMessage
-from server.api.shared.tools import Tool
+from server.limits import MAX_MESSAGES, MAX_TEMPLATE, MAX_TOOLS
+from server.schema.body import JsonObject, Name, RequestBody
+from server.schema.fields import TokenIds
+from server.schema.messages import ChatMessage
+from server.schema.support import CHAT_TEMPLATE, NO_MEDIA, Rows, different
+from server.schema.tools import Tool
 
 
 class TokenizeRequest(RequestBody):
@@ -26,11 +27,15 @@ class TokenizeRequest(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     chat_template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] | None = Field(
-        None, description="Instead of the model's, where the operator allows it."
+        None,
+        description="Instead of the model's, where the operator allows it.",
+        json_schema_extra=CHAT_TEMPLATE,
     )
     chat_template_kwargs: JsonObject | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     return_token_strs: bool | None = False
+
+    undeclared: ClassVar[Rows] = NO_MEDIA
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -47,7 +52,9 @@ class DetokenizeRequest(RequestBody):
 
     tokens: TokenIds
     model: Name | None = None
-    skip_special_tokens: bool | None = False
+    skip_special_tokens: bool | None = Field(
+        False, json_schema_extra=different("vLLM has no such field")
+    )
 
 
 class DetokenizeResponse(msgspec.Struct):

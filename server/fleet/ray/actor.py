@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import sys
 from importlib import metadata
 from typing import Any
 
@@ -36,7 +37,14 @@ class EngineActor:
     Methods take and return bytes; `server.fleet.ray.messages` says what they mean.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, driver_directory: str = "") -> None:
+        """`driver_directory`: the supervisor's current directory.
+
+        Ray puts it in front of the module search path, where a model directory's server.py would
+        replace ours.
+        """
+        with contextlib.suppress(ValueError):
+            sys.path.remove(driver_directory)
         self._unasked = 0.0
         self._watching = asyncio.get_running_loop().create_task(self._watch())
         self._events: list[Any] = []
@@ -114,7 +122,7 @@ class EngineActor:
                 self._child.kill()
 
     async def _watch(self) -> None:
-        """End this process, and so the engine, when nobody has asked for long."""
+        """End this process, and so the engine, when it has not been asked for long."""
         while self._unasked < ASKED_WITHIN:
             # Counted in looks, as a machine that was suspended shall not end what is asked after.
             await asyncio.sleep(LOOK_INTERVAL)

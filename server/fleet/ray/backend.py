@@ -12,7 +12,8 @@ from engine.shared.addresses import first_free_ports, join_host_port
 from server.config import ServeConfig
 from server.fleet.backend import CannotServe
 from server.fleet.joining import Joining
-from server.fleet.ray.api_server import api_server_role
+from server.fleet.keeper import Role
+from server.fleet.places import engine_role
 from server.fleet.ray.cluster import RayCluster
 from server.fleet.ray.needs import (
     copied_environment,
@@ -21,8 +22,7 @@ from server.fleet.ray.needs import (
     uses_gpus,
 )
 from server.fleet.ray.packing import Packing, most_on_a_node
-from server.fleet.ray.starter import Ranks
-from server.fleet.role import Role, engine_role
+from server.fleet.ray.starter import Ranks, api_server_role
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class RayBackend:
             packing = Packing(
                 config.ray.ray_dp_pack_strategy,
                 needs,
-                parallel.data_parallel_size_local or parallel.data_parallel_size,
+                parallel.data_parallel_size_local,
+                self._cluster.own_node,
             )
             to_place = max(0, parallel.data_parallel_size - len(existing))
             refusal = packing.refusal(nodes, to_place)
@@ -169,8 +170,11 @@ def _check(config: ServeConfig) -> None:
             "--cpu-bind with lists of CPUs is for engines of this node, and Ray chooses the nodes: "
             "leave it out"
         )
-    if parallel.data_parallel_size_local == 0:
-        raise CannotServe("--data-parallel-size-local has to be at least 1 rank on each node")
+    if parallel.data_parallel_size_local == 0 and config.ray.ray_dp_pack_strategy == "strict":
+        raise CannotServe(
+            "--data-parallel-size-local 0 keeps ranks off this node, and strict packing has as "
+            "many on each: add --ray-dp-pack-strategy fill"
+        )
 
 
 def _warn_if_open(environment: Mapping[str, str]) -> None:
@@ -178,5 +182,5 @@ def _warn_if_open(environment: Mapping[str, str]) -> None:
     if environment.get("RAY_USE_TLS") != "1":
         logger.warning(
             "Ray's own connections are not encrypted (RAY_USE_TLS=1 does it), and engines get the "
-            "cluster key over them: let nobody else into this network"
+            "cluster key over them: keep others out of this network"
         )

@@ -43,6 +43,9 @@ CONNECT_TIMEOUT = 5.0
 OWN_OBJECT_STORE_BYTES = 128 * 2**20
 """Size of the object store of a cluster that we start ourselves; nothing is kept there."""
 
+DEVICES_WITHIN = 20.0
+"""Seconds that the bundles of a placement group have to tell their GPUs."""
+
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -59,12 +62,15 @@ class ActorLost(Exception):
 
 
 class Group(NamedTuple):
-    """A placement group of one bundle, made but maybe not placed yet."""
+    """A placement group for one rank, made but maybe not placed yet."""
 
     handle: Any
     bundle: Resources
+    """What the rank's actor takes of the first bundle."""
     is_ours: bool = True
     """Whether it goes when its rank does."""
+    gpus: tuple[float, ...] = ()
+    """GPUs in each bundle, where the rank's are in several."""
 
 
 class RayCluster:
@@ -156,10 +162,13 @@ class RayCluster:
             raise
 
     def existing(self, name: str, bundle: Resources) -> Group:
-        """Return an existing placement group, whose first bundle we may use.
+        """Return an existing placement group, of which one rank may use the first bundles.
+
+        They are as many as it takes to have what a rank needs, e.g. one for each of its processes.
 
         Raises:
-            CannotServe: there is none of that name, or too little in that bundle.
+            CannotServe: there is none of that name, it has too little, or its bundles may be on
+                several nodes.
         """
         try:
             handle = get_placement_group(name)
@@ -168,13 +177,49 @@ class RayCluster:
                 f"--ray-placement-groups: there is no {name} in Ray's namespace "
                 f"{ray.get_runtime_context().namespace} (--ray-namespace)"
             ) from error
-        first = handle.bundle_specs[0]
-        if any(first.get(each, 0.0) < amount for each, amount in bundle.items()):
+        specs = handle.bundle_specs
+        used = next((n for n in range(1, len(specs) + 1) if _covers(specs[:n], bundle)), None)
+        if used is None:
             raise CannotServe(
-                f"--ray-placement-groups: the first bundle of {name} has {amounts(first)}, and a "
-                f"rank needs {amounts(bundle)}"
+                f"--ray-placement-groups: the bundles of {name} have "
+                f"{amounts(_sum_of(specs))}, and a rank needs {amounts(bundle)}"
             )
-        return Group(handle, bundle, is_ours=False)
+        if used > 1 and placement_group_table(handle)["strategy"] != "STRICT_PACK":
+            raise CannotServe(
+                f"--ray-placement-groups: a rank needs {used} bundles of {name}, which may be on "
+                "several nodes: make it with strategy STRICT_PACK"
+            )
+        first = {
+            each: min(amount, specs[0][each]) for each, amount in bundle.items() if each in specs[0]
+        }
+        gpus = tuple(each.get("GPU", 0.0) for each in specs[:used]) if used > 1 else ()
+        return Group(handle, first, is_ours=False, gpus=gpus if any(gpus) else ())
+
+    async def devices(self, group: Group) -> str | None:
+        """Return the GPUs of all bundles of a placed group, as CUDA_VISIBLE_DEVICES names them.
+
+        None: not all bundles have answered within `DEVICES_WITHIN` seconds.
+        """
+        asked = [
+            ray.remote(_own_gpus)
+            .options(
+                num_cpus=0,
+                num_gpus=gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group.handle, placement_group_bundle_index=index
+                ),
+            )
+            .remote()
+            for index, gpus in enumerate(group.gpus)
+            if gpus
+        ]
+        try:
+            told = await _beside(partial(ray.get, asked, timeout=DEVICES_WITHIN))
+        except ray.exceptions.GetTimeoutError:
+            for each in asked:
+                ray.cancel(each, force=True)
+            return None
+        return ",".join(device for devices in told for device in devices)
 
     async def placed_on(self, group: Group) -> str | None:
         """Return the id of the node on which a placement group is; None: on none yet."""
@@ -191,7 +236,7 @@ class RayCluster:
             await _beside(partial(remove_placement_group, group.handle))
 
     def start_actor(self, name: str, group: Group) -> "RemoteActor":
-        """Start an actor that takes the whole of a placement group."""
+        """Start an actor in the first bundle of a placement group."""
         resources = dict(group.bundle)
         memory = resources.pop("memory", None)
         handle = self._actor.options(
@@ -204,7 +249,7 @@ class RayCluster:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group.handle, placement_group_bundle_index=0
             ),
-        ).remote()
+        ).remote(os.path.abspath(os.curdir))
         return RemoteActor(handle)
 
     def start_actor_on(self, name: str, node: str) -> "RemoteActor":
@@ -215,7 +260,7 @@ class RayCluster:
             num_gpus=0,
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        ).remote()
+        ).remote(os.path.abspath(os.curdir))
         return RemoteActor(handle)
 
     def close(self) -> None:
@@ -254,6 +299,20 @@ class RemoteActor:
         """End the actor's process at once."""
         with contextlib.suppress(Exception):  # it has ended already, or with the cluster
             await _beside(partial(ray.kill, self._handle, no_restart=True))
+
+
+def _own_gpus() -> list[str]:
+    """Return the GPUs of the bundle in which this runs; it goes there by value."""
+    return [str(device) for device in ray.get_gpu_ids()]
+
+
+def _sum_of(bundles: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(b.get(name, 0.0) for b in bundles) for b in bundles for name in b}
+
+
+def _covers(bundles: list[dict[str, float]], needs: Resources) -> bool:
+    there = _sum_of(bundles)
+    return all(there.get(name, 0.0) >= amount for name, amount in needs.items())
 
 
 async def _beside(work: Callable[[], T]) -> T:

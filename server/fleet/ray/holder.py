@@ -4,14 +4,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from engine.shared.lifeline import CANNOT_START
 from engine.shared.messages import ChildFailed, ChildProgress, ChildStatus
-from server.fleet.holder import Ended, ended
+from server.fleet.child import KEPT_LOG_LINES, Ended, ended
 from server.fleet.ray.cluster import ActorLost, RemoteActor
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Exited, Line
 from server.fleet.ray.versions import differences
@@ -23,8 +22,6 @@ LOOK_INTERVAL = 0.5
 
 KILL_WITHIN = 2.0
 """Seconds that an actor gets to end its program before it is ended itself."""
-
-_KEPT_LOG_LINES = 30
 
 
 class Room(Protocol):
@@ -43,33 +40,36 @@ class Room(Protocol):
         """Leave nothing in the cluster; its actor has been killed."""
 
 
-@dataclass(frozen=True)
-class Mission:
-    """What differs between an engine and an API server."""
-
-    name: str
-    """The place's."""
-    incarnation: int
-    room: Room
-    order: Callable[[str], ActorLaunch | ApiServerLaunch]
-    """Says what an actor has to start, by the name of its node."""
-    ends_once: bool
-    """Whether a second request to end is kept from it: it would end at once, without draining."""
-
-
 class RayHolder:
     """One program somewhere in the cluster, from the wish for room to its end: a `Holder`."""
 
     def __init__(
         self,
-        mission: Mission,
+        name: str,
+        incarnation: int,
+        room: Room,
+        order: Callable[[str], ActorLaunch | ApiServerLaunch],
         on_status: Callable[[ChildStatus], None],
         on_line: Callable[[str], None],
+        *,
+        ends_once: bool,
     ) -> None:
-        self.name = mission.name
+        """Begin to fill a place, within an event loop.
+
+        Args:
+            name: the place's.
+            room: where its actor goes.
+            order: returns what an actor has to start, by the name of its node.
+            ends_once: whether a second request to end is not passed on, since the program would
+                then end without draining.
+        """
+        self.name = name
         self.node = ""
-        self.last_lines: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
-        self._mission = mission
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
+        self._incarnation = incarnation
+        self._room = room
+        self._order = order
+        self._ends_once = ends_once
         self._on_status = on_status
         self._on_line = on_line
         self._actor: RemoteActor | None = None
@@ -91,7 +91,7 @@ class RayHolder:
         """Ask the program to end; one that has not been started yet never will be."""
         if not self._has_program or self._actor is None:
             self._give_up()
-        elif not (self._asked_to_end and self._mission.ends_once):
+        elif not (self._asked_to_end and self._ends_once):
             self._actor.tell("terminate")
         self._asked_to_end = True
 
@@ -112,7 +112,7 @@ class RayHolder:
         await actor.kill()
 
     async def _live(self) -> Ended:
-        room = self._mission.room
+        room = self._room
         try:
             self.node = await room.find(self._on_status)
             return await self._run()
@@ -129,15 +129,14 @@ class RayHolder:
 
     async def _run(self) -> Ended:
         self._on_status(ChildProgress(f"starting an actor on {self.node}"))
-        mission = self._mission
-        name = f"swell {self.name} {mission.incarnation:x}"
-        actor = self._actor = mission.room.start_actor(name)
+        name = f"swell {self.name} {self._incarnation:x}"
+        actor = self._actor = self._room.start_actor(name)
         different = differences(await actor.call("installed"), self.node)
         if different is not None:
             self._on_status(ChildFailed(different))
             return ended(CANNOT_START)
         try:
-            await actor.call("start", msgspec.msgpack.encode(mission.order(self.node)))
+            await actor.call("start", msgspec.msgpack.encode(self._order(self.node)))
         except OSError as error:
             return Ended(1, f"cannot be started on {self.node}: {error}")
         self._has_program = True

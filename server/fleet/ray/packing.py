@@ -2,12 +2,15 @@
 
 A rank's processes share a node. The strategies are those of vLLM:
 
-- strict: so many ranks (`--data-parallel-size-local`, by default all) on each node; a node with
-  less room is left out.
-- fill: on each node as many as fit, one node after the other.
+- strict: `--data-parallel-size-local` ranks (by default all) on each node; a node with less room is
+  left out.
+- fill: `--data-parallel-size-local` ranks on the supervisor's node (by default as many as fit), and
+  on each other node as many as fit, one node after the other.
 - span: as fill. It is there for ranks that need more than one node has, which is refused here.
 
-The node of the supervisor comes first, then the others by address.
+The node of the supervisor comes first, then the others by address. Ranks that are added or placed
+again later go to any node with room, within the limits that were given: one that was not given
+limits nothing.
 """
 
 from collections import Counter
@@ -52,18 +55,27 @@ class Packing:
     strategy: PackStrategy
     needs: Resources
     """Of one rank."""
-    per_node: int
-    """Ranks on each node; counts for `strict` only."""
+    per_node: int | None = None
+    """Ranks on each node (strict), or on the head (fill, span); None: no limit was given."""
+    head: str = ""
+    """Id of the supervisor's node."""
 
     def plan(self, nodes: Sequence[RayNode], ranks: int) -> list[RayNode]:
         """Return the node of each rank, as far as there is room; the supervisor's node is first."""
         planned: list[RayNode] = []
         for node in nodes:
-            room = self._room(node)
-            if self.strategy == "strict":
-                room = self.per_node if room >= self.per_node else 0
+            room, wanted = self._room(node), self._limit(node.id)
+            if wanted is None and self.strategy == "strict":
+                wanted = ranks
+            if wanted is not None:
+                if node.id == self.head and self.strategy != "strict" and room < wanted:
+                    return []
+                room = wanted if room >= wanted else 0
             planned += [node] * min(room, ranks - len(planned))
         return planned
+
+    def _limit(self, node: str) -> int | None:
+        return self.per_node if self.strategy == "strict" or node == self.head else None
 
     def choose(
         self, nodes: Sequence[RayNode], held: Mapping[str, int], avoid: Collection[str] = ()
@@ -83,12 +95,16 @@ class Packing:
 
     def full(self, held: Mapping[str, int]) -> list[str]:
         """Return the ids of nodes that get no further rank, however much they have."""
-        if self.strategy != "strict":
-            return []
-        return sorted(node for node, ranks in held.items() if ranks >= self.per_node)
+        limits = {node: self._limit(node) for node in {self.head, *held} if node}
+        return sorted(
+            node
+            for node, limit in limits.items()
+            if limit is not None and held.get(node, 0) >= limit
+        )
 
     def _takes_one_more(self, node: RayNode, ranks: int) -> bool:
-        if self.strategy == "strict" and ranks >= self.per_node:
+        limit = self._limit(node.id)
+        if limit is not None and ranks >= limit:
             return False
         return self._room(node) >= 1 and self._count(node.total) > ranks
 
@@ -115,9 +131,15 @@ class Packing:
                 "so lower --tensor-parallel-size, --pipeline-parallel-size or --threads, or add "
                 "larger nodes"
             )
+        elif self.strategy != "strict" and self.per_node and not planned:
+            advice = (
+                f"--data-parallel-size-local wants {self.per_node} ranks on the supervisor's node, "
+                "the first one: lower it, lower --data-parallel-size or add nodes"
+            )
         elif self.strategy == "strict":
             advice = (
-                f"--ray-dp-pack-strategy strict takes only nodes with room for {self.per_node}: "
+                "--ray-dp-pack-strategy strict takes only nodes with room for "
+                f"{ranks if self.per_node is None else self.per_node}: "
                 "set --data-parallel-size-local to the ranks of each node, choose fill, "
                 "lower --data-parallel-size or add nodes"
             )

@@ -9,9 +9,9 @@ import msgspec
 
 from engine.shared.addresses import listen
 from engine.shared.config import BUNDLED_MODEL, EngineConfig, EngineLaunch
+from engine.shared.messages import ChildStatus, ChildTurn
 from server.config import FrontEndConfig, HttpConfig
-from server.fleet.child import Child
-from server.fleet.holder import Program
+from server.fleet.child import Child, Program
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Line
 
 _BACKLOG = 2048
@@ -42,11 +42,21 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
         program = Program(
             name=launch.name,
             module=module,
+            interpreter=launch.config.executor.engine_python
+            if isinstance(launch, ActorLaunch)
+            else None,
             launch=parameters,
             environment=launch.environment,
             inherit=inherit,
         )
-        return await Child.start(program, on_status=tell, on_line=lambda line: tell(Line(line)))
+
+        def on_status(status: ChildStatus) -> None:
+            if not isinstance(status, ChildTurn):  # would wake the supervisor every second
+                tell(status)
+
+        return await Child.start(
+            program, on_status=on_status, on_line=lambda line: tell(Line(line))
+        )
     finally:
         for descriptor in inherit:
             os.close(descriptor)  # the program has its own

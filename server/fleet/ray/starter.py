@@ -1,16 +1,23 @@
-"""Fills places with engines on a Ray cluster: for each a placement group, an actor, an engine."""
+"""Fills places on the nodes of a Ray cluster.
+
+An engine gets a placement group and an actor in it, an API server an actor on its node.
+"""
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from engine.shared.config import BUNDLED_MODEL, EngineLaunch
 from engine.shared.messages import ChildProgress, ChildStatus
-from server.fleet.holder import Program
+from server.config import FrontEndConfig
+from server.fleet.child import Program
+from server.fleet.keeper import Role
 from server.fleet.ray.cluster import Group, RayCluster, RemoteActor
-from server.fleet.ray.holder import LOOK_INTERVAL, Mission, RayHolder
-from server.fleet.ray.messages import ActorLaunch
+from server.fleet.ray.holder import LOOK_INTERVAL, RayHolder
+from server.fleet.ray.messages import ActorLaunch, ApiServerLaunch
 from server.fleet.ray.packing import Packing
 
 PLACE_WITHIN = 3.0
@@ -39,7 +46,7 @@ class Ranks:
             environment: variables that every engine gets.
             cluster_key: the cluster's shared secret.
             planned: the node of each first holder, by name of the place.
-            existing: placement groups of somebody else's, by name of the place.
+            existing: placement groups that others have made, by name of the place.
         """
         self.cluster = cluster
         self.packing = packing
@@ -71,26 +78,30 @@ class Ranks:
         launch = program.launch
         assert isinstance(launch, EngineLaunch)
 
+        room = RankRoom(self, program.name)
+
         def order(node: str) -> ActorLaunch:
             return ActorLaunch(
                 program.name,
                 launch.config,
                 launch.incarnation,
-                {**self.environment, **program.environment},
+                {**self.environment, **program.environment, **room.environment},
                 self.cluster_key,
                 node,
                 str(BUNDLED_MODEL),
             )
 
-        room = RankRoom(self, program.name)
-        mission = Mission(program.name, launch.incarnation, room, order, ends_once=False)
-        return RayHolder(mission, on_status, on_line)
+        return RayHolder(
+            program.name, launch.incarnation, room, order, on_status, on_line, ends_once=False
+        )
 
 
 class RankRoom:
     """Room for one rank: a placement group of its own, or one that exists already: a `Room`."""
 
     def __init__(self, ranks: Ranks, name: str) -> None:
+        self.environment: dict[str, str] = {}
+        """Variables by which its engine finds what it was given."""
         self._ranks = ranks
         self._name = name
         self._group: Group | None = None
@@ -115,7 +126,7 @@ class RankRoom:
                     return choice.node.name
                 continue
             tell(ChildProgress(choice.reason, choice.lacks))
-            # A group that nobody can place is how autoscalers learn what is missing.
+            # Autoscalers learn what is missing from groups that cannot be placed.
             if self._group is None:
                 self._group = await self._reserve(None)
             node_id = await ranks.cluster.placed_on(self._group)
@@ -126,18 +137,29 @@ class RankRoom:
             return next((node.name for node in nodes if node.id == node_id), node_id)
 
     async def _enter(self, group: Group, tell: Callable[[ChildProgress], None]) -> str:
-        """Wait until a placement group of somebody else's is there, again after a node's death."""
+        """Wait until a placement group of others is placed, also again after a node's death."""
         self._group = group
-        waits = "waiting for its placement group to be placed"
-        tell(ChildProgress(waits, "placement group"))
         while True:
             node_id = await self._ranks.cluster.placed_on(group)
-            if node_id is not None:
+            if node_id is None:
+                waits = "waiting for its placement group to be placed"
+                tell(ChildProgress(waits, "placement group"))
+            elif await self._finds_devices(group, tell):
                 break
             await asyncio.sleep(LOOK_INTERVAL)
         self._hold(node_id)
         nodes = await self._ranks.cluster.nodes()
         return next((node.name for node in nodes if node.id == node_id), node_id)
+
+    async def _finds_devices(self, group: Group, tell: Callable[[ChildProgress], None]) -> bool:
+        if not group.gpus:
+            return True
+        devices = await self._ranks.cluster.devices(group)
+        if devices is None:
+            tell(ChildProgress("waiting for the GPUs of its placement group", "GPU"))
+            return False
+        self.environment = {"CUDA_VISIBLE_DEVICES": devices}
+        return True
 
     async def _take(self, node_id: str) -> bool:
         """Reserve a place on one node; return whether it was there in time."""
@@ -194,3 +216,68 @@ class RankRoom:
         """Remove the group if it is ours."""
         await self._give_back()
         self._let_go()
+
+
+class NodeRoom:
+    """A certain node, of which an API server takes nothing that engines count on: a `Room`."""
+
+    def __init__(self, cluster: RayCluster, wanted: str) -> None:
+        self._cluster = cluster
+        self._wanted = wanted
+        self._node_id = ""
+
+    async def find(self, tell: Callable[[ChildProgress], None]) -> str:
+        """Wait until the node is there, maybe again."""
+        while True:
+            nodes = await self._cluster.nodes()
+            self._node_id = next((node.id for node in nodes if node.name == self._wanted), "")
+            if self._node_id:
+                return self._wanted
+            tell(ChildProgress("waiting for its node"))
+            await asyncio.sleep(LOOK_INTERVAL)
+
+    def start_actor(self, name: str) -> RemoteActor:
+        """Start an actor there."""
+        return self._cluster.start_actor_on(name, self._node_id)
+
+    def lost_node(self) -> None:
+        """Do nothing: no other node will do."""
+
+    async def leave(self) -> None:
+        """Do nothing: nothing was reserved."""
+
+
+def api_server_role(ranks: Ranks, config: FrontEndConfig, node: str, port: int) -> Role:
+    """Return the place of an API server on a node, by the node's name, which is its address."""
+    name = f"api on {node}"
+    http = msgspec.structs.replace(config.http, host=node, port=port)
+    on_node = msgspec.structs.replace(config, http=http)
+
+    async def start(
+        program: Program,
+        *,
+        on_status: Callable[[ChildStatus], None],
+        on_line: Callable[[str], None],
+    ) -> RayHolder:
+        launch = program.launch
+        assert isinstance(launch, ApiServerLaunch)
+        room = NodeRoom(ranks.cluster, node)
+        return RayHolder(
+            name, launch.incarnation, room, lambda _: launch, on_status, on_line, ends_once=True
+        )
+
+    return Role(
+        name=name,
+        module="server",
+        launch=lambda incarnation: ApiServerLaunch(
+            name,
+            on_node,
+            incarnation,
+            ranks.environment,
+            ranks.cluster_key,
+            node,
+            str(BUNDLED_MODEL),
+        ),
+        member=("front_end", -1),
+        start=start,
+    )

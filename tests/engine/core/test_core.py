@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from engine.batch.batch import BatchPlan
+from engine.batch.executor import ExecutorInfo, PendingResult
 from engine.core.engine_core import EngineCore
 from engine.core.outbox import CoreStep
 from engine.core.steps import StepFailed
 from engine.distributed.spec import GroupBroken
-from engine.executor.interface import ExecutorInfo, PendingResult
 from engine.executor.simulated import SimulatedExecutor, simulated_token
 from engine.scheduler.admission import NO_LOAD, Grant, RankState
-from engine.scheduler.batch import BatchPlan
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import (
     AbortRequests,
@@ -265,7 +265,7 @@ def test_the_prefix_cache_can_be_reset(core: EngineCore) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "error"),
     [
-        ("step", {}, "no utility 'step'; they have info, .*reset_prefix_cache"),
+        ("step", {}, "no utility 'step'; they have .*info, .*reset_prefix_cache"),
         ("__init__", {}, "no utility"),
         ("info", {"verbose": 1}, "wrong arguments for info: .*verbose"),
     ],

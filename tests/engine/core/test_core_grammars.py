@@ -4,6 +4,7 @@ import json
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.core.engine_core import EngineCore
-from engine.core.events import GrammarsSettled
+from engine.core.events import PrerequisitesSettled
 from engine.executor.simulated import SimulatedExecutor
-from engine.grammar import compiler
+from engine.grammar import compiler, mask_threads
 from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.follower import TOO_SLOW, GrammarFollower
 from engine.grammar.masks import GrammarTable, grammar_table
+from engine.scheduler import arrivals
 from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,
@@ -99,7 +102,7 @@ class Engine:
         """Wait until a grammar is settled, as an engine's loop does on its inbox."""
         assert self.settled.wait(60)
         self.settled.clear()
-        self.core.handle(GrammarsSettled())
+        self.core.handle(PrerequisitesSettled())
 
     def run(self) -> None:
         while self.core.has_requests:
@@ -379,7 +382,7 @@ EXPLODING = LarkGrammar("start: /[a-z ,.;A-Z]*[aeiou][a-z ,.;A-Z]{60}/")
 
 @pytest.fixture
 def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.shared.grammar_spec._LEXER_STATES", 8000)
+    monkeypatch.setattr("engine.shared.matchers._LEXER_STATES", 8000)
 
 
 @pytest.fixture
@@ -406,7 +409,7 @@ def test_a_grammar_at_its_limit_is_compiled_anew_beside_the_steps(
     for id in range(6):
         reference.add(id, EXPLODING, max_tokens=50)
     reference.run()
-    monkeypatch.setattr("engine.shared.grammar_spec._LEXER_STATES", 20000)
+    monkeypatch.setattr("engine.shared.matchers._LEXER_STATES", 20000)
     before = len(compiled_by)
     engine = make(max_num_seqs=8, blocks=200, **options)
     for id in range(6):
@@ -455,7 +458,7 @@ def test_others_go_on_while_a_grammar_at_its_limit_is_compiled_anew(
 def test_a_grammar_that_never_gets_further_ends_its_request_alone(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.shared.grammar_spec._LEXER_STATES", 400)
+    monkeypatch.setattr("engine.shared.matchers._LEXER_STATES", 400)
     for overlap in (False, True):
         engine = make(overlap=overlap, blocks=200)
         for id in range(4):
@@ -511,4 +514,112 @@ def test_a_request_that_rules_out_what_its_grammar_allows_is_told_by_which_field
     last = engine.last[1]
     assert (last.finish_reason, last.refused, last.error_param) == ("error", True, param)
     assert "cannot follow its grammar" in (last.error or "")
+    engine.assert_nothing_is_left()
+
+
+class SlowMasks:
+    """Masks of one grammar that take as long as is wanted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, spec: GrammarSpec) -> None:
+        self.release = threading.Event()
+        self.spins = False
+        self.num_begun = 0
+        original = GrammarFollower.ahead
+
+        def slow(follower: GrammarFollower, proposed: Any) -> Any:
+            if follower.grammar.spec == spec and not self.release.is_set():
+                self.num_begun += 1
+                while self.spins and not self.release.is_set():
+                    pass
+                self.release.wait(60)
+            return original(follower, proposed)
+
+        monkeypatch.setattr(GrammarFollower, "ahead", slow)
+
+
+SLOW = RegexGrammar("[a-z]{3,5}( [a-z]{3,5}){2,4}")
+COMBINED = pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": True},
+        {"overlap": True, "blocks": 32},
+        {"speculative_ngram": 3, "prompt_lookup_min": 1},
+    ],
+    ids=str,
+)
+
+
+@COMBINED
+def test_others_go_on_while_a_mask_is_late_and_nothing_is_lost(
+    make: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    alone = make(**options)
+    alone.add(1, SLOW)
+    alone.run()
+    masks = SlowMasks(monkeypatch, SLOW)
+    engine = make(**options)
+    engine.add(1, SLOW)
+    engine.wait()
+    engine.add(2, WORDS)
+    engine.wait()
+    engine.add(3, max_tokens=100, ignore_eos=True)
+    while not masks.num_begun:
+        if engine.settled.is_set():
+            engine.wait()
+        engine.step()
+    before = {id: len(engine.tokens[id]) for id in (2, 3)}
+    for _ in range(6):
+        began = time.monotonic()
+        engine.step()
+        assert time.monotonic() - began < 30, "a step waits for a late mask"
+        if engine.settled.is_set():
+            engine.wait()
+    assert len(engine.tokens[3]) > before[3] + 3
+    assert 1 not in engine.last
+    masks.release.set()
+    engine.run()
+    assert engine.last[1].error is None
+    assert engine.tokens[1] == alone.tokens[1]
+    assert re.fullmatch(SLOW.pattern, engine.text(1))
+    assert re.fullmatch(WORDS.pattern, engine.text(2))
+    engine.assert_nothing_is_left()
+
+
+@COMBINED
+def test_a_sequence_whose_mask_takes_too_long_ends_with_its_own_error(
+    make: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    masks = SlowMasks(monkeypatch, SLOW)
+    masks.spins = True
+    engine = make(**options)
+    engine.add(1, SLOW)
+    engine.add(2, WORDS)
+    engine.add(3, max_tokens=40, ignore_eos=True)
+    engine.add(4, SLOW, prompt_of=1)
+    engine.run()
+    for id in (1, 4):
+        last = engine.last[id]
+        assert (last.finish_reason, last.error, last.refused) == ("error", TOO_SLOW, True)
+    assert masks.num_begun == 1, "others of this grammar wait for the same thread"
+    assert re.fullmatch(WORDS.pattern, engine.text(2))
+    assert len(engine.tokens[3]) == 40
+    masks.release.set()
+    engine.add(5, SLOW)
+    engine.run()
+    assert re.fullmatch(SLOW.pattern, engine.text(5)), "another one is judged by its own masks"
+    engine.assert_nothing_is_left()
+
+
+def test_a_sequence_whose_masks_are_always_late_ends(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_threads, "MAX_SECONDS", 60.0)
+    monkeypatch.setattr(arrivals, "MAX_LATE", 0.2)
+    masks = SlowMasks(monkeypatch, SLOW)
+    engine = make()
+    engine.add(1, SLOW)
+    engine.run()
+    assert "was not known within" in str(engine.last[1].error)
+    masks.release.set()
     engine.assert_nothing_is_left()

@@ -5,11 +5,11 @@ import logging
 import msgspec
 import pytest
 
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import ExecutorInfo, PendingResult
 from engine.core.engine_core import EngineCore
 from engine.core.steps import StepFailed
-from engine.executor.interface import ExecutorInfo, PendingResult
 from engine.executor.simulated import SimulatedExecutor
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
 from tests.engine.core.traffic import request, serve

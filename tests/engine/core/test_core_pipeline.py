@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from engine.batch.batch import BatchPlan
 from engine.core.engine_core import EngineCore
 from engine.executor.simulated import SimulatedExecutor
-from engine.scheduler.batch import BatchPlan
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,

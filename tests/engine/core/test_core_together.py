@@ -2,11 +2,11 @@
 
 import pytest
 
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import PendingResult
 from engine.core.engine_core import EngineCore
 from engine.distributed.spec import GroupBroken
-from engine.executor.interface import PendingResult
 from engine.executor.simulated import SimulatedExecutor
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import AbortRequests, AddRequest, SamplingParams, UtilityCall
 

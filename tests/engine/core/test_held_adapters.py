@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.adapter_files import write_adapter
 from engine.core.engine_core import EngineCore
 from engine.executor.simulated import SimulatedExecutor
 from engine.lora.modules import AdaptableModules
@@ -23,6 +22,7 @@ from engine.shared.messages import (
     SamplingParams,
     UtilityCall,
 )
+from tests.support.adapter_files import write_adapter
 
 
 class Engine:

@@ -1,15 +1,16 @@
 """Utilities: pausing, sleeping and profiling an engine, and what can be wrong with a call."""
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
 
+from engine.batch.batch import BatchPlan
+from engine.batch.executor import CannotDo
 from engine.core.engine_core import EngineCore
 from engine.core.steps import StepFailed
-from engine.executor.interface import CannotDo
 from engine.executor.simulated import SimulatedExecutor, simulated_token
-from engine.scheduler.batch import BatchPlan
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -19,11 +20,13 @@ from engine.shared.config import (
 )
 from engine.shared.messages import (
     AddRequest,
+    FleetOrder,
     SamplingParams,
     UtilityCall,
     UtilityResult,
     UtilityValue,
 )
+from tests.support.waiting import PATIENCE
 
 
 class Executor(SimulatedExecutor):
@@ -33,6 +36,8 @@ class Executor(SimulatedExecutor):
         super().__init__(config, timing="virtual", check=True)
         self.calls: list[object] = []
         self.refuses: dict[str, Exception] = {}
+        self.takes = 0.0
+        """Seconds that falling asleep and waking up take."""
 
     def _note(self, name: str, *arguments: object) -> None:
         self.calls.append((name, *arguments))
@@ -45,10 +50,12 @@ class Executor(SimulatedExecutor):
 
     def sleep(self, level: int) -> None:
         self._note("sleep", level)
+        time.sleep(self.takes)
         super().sleep(level)
 
-    def wake_up(self) -> None:
+    def wake_up(self, *, kv_cache: bool = True) -> None:
         self._note("wake_up")
+        time.sleep(self.takes)
 
     def start_profile(self) -> None:
         self._note("start_profile")
@@ -190,6 +197,81 @@ def test_a_paused_engine_answers_utilities_and_refusals(engine: Engine) -> None:
     assert answer.finish_reason == "error"
 
 
+def test_a_pause_that_waits_ends_what_runs_and_begins_nothing(engine: Engine) -> None:
+    for number in range(1, 7):
+        engine.add(number)
+    for _ in range(3):
+        engine.step()
+    running = engine.core.stats().running
+    assert 0 < running < 6
+    assert engine.call("pause", {"mode": "wait"}).result == {"is_paused": False}
+    assert engine.core.stats().halted, "nothing new is routed here"
+    engine.run()
+    assert not engine.core.has_requests, "an engine that drains may end"
+    info = engine.call("info").result
+    assert isinstance(info, dict)
+    assert info["is_paused"]
+    stats = engine.core.stats()
+    assert (stats.running, stats.waiting) == (0, 6 - running)
+    engine.call("resume")
+    engine.run()
+    engine.assert_complete()
+
+
+def test_a_pause_that_aborts_tells_all_who_wait(engine: Engine) -> None:
+    for number in range(1, 7):
+        engine.add(number)
+    engine.step()
+    engine.core.handle(UtilityCall(9, 0, "pause", {"mode": "abort"}))
+    reasons = {}
+    while engine.core.has_work:
+        for output in engine.core.step().outputs.get(0, []):
+            reasons[output.id] = output.finish_reason
+    assert reasons == dict.fromkeys(range(1, 7), "abort")
+    stats = engine.core.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
+    engine.tokens = {}
+    engine.add(7)
+    engine.call("resume")
+    engine.run()
+    engine.assert_complete()
+
+
+def test_an_order_for_all_engines_is_followed_once(engine: Engine) -> None:
+    order = FleetOrder(3, pause="keep", pause_revision=3)
+    engine.core.handle(order)
+    info = engine.call("info").result
+    assert isinstance(info, dict)
+    assert (info["is_paused"], info["fleet_revision"]) == (True, 3)
+    engine.call("resume")
+    engine.core.handle(order)
+    assert not engine.core.stats().halted
+
+
+def test_an_order_that_an_engine_cannot_follow_is_known(engine: Engine) -> None:
+    engine.core.handle(FleetOrder(1, sleep_level=2, sleep_revision=1))
+    engine.executor.refuses["wake_up"] = CannotDo("the weights have changed")
+    engine.core.handle(FleetOrder(2, sleep_revision=2))
+    info = engine.call("info").result
+    assert isinstance(info, dict)
+    assert (info["fleet_revision"], info["fleet_error"]) == (2, "the weights have changed")
+    assert info["is_sleeping"]
+
+
+def test_what_failed_of_an_order_is_not_hidden_by_what_succeeds_after_it(engine: Engine) -> None:
+    engine.core.handle(FleetOrder(1, sleep_level=2, sleep_revision=1))
+    engine.executor.refuses["wake_up"] = CannotDo("the weights have changed")
+    engine.core.handle(FleetOrder(3, pause="keep", pause_revision=3, sleep_revision=2))
+    info = engine.call("info").result
+    assert isinstance(info, dict)
+    assert (info["fleet_revision"], info["fleet_error"]) == (3, "the weights have changed")
+    assert info["is_paused"]
+    engine.core.handle(FleetOrder(4, pause_revision=4, sleep_revision=2))
+    info = engine.call("info").result
+    assert isinstance(info, dict)
+    assert (info["fleet_revision"], info["fleet_error"]) == (4, "")
+
+
 # -- sleep ----------------------------------------------------------------------------------------
 
 
@@ -211,6 +293,49 @@ def test_requests_sleep_with_their_engine_and_go_on_after(engine: Engine, level:
     assert engine.call("wake_up").result == {"is_sleeping": False}
     engine.run()
     engine.assert_complete()
+
+
+def test_a_sleep_at_level_0_keeps_everything(engine: Engine) -> None:
+    engine.add(1)
+    engine.step()
+    engine.step()
+    engine.call("sleep", {"level": 0})
+    engine.run()
+    stats = engine.core.stats()
+    assert (stats.halted, stats.running) == (True, 1)
+    assert ("sleep", 0) not in engine.executor.calls
+    engine.call("wake_up")
+    engine.run()
+    engine.assert_complete()
+
+
+def test_weights_come_back_before_the_cache(engine: Engine) -> None:
+    engine.add(1)
+    engine.call("sleep", {"level": 2})
+    error = engine.call("wake_up", {"tags": "kv_cache"}).error
+    assert error is not None
+    assert "weights first" in error
+    assert engine.call("wake_up", {"tags": "weights"}).result == {"is_sleeping": True}
+    info = engine.call("info").result
+    assert isinstance(info, dict)
+    assert info["asleep"] == "kv_cache"
+    assert not engine.core.has_work
+    assert engine.call("wake_up", {"tags": "kv_cache"}).result == {"is_sleeping": False}
+    engine.run()
+    engine.assert_complete()
+
+
+def test_an_engine_counts_how_often_it_slept_and_how_long_that_took_it(engine: Engine) -> None:
+    engine.executor.takes = 0.05
+    engine.call("sleep", {"level": 1})
+    for tags in ("weights", "kv_cache"):
+        engine.call("wake_up", {"tags": tags})
+    engine.call("wake_up")  # there is nothing to have back
+    engine.call("sleep", {"level": 0})  # nothing is given back
+    counters = engine.core.stats().counters
+    assert (counters.sleeps, counters.wake_ups) == (1, 2)
+    assert 0.05 <= counters.sleep_seconds < PATIENCE
+    assert 0.1 <= counters.wake_up_seconds < PATIENCE
 
 
 def test_cached_prefixes_are_gone_after_a_sleep(engine: Engine) -> None:
@@ -292,7 +417,9 @@ def test_without_a_directory_there_is_no_profile(engine: Engine) -> None:
         ("sleep", {"level": "1"}, "wrong arguments for sleep"),
         ("sleep", {"level": None}, "wrong arguments for sleep"),
         ("sleep", {"depth": 1}, "wrong arguments for sleep"),
-        ("pause", {"mode": "abort"}, "wrong arguments for pause"),
+        ("wake_up", {"tags": "disk"}, "no tag 'disk'"),
+        ("collective_rpc", {"method": "f", "args": "[]", "kwargs": "{}"}, "no method 'f'"),
+        ("pause", {"mode": "later"}, "wrong arguments for pause"),
     ],
 )
 def test_a_bad_call_is_answered_and_changes_nothing(

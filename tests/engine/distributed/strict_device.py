@@ -1,11 +1,13 @@
 """A device that there is not: tensors that count as being on it, and connections for them alone.
 
 It is as strict as CUDA and NCCL are, on a machine without either: tensors of the device and of the
-processor do not mix, and whatever travels over the wrong connections is refused.
+processor do not mix, and whatever travels over the wrong connections is refused. It is stricter
+with work for another device than the thread's current one, which CUDA starts on the wrong device.
 """
 
 import threading
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -25,8 +27,22 @@ DEVICE = torch.device("cuda")
 """What groups are told that the tensors are on, and what these say themselves."""
 
 
+class _Current(threading.local):
+    """The number of a thread's current device, to which all goes that it launches."""
+
+    number = 0
+
+    def set(self, device: torch.device | int) -> None:
+        self.number = device if isinstance(device, int) else device.index or 0
+
+
+_current = _Current()
+
+
 class OnDevice(Tensor):
-    """A tensor that counts as being on the device, as does all that is computed from it."""
+    """A tensor that counts as being on a device, as does all that is computed from it."""
+
+    number: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,20 +53,29 @@ class OnDevice(Tensor):
             assert copies or isinstance(each, OnDevice) or each.dim() == 0, (
                 f"{func.__name__}: a tensor of the processor among those of the device"
             )
+            assert not isinstance(each, OnDevice) or each.number == _current.number, (
+                f"{func.__name__}: of device {each.number}, but {_current.number} is current"
+            )
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        for each in _tensors(result if isinstance(result, list | tuple) else [result]):
+            if isinstance(each, OnDevice):
+                each.number = _current.number
         return plain(result).clone() if func.__name__ == "cpu" else result
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return DEVICE
+        return torch.device(DEVICE.type, self.number)
 
 
 _OF_PROCESSORS = {Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.pin_memory}
 
 
-def on_device(values: Tensor) -> Tensor:
-    """Return the same as a tensor of the device."""
-    return cast("Tensor", values.as_subclass(OnDevice))
+def on_device(values: Tensor, where: object = DEVICE) -> Tensor:
+    """Return the same as a tensor of a device; without a number of the current one."""
+    made = values.as_subclass(OnDevice)
+    number = torch.device(cast("str", where)).index
+    made.number = _current.number if number is None else number
+    return cast("Tensor", made)
 
 
 def plain(values: Tensor) -> Tensor:
@@ -71,15 +96,17 @@ class _Placement(TorchFunctionMode):
     """Puts tensors on the device that are made there or moved there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if func is Tensor.to and any(map(_is_device, (*args[1:2], kwargs.get("device")))):
             rest = args[2:] if _is_device(args[1:2] and args[1]) else args[1:]
             named = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking")}
+            where = args[1] if len(rest) < len(args[1:]) else kwargs["device"]
             moved = args[0].to(*rest, **named) if rest or named else args[0]
-            return moved if isinstance(moved, OnDevice) else on_device(moved.clone())
+            return moved if isinstance(moved, OnDevice) else on_device(moved.clone(), where)
         if _is_device(kwargs.get("device")):
+            where = kwargs["device"]
             kwargs["device"] = CPU
-            return on_device(func(*args, **kwargs))
+            return on_device(func(*args, **kwargs), where)
         if func is Tensor.pin_memory:
             assert type(args[0]) is Tensor, "pin_memory of a tensor on the device"
             return args[0]
@@ -125,6 +152,8 @@ _MEMORY: dict[str, Callable[..., Any]] = {
     "max_memory_allocated": lambda _: 1 << 20,
     "memory_reserved": lambda _: 0,
     "synchronize": lambda _=None: None,
+    "set_device": _current.set,
+    "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=4),
 }
 """What torch says of eight devices that nothing fills."""
 
@@ -164,11 +193,11 @@ def replace_processors() -> None:
     Those that are to do what only processors can stay where they are.
     """
     for module in (encoding, in_process, multi_process, worker):
-        setattr(module, "device_for", _device_for)  # noqa: B010
+        setattr(module, "take_device", _take_device)  # noqa: B010
 
 
-def _device_for(config: EngineConfig, rank: int = 0) -> torch.device:
+def _take_device(config: EngineConfig, rank: int = 0) -> torch.device:
     quantized = config.model.quantization or config.scheduler.speculative_model_quantization
     stays = config.executor.batch_invariant or quantized in ("int4", "int8")
     model = replace(config.model, device="cpu" if stays else "cuda")
-    return loading.device_for(replace(config, model=model), rank)
+    return loading.take_device(replace(config, model=model), rank)

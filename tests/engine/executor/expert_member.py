@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from engine.batch.batch import BatchPlan, BatchResult
 from engine.distributed.engines import EngineGroup
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor import worker_process
@@ -17,7 +18,6 @@ from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, WorkerFailed
 from engine.models.decoder import Decoder
 from engine.models.parallel.experts import SendingRule, SpreadExperts
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -157,23 +157,27 @@ class Member:
         group.rule = SendingRule(0, 2.0) if on else SendingRule()
 
     @property
+    def _inner(self) -> InProcessExecutor:
+        executor = self.executor
+        return executor._inner if isinstance(executor, MultiProcessExecutor) else executor
+
+    @property
     def _model(self) -> Decoder:
-        inner = self.executor
-        if isinstance(inner, MultiProcessExecutor):
-            inner = inner._inner
-        assert inner._model is not None
-        return inner._model
+        assert self._inner._model is not None
+        return self._inner._model
 
     def on_device(self) -> bool:
         """Return whether its KV cache is on the device that there is not."""
-        inner = self.executor
-        runner = (inner._inner if isinstance(inner, MultiProcessExecutor) else inner)._runner
+        runner = self._inner._runner
         assert runner is not None
         return all(isinstance(layer, strict_device.OnDevice) for layer in runner._cache)
 
     def sleep_and_wake(self) -> None:
-        self.executor.sleep(2)
-        self.executor.wake_up()
+        for level in (1, 2, 1):
+            self.executor.sleep(level)
+            if level == 1 and self.device == "cuda":
+                assert self._inner._offloaded is not None
+            self.executor.wake_up()
 
 
 def main() -> None:

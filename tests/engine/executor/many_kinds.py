@@ -3,9 +3,9 @@
 import random
 from typing import Any, TypeAlias
 
+from engine.batch.executor import Executor
 from engine.core.engine_core import EngineCore
 from engine.distributed.engines import EngineGroup
-from engine.executor.interface import Executor
 from engine.grammar.masks import GrammarTable
 from engine.shared.config import EngineConfig
 from engine.shared.messages import (

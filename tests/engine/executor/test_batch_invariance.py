@@ -91,12 +91,13 @@ def test_a_model_that_costs_more_stays_without(caplog: pytest.LogCaptureFixture)
     assert chosen(device=torch.device("cuda")) is False
 
 
-@pytest.mark.parametrize("by_kernels", [True, False])
-def test_kernels_that_compute_row_by_row_make_it_the_default(
-    by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("has_kernels", "is_free"), [(True, True), (True, False), (False, True)])
+def test_kernels_that_compute_row_by_row_make_it_the_default_where_nothing_is_faster(
+    has_kernels: bool, is_free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, which the decision does not ask the processor for."""
-    monkeypatch.setattr(batch_invariance, "has_invariant_kernels", lambda _spec, _: by_kernels)
+    monkeypatch.setattr(batch_invariance, "has_invariant_kernels", lambda _spec, _: has_kernels)
+    monkeypatch.setattr(batch_invariance, "is_invariance_free", lambda: is_free)
+    by_kernels = has_kernels and is_free
     replace = msgspec.structs.replace
     with_experts = read_spec(BUNDLED_MODEL)
     plain = replace(with_experts, moe=None)

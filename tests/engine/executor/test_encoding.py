@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from engine.batch.batch import BatchPlan, SlotStart
+from engine.batch.executor import CannotDo
 from engine.executor.encoding import EncoderExecutor
-from engine.executor.interface import CannotDo
-from engine.scheduler.batch import BatchPlan, SlotStart
 from engine.shared.config import EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import SamplingParams
 from engine.shared.pooling import read_pooling

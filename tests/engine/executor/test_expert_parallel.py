@@ -8,11 +8,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import CannotDo
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.interface import CannotDo
 from engine.models.parallel.balance import expert_share
 from engine.models.spec import UnsupportedModel
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel

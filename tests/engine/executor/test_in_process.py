@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import torch
 
+from engine.batch.batch import BatchPlan, SlotBlocks, SlotStart
+from engine.batch.executor import CannotDo
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.interface import CannotDo
 from engine.models.formats.checkpoint import CheckpointError
 from engine.models.spec import UnsupportedModel
-from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -82,7 +82,7 @@ def test_info_tells_what_was_found(settings: MakeConfig) -> None:
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (128, 99, (5, 6))
     assert info.num_kv_blocks == 4 * 128 // 16
     assert len(info.model_fingerprint) == 32
-    words = [phrase.split()[0] for phrase in said]
+    words = list(dict.fromkeys(phrase.split()[0] for phrase in said))
     assert words in (["loading", "allocating"], ["preparing", "loading", "allocating"])
     assert torch.get_num_threads() == 1
 
@@ -257,20 +257,48 @@ def test_engines_of_one_group_keep_keys_and_values_alike(settings: MakeConfig) -
     assert fp8 == e4m3
 
 
-@pytest.mark.processor  # a device's weights leave in every sleep
 def test_weights_that_have_changed_are_not_taken_for_the_old_ones(
     executor: InProcessExecutor, model: Path
 ) -> None:
     changed = CONFIG | {"num_hidden_layers": 1}
     executor.sleep(1)
     (model / "config.json").write_text(json.dumps(changed))
-    executor.wake_up()  # on a CPU the weights never left
+    executor.wake_up()  # the weights never left the memory
     executor.sleep(2)
     with pytest.raises(CannotDo, match="have changed"):
         executor.wake_up()
     (model / "config.json").write_text(json.dumps(CONFIG))
     executor.wake_up()
     assert len(executor.submit(plan([7, 8])).result().token_ids) == 1
+
+
+def test_weights_that_cannot_be_loaded_leave_everything_as_it_was(
+    executor: InProcessExecutor, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    before = executor.submit(plan([7, 8, 9])).result()
+    fingerprint = executor.info.model_fingerprint
+    smaller, empty = tmp_path_factory.mktemp("smaller"), tmp_path_factory.mktemp("empty")
+    (smaller / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
+    for directory, reason in ((smaller, "another shape"), (empty, "cannot be loaded")):
+        with pytest.raises(CannotDo, match=reason):
+            executor.load_weights(str(directory), None)
+        assert executor.submit(plan([7, 8, 9])).result() == before
+        assert executor.info.model_fingerprint == fingerprint
+    executor.sleep(2)
+    with pytest.raises(CannotDo, match="wake it up"):
+        executor.load_weights(str(smaller), None)
+    executor.wake_up()
+    assert executor.submit(plan([7, 8, 9])).result() == before
+
+
+def test_weights_wake_up_before_the_cache(executor: InProcessExecutor) -> None:
+    before = executor.submit(plan([7, 8, 9])).result()
+    executor.sleep(2)
+    executor.wake_up(kv_cache=False)
+    with pytest.raises(RuntimeError, match="sleeps"):
+        executor.submit(plan([7, 8, 9]))
+    executor.wake_up()
+    assert executor.submit(plan([7, 8, 9])).result() == before
 
 
 def test_a_profile_shows_the_operations_of_the_steps_in_between(

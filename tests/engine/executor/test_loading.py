@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.executor.loading import load_model
 from engine.models import settings
+from engine.models.hf_config import read_spec
 from engine.models.layers import Rows
 from engine.models.products.int4 import Int4Linear
 from engine.models.settings import ComputeTypes, quantization
@@ -71,3 +72,30 @@ def test_a_file_with_4_bits_is_served_with_them(
     with torch.inference_mode():
         expected = expanded(x).float()
         assert (stored(x).float() - expected).norm() < 0.01 * expected.norm()
+
+
+def test_what_answers_lose_is_in_the_log_at_the_start(
+    checkpoint: SaveModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost(name: str, **model: Any) -> list[str]:
+        caplog.clear()
+        settings = ModelConfig(model=str(checkpoint(name).directory), **model)
+        load_model(EngineConfig(model=settings), CPU, lambda _: None)
+        return [record.getMessage() for record in caplog.records]
+
+    (said,) = lost("phi3-long")
+    assert "use the frequencies for long ones, as --max-model-len 256 is more than 64" in said
+    assert lost("phi3-long", max_model_len=64) == []
+    (said,) = lost("llama", quantization="int8", dtype="bfloat16")
+    assert "perplexity of one of 135 million rose by 4.2 %" in said
+    assert lost("llama") == []
+
+
+def test_larger_models_lose_less_by_rounding(
+    checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read_spec(checkpoint("llama").directory)
+    assert len(settings.losses(spec, 256, "int4")) == 1
+    assert settings.losses(spec, 256, "stored") == []
+    monkeypatch.setattr(settings, "_SMALL", 1)
+    assert settings.losses(spec, 256, "int4") == []

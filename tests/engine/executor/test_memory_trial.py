@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.batch.batch import BatchPlan, BatchResult
 from engine.distributed.grid import Grid
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken
@@ -17,7 +18,7 @@ from engine.executor.kv_sizing import KvSizing
 from engine.executor.layout import Layout
 from engine.executor.multi_process import MultiProcessExecutor, TeamLeader
 from engine.executor.team import Team
-from engine.executor.team_messages import Answer, BeginTrial, EndTrial, WorkerLaunch
+from engine.executor.team_messages import BeginTrial, EndTrial, WorkerLaunch, WorkerReply
 from engine.executor.worker import Worker
 from engine.models.decoder import Decoder
 from engine.models.moe import run_experts
@@ -25,7 +26,6 @@ from engine.models.parallel import experts
 from engine.models.parallel.exchange import MirrorGroup
 from engine.runner.kv_memory import bytes_per_block
 from engine.runner.memory_profile import MemoryTrial, free_for_cache
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -90,8 +90,8 @@ class Told:
     def __init__(self, *blocks: int) -> None:
         self._blocks = blocks
 
-    def collect(self) -> list[Answer]:
-        return [Answer(count) for count in self._blocks]
+    def collect(self) -> list[WorkerReply]:
+        return [WorkerReply(count) for count in self._blocks]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import msgspec
 import psutil
 import pytest
 
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import CannotDo
 from engine.executor import worker_process
-from engine.executor.interface import CannotDo
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, UnlikeWorkers, WorkerFailed
 from engine.models.attention.kv_format import KvCacheDtype
@@ -21,7 +22,6 @@ from engine.models.formats.checkpoint import CheckpointError
 from engine.models.hf_config import read_spec
 from engine.models.parallel.tensors import Cut
 from engine.models.spec import UnsupportedModel
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -93,15 +93,14 @@ def start() -> Iterator[StartCluster]:
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("llama", 2),
         ("llama-biased", 2),
         ("qwen2-some-windows", 4),  # two key-value heads
         ("qwen3", 2),
         ("qwen3-moe-some-dense", 2),
-        ("mixtral", 4),
+        ("mixtral", 2),
         ("gemma2", 2),
         ("phi3-partial", 2),  # fused tensors
-        ("cohere-normed", 4),
+        ("cohere-normed", 2),
         ("granite-moe", 2),
         ("glm4-moe", 2),  # an MLP beside the experts
         ("deepseek2", 4),
@@ -185,8 +184,8 @@ def test_experts_by_a_kernel_are_cut_like_others(
     )
     cut, whole = (prompt_logprobs(engine, prompt(70), 5, 60, 1, 4) for engine in engines)
     assert len(cut) == len(whole)
-    # A token whose experts are nearly tied may get another one.
-    assert statistics.median(map(distance, cut, whole)) < 0.05
+    # A token whose experts are nearly tied may get another one, and some processors round more.
+    assert statistics.median(map(distance, cut, whole)) < 0.1
 
 
 def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:

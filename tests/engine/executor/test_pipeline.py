@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import CannotDo
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.interface import CannotDo
 from engine.executor.layout import Layout, Place
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, WorkerFailed
@@ -28,7 +29,6 @@ from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.process.early_stop import EarlyStop
 from engine.process.main import CannotStart, build_executor
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,

@@ -10,8 +10,8 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from engine.batch.executor import GroupExecutor
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.interface import GroupExecutor
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
 from engine.models.hf_config import read_spec

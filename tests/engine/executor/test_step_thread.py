@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from engine.batch.batch import BatchPlan, BatchResult
 from engine.distributed.spec import GroupBroken
 from engine.executor.step_thread import StepThread
-from engine.scheduler.batch import BatchPlan, BatchResult
 
 
 def empty_plan(step: int) -> BatchPlan:
@@ -15,7 +16,7 @@ def empty_plan(step: int) -> BatchPlan:
 
 @pytest.fixture
 def thread() -> Iterator[StepThread]:
-    made = StepThread(own=True)
+    made = StepThread(torch.device("cpu"), own=True)
     yield made
     made.shutdown()
 

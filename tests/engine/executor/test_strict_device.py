@@ -60,7 +60,7 @@ def test_a_divided_model_that_has_slept_gives_the_tokens_of_one_process(
         member.result()
     if engines > 1:
         world.join(members)
-    world.all(members, "sleep_and_wake")  # on a device the weights are read again
+    world.all(members, "sleep_and_wake")
     for rank, member in enumerate(members):
         member.tell("serve", rank, scheduling, 0, engines)
     results = [member.result() for member in members]

@@ -1,14 +1,20 @@
 """Grammars are compiled once, beside their users, and forgotten in time."""
 
 import gc
+import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
 
 from engine.grammar import compiler as compiler_module
 from engine.grammar.compiler import MAX_CACHED, MAX_CACHED_BYTES, MAX_HELD_BYTES, GrammarCompiler
+from engine.shared.config import BUNDLED_MODEL
+from engine.shared.matchers import new_matcher
 from engine.shared.messages import JsonSchemaGrammar, LarkGrammar, RegexGrammar
+from tests.engine.grammar.conftest import EOS, VOCAB_SIZE
 
 
 def test_a_grammar_is_compiled_once_for_all_who_ask(
@@ -153,3 +159,52 @@ def test_a_step_that_cannot_go_on_without_a_grammar_does_not_wait_for_room(
     large.wait()
     large.num_bytes = MAX_HELD_BYTES + 1
     assert compiler.compiled(RegexGrammar("[0-9]+")).error is None
+
+
+def test_grammars_may_name_tokens_that_only_the_tokenizers_config_has(tmp_path: Path) -> None:
+    tokenizer = (BUNDLED_MODEL / "tokenizer.json").read_text(encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    known = {token["id"] for token in json.loads(tokenizer)["added_tokens"]}
+    described = {str(VOCAB_SIZE): {"content": "<|tool|>", "special": True}}
+    described[str(min(known))] = {"content": "<|known|>", "special": True}
+    config = json.dumps({"added_tokens_decoder": described})
+    (tmp_path / "tokenizer_config.json").write_text(config, encoding="utf-8")
+    compiler = GrammarCompiler(tmp_path / "tokenizer.json", VOCAB_SIZE + 1, EOS)
+    try:
+        grammar = compiler.ask(LarkGrammar("start: <|tool|>"))
+        grammar.wait()
+        assert grammar.error is None
+        assert compiler.tokens_of("<|tool|>") == (VOCAB_SIZE,)
+    finally:
+        compiler.shutdown()
+
+
+def test_one_tenants_slow_grammars_leave_a_thread_for_others(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, original = threading.Event(), GrammarCompiler.new_matcher
+
+    def held(self: GrammarCompiler, spec: RegexGrammar) -> object:
+        assert not spec.pattern.startswith("slow") or go_on.wait(60)
+        return original(self, spec)
+
+    monkeypatch.setattr(GrammarCompiler, "new_matcher", held)
+    slow = [compiler.ask(RegexGrammar(f"slow{number}"), tenant=1) for number in range(8)]
+    for number in range(3):
+        compiler.ask(RegexGrammar(f"a{number}"), tenant=2).wait()
+    assert not any(each.settled for each in slow)
+    go_on.set()
+    for each in slow:
+        each.wait()
+
+
+def test_a_mask_that_takes_long_ends_by_itself(compiler: GrammarCompiler) -> None:
+    options = '("a")? ' * 9900
+    matcher = new_matcher(compiler.tokenizer(), LLMatcher.grammar_from_lark(f"start: {options}"))
+    began = time.thread_time()
+    for token in compiler.tokens_of("aa"):
+        matcher.compute_bitmask()
+        matcher.consume_token(token)
+    matcher.compute_bitmask()
+    assert matcher.is_error()
+    assert time.thread_time() - began < 10

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from engine.batch.batch import SlotStart
 from engine.grammar.masks import GrammarTable, TokenMasks
 from engine.runner.penalties import forbid_others
-from engine.scheduler.batch import SlotStart
 from engine.shared.config import BUNDLED_MODEL
 from engine.shared.messages import (
     ChoiceGrammar,
@@ -196,7 +196,7 @@ def explode(table: GrammarTable, slot: int, rng: random.Random) -> str:
         token_id = rng.choice(table.choices([slot])[slot][0])
         ends = table.advance([slot], [token_id])
         if ends.stalls:
-            return ends.stalls[slot]
+            return str(ends.stalls[slot])
         assert not ends.reasons
     raise AssertionError("the grammar came to no limit")
 
@@ -204,14 +204,14 @@ def explode(table: GrammarTable, slot: int, rng: random.Random) -> str:
 def test_who_comes_to_a_shared_limit_stalls_until_the_grammar_is_compiled_anew(
     table: GrammarTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.shared.grammar_spec._LEXER_STATES", 2000)
+    monkeypatch.setattr("engine.shared.matchers._LEXER_STATES", 2000)
     spec = RegexGrammar("[a-z ,.;A-Z]*[aeiou][a-z ,.;A-Z]{60}")
     start(table, 0, spec)
     shared = table.ask(spec)
     assert "too many states" in explode(table, 0, random.Random(1))
     masks = table.masks([0])
     assert masks is not None, "whatever is drawn in a step in flight does not count"
-    assert "too many states" in table.advance([0], [7]).stalls[0]
+    assert "too many states" in str(table.advance([0], [7]).stalls[0])
     fresh = table.ask(spec)
     assert fresh is not shared, "the next request gets a new one too"
     fresh.wait()

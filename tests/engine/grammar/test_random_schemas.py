@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from engine.batch.batch import SlotStart
 from engine.grammar.masks import GrammarTable
-from engine.scheduler.batch import SlotStart
 from engine.shared.grammar_spec import check_grammar
 from engine.shared.messages import JsonSchemaGrammar, SamplingParams
 from tests.support.drawing import EOS, TOKENIZER, write
@@ -152,7 +152,7 @@ def test_nothing_that_fits_can_follow_is_an_error_and_no_clean_end(
     table: GrammarTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should there be dead ends that are not known."""
-    monkeypatch.setattr("engine.shared.grammar_schema.prepared", lambda schema, *_, **__: schema)
+    monkeypatch.setattr("engine.shared.grammar_schema.prepared", lambda schema, **_: schema)
     schema = {
         "type": "object",
         "properties": {"score": {"type": "integer", "minimum": 0, "maximum": 9}},

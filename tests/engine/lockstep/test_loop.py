@@ -6,22 +6,23 @@ from queue import SimpleQueue
 from typing import cast
 
 import pytest
+import torch
 
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import PendingResult
+from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
+from engine.core.inbox import InboxItem, Stop
 from engine.core.outbox import CoreStep
+from engine.core.watchdog import StepWatch
 from engine.distributed.engines import EngineGroup
 from engine.distributed.group import PendingRows
 from engine.distributed.spec import GroupBroken
-from engine.executor.interface import PendingResult
 from engine.executor.simulated import SimulatedExecutor
 from engine.executor.step_thread import StepThread
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.loop import LockstepLoop
 from engine.lockstep.wave import EngineWave, Phase, WaveReport
-from engine.process.ending import Ending
-from engine.process.events import InboxItem, Stop
-from engine.process.watchdog import StepWatch
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import (
     AbortRequests,
@@ -49,7 +50,7 @@ def config(*, overlap: bool, policy: str) -> EngineConfig:
             max_num_seqs=3,
             max_num_batched_tokens=16,
             async_scheduling=overlap,
-            admission_policy=policy,  # type: ignore[arg-type]
+            admission_policy=policy,
         ),
     )
 
@@ -120,7 +121,7 @@ class JoinedExecutor(SimulatedExecutor):
 
     def __init__(self, settings: EngineConfig, rank: int) -> None:
         super().__init__(settings, timing="virtual", check=True)
-        self.thread = StepThread(own=settings.scheduler.steps_overlap)
+        self.thread = StepThread(torch.device("cpu"), own=settings.scheduler.steps_overlap)
         self._rank = rank
         self._formation = Formation()
         self._number = 0

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.adapter_files import write_adapter
 from engine.core.engine_core import EngineCore
-from engine.core.events import GrammarsSettled
+from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
@@ -27,6 +26,7 @@ from engine.shared.messages import AdapterEntry, AdapterSheet, AddRequest, Regex
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.lora.processes import LORA, REPORTING, Processes, largest_error
 from tests.engine.serving import request
+from tests.support.adapter_files import write_adapter
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ class Served:
         for each in requests:
             self.core.handle(each)
         while self.core.has_requests:
-            self.core.handle(GrammarsSettled())
+            self.core.handle(PrerequisitesSettled())
             for output in self.core.step().outputs.get(0, []):
                 assert output.finish_reason != "error", output.error
                 tokens[output.id] += output.token_ids

@@ -16,8 +16,9 @@ from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import AdapterRoom
 from engine.shared.config import BUNDLED_MODEL, ModelConfig
 from engine.shared.model_files import model_directory
+from tests.engine.images import encoder_input, pixel_values
 from tests.engine.lora.adapters import exact, train
-from tests.engine.tiny_models import Checkpoint
+from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint
 
 ROOM = AdapterRoom(3, 8)
 TOLERANCE = 5e-4
@@ -53,6 +54,36 @@ FAMILIES = [
     "gemma3", "phi3", "phi3-partial", "olmo2", "granite", "smollm3", "cohere", "cohere2", "glm",
     "glm4", "gpt-oss", "gpt-oss-mxfp4", "llama4",
 ]  # fmt: skip
+_SEES = r".*text_model.*\.(q_proj|o_proj|down_proj)"
+"""Modules of a text model beside which there is a vision encoder."""
+
+
+def test_prompts_with_images_are_computed_with_their_adapters(
+    checkpoint: Any, trained: Any, driver: Any, prompt: Any
+) -> None:
+    model = checkpoint("smolvlm")
+    adapter = trained("smolvlm", target_modules=_SEES)
+    engine = load(driver, model.directory, adapter.directory)
+    text = [token % 250 for token in prompt(20)]
+    tokens = [*text[:5], *[IMAGE_TOKEN] * 4, *text[5:]]
+    image = encoder_input(1, 5, num_tokens=4)
+    for row, slot in enumerate((0, -1)):
+        engine.start(row, tokens, adapter=slot, images=[image])
+    logits = engine.logits({0: 24, 1: 24})
+    for reference, found in zip((adapter.merged, model), logits.split(24), strict=True):
+        expected = reference.logits_with_images(tokens, pixel_values(image))
+        assert (found - expected).abs().max() < TOLERANCE
+
+
+def test_adapters_of_vision_encoders_are_refused(checkpoint: Any, trained: Any) -> None:
+    model = checkpoint("smolvlm")
+    adapter = trained("smolvlm", target_modules=r".*vision_model.*\.q_proj")
+    store = AdapterStore(AdaptableModules(read_spec(model.directory)), ROOM.rank, lambda *_: None)
+    loading = store.load(str(adapter.directory), None)
+    loading.wait()
+    assert loading.error is not None
+    assert "vision_model" in loading.error
+    store.shutdown()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -23,6 +23,7 @@ from engine.models.weights import stored_tensors
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_size": 16,
+    "head_dim": 4,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,

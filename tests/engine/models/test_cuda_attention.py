@@ -199,8 +199,8 @@ def test_stock_operators_serve_where_it_does_not_work(
 def test_without_triton_stock_operators_serve(
     stock: PagedAttention, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "engine.models.kernels.cuda.attention", None)
-    monkeypatch.delattr("engine.models.kernels.cuda.attention", raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "engine.kernels.cuda.attention", None)
+    monkeypatch.delattr("engine.kernels.cuda.attention", raising=False)
     chosen = CudaAttention(stock, Heads(4, 2, 16), dtype=torch.float16, device=DEVICE)
     assert chosen.for_blocks(16) is stock
     assert "Triton" in caplog.text

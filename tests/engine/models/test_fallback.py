@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt": {},
     "persimmon": {},
     "phi": {},
+    "phimoe": {},
     "qwen2_moe": {},
-    "starcoder2": {"sliding_window": WINDOW},
+    "starcoder2": {},
 }
 
 
@@ -202,6 +204,31 @@ def test_layers_see_no_farther_than_their_windows(fallback: Fallbacks) -> None:
     assert model.windows == [{WINDOW}]
     mixed = load_driver(fallback("exaone4").directory).runner.model
     assert mixed.windows == [{WINDOW, None}]
+    # The windows of these are in masks only.
+    assert load_driver(fallback("phimoe").directory).runner.model.windows == [{WINDOW}]
+    assert load_driver(fallback("qwen2_moe").directory).runner.model.windows == [{WINDOW, None}]
+
+
+def test_a_window_that_cannot_be_tried_is_refused(
+    fallback: Fallbacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.models.fallback.loading.narrow_windows", lambda _: nullcontext())
+    with pytest.raises(UnsupportedModel, match=f"window of {WINDOW} tokens is longer than what"):
+        load_driver(fallback("phimoe").directory)
+
+
+def test_a_model_that_attends_otherwise_than_the_library_fails_its_trial(
+    fallback: Fallbacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was when windows of masks were not seen."""
+    monkeypatch.setattr(
+        "engine.models.fallback.attention.window_mask",
+        lambda *_, q_length, kv_length, **__: torch.zeros(
+            1, 1, q_length, kv_length, dtype=torch.int32
+        ),
+    )
+    with pytest.raises(UnsupportedModel, match="computed in parts, and beside others"):
+        load_driver(fallback("phimoe").directory)
 
 
 def test_dummy_weights_depend_on_the_seed_only(fallback: Fallbacks, prompt: MakePrompt) -> None:
@@ -392,5 +419,5 @@ def test_without_transformers_the_message_says_what_to_install(
 ) -> None:
     directory = fallback("opt").directory
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UnsupportedModel, match=r"pip install 'swell\[transformers\]'"):
+    with pytest.raises(UnsupportedModel, match="pip install 'transformers"):
         load_fallback(directory, ModelConfig(model=str(directory)), CPU)

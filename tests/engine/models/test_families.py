@@ -138,7 +138,7 @@ def test_what_ministral_3_leaves_out_is_that_of_its_published_models() -> None:
     assert found.distinct_ropes[0].kind == "yarn"
     small = spec("Mistral3ForConditionalGeneration", text_config={"model_type": "mistral"})
     assert small.attention_temperature is None
-    assert small.windows == (None,) * 6
+    assert small.windows == (4096,) * 6
 
 
 def test_minimax_m2_is_refused_where_it_is_not_as_published() -> None:

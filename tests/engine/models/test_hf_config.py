@@ -139,6 +139,12 @@ def test_files_are_read_from_the_directory(tmp_path: Path) -> None:
     assert read_spec(tmp_path).eos_token_ids == (1,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert read_spec(tmp_path).eos_token_ids == (9,)
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<end>"}}')
+    added = [{"id": 5, "content": "<end>", "special": True}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    assert read_spec(tmp_path).eos_token_ids == (9, 5)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"<end>": 1 << 40}}}))
+    assert read_spec(tmp_path).eos_token_ids == (9,)
     (tmp_path / "config.json").write_text("[1")
     with pytest.raises(UnsupportedModel, match="not JSON"):
         read_spec(tmp_path)

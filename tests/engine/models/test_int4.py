@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from engine.kernels.processor import is_x86
 from engine.models.formats.checkpoint import DummyCheckpoint
 from engine.models.hf_config import read_spec
-from engine.models.kernels.architecture import is_x86
 from engine.models.loading.decoder import DecoderLoader
 from engine.models.products.int4 import (
     Int4Linear,

@@ -19,5 +19,5 @@ def test_a_range_of_widths_is_alike_if_each_of_them_is(alike: list[int]) -> None
     for first, fewest in enumerate(all_widths):
         most = all_widths[first:]
         expected = np.logical_and.accumulate(each[first:])
-        found = widths.are_all_alike(np.full_like(most, fewest), most)
+        found = widths.same_order_between(np.full_like(most, fewest), most)
         assert (found == expected).all()

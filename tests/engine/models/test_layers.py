@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.models.attention.rotary import rotary_table, rotate, rotation
-from engine.models.layers import rms_norm, swiglu
+from engine.kernels.reference import rms_norm, rotate, swiglu
+from engine.models.attention.rotary import rotary_table, rotation
 from engine.models.moe import Expert, GroupedExperts, Router, SparseMlp, StackedExperts
 from engine.models.products.dense import DenseLinear, PackedLinear, add_to, prepare_linear
 from engine.models.spec import RopeSpec

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.models.layers import swiglu
+from engine.kernels.reference import swiglu
 from engine.models.moe import Expert, GroupedExperts
 from engine.models.products.dense import DenseLinear
 from engine.models.rowwise_experts import RowwiseExperts

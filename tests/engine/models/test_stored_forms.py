@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.forms.stored import SCHEMES, write_checkpoint
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.hf_config import read_spec
 from tests.engine.fixtures import SaveModel
+from tests.support.stored_forms import SCHEMES, write_checkpoint
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.executor import worker_process
+from engine.models.spec import UnsupportedModel
 from engine.process.early_stop import EarlyStop
 from engine.process.main import build_executor
 from engine.shared.config import EngineConfig, ParallelConfig
@@ -96,3 +97,15 @@ def test_a_team_whose_second_worker_cannot_start_leaves_none(
     with pytest.raises(OSError, match="Cannot allocate memory"):
         build_executor(config, 0, Lifeline(None), EarlyStop())
     assert processes[0].poll() is not None
+
+
+def test_heads_that_cannot_be_dealt_out_are_refused_before_workers_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(worker_process.subprocess, "Popen", fail)  # type: ignore[attr-defined]
+    config = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=5))
+    with pytest.raises(UnsupportedModel, match="--tensor-parallel-size 5 does not suit"):
+        build_executor(config, 0, Lifeline(None), EarlyStop())

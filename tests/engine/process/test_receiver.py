@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import zmq
 
+from engine.core.inbox import InboxItem, Welcomed
 from engine.lockstep.group_connection import GroupConnection
-from engine.process.events import InboxItem, Welcomed
 from engine.process.receiver import Receiver, build_reception
 from engine.process.reception import Serve
 from engine.shared.config import ClusterConfig, EngineConfig
@@ -38,7 +38,7 @@ class Discarded:
 
     def connect_coordinator(self, address: str) -> None: ...
 
-    def connect_front_end(self, index: int, address: str) -> None: ...
+    def connect_front_end(self, index: int, address: str, protocol: int) -> None: ...
 
     def disconnect_front_end(self, index: int) -> None: ...
 
@@ -63,8 +63,8 @@ class World:
         reception = build_reception(EngineConfig(cluster=cluster), INCARNATION, lockstep=False)
         self.receiver = Receiver(
             cluster.coordinator_address, INCARNATION, transport, context, reception=reception,
-            inbox=self.inbox, outputs=Discarded(), connection=GroupConnection(),
-            on_routed=self.routed.set,
+            inbox=self.inbox, outputs=Discarded(),  # type: ignore[arg-type]
+            connection=GroupConnection(), on_routed=self.routed.set,
         )  # fmt: skip
         self.receiver.start()
 

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.core.events import FrontEndJoined, FrontEndLeft, Rejoined
-from engine.process.events import Stop, Welcomed
+from engine.core.inbox import Stop, Welcomed
 from engine.process.links import FrontEndLinks
 from engine.process.reception import (
     Announce,
@@ -113,6 +113,19 @@ def test_an_engine_that_is_refused_for_good_stops() -> None:
     assert reception.handle(Refused("not yet"), 0.0) != [Deliver(Stop("not yet"))]
     stop, *_ = reception.handle(Refused("wrong model", final=True), 0.1)
     assert stop == Deliver(Stop("the coordinator refused this engine: wrong model"))
+
+
+def test_an_engine_that_serves_goes_on_when_a_restarted_coordinator_refuses_it(
+    joined: Reception,
+) -> None:
+    joined.handle(Serve(SETUP), 0.1)
+    joined.handle(HeartbeatAck(known=False, epoch=EPOCH + 1), 1.0)
+    for at in (1.1, 1.2):
+        actions = joined.handle(Refused("dtype differs", field="dtype"), at)
+        assert not any(isinstance(each, Deliver | Disconnect) for each in actions)
+    again = joined.handle(Tick(), 1.1 + HELLO_INTERVAL)
+    assert any(isinstance(each, Register) and isinstance(each.message, Hello) for each in again)
+    assert Deliver(Rejoined(5)) in joined.handle(welcome(entry(0), epoch=EPOCH + 2), 3.0)
 
 
 @pytest.mark.parametrize(("at", "follows"), [("publish", False), ("elsewhere", True)])

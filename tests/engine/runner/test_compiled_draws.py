@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.kernels import draws
+from engine.kernels.cpu import draws
 from engine.runner.compiled_draws import drawing_for
 from engine.runner.drawing import WITH_TORCH
 from engine.shared.config import BUNDLED_MODEL
@@ -31,6 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.usefixtures("as_zen4")  # kernels draw on some kinds of processors only
 @pytest.mark.parametrize(
     ("options", "is_compiled"),
     [

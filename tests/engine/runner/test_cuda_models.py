@@ -38,20 +38,28 @@ def test_logits_are_those_of_a_cpu(
     assert relative(there, here) < 1e-4
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "fused"), [("bfloat16", False), ("bfloat16", True), ("float16", True)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_in_16_bits_are_as_close_as_on_a_cpu(
-    name: str, fused: bool, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+    name: str,
+    dtype: str,
+    fused: bool,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
 ) -> None:
     """Experts that are chosen by a hair may be others, so the middle token counts."""
     directory = checkpoint(name).directory
     exact = all_logits(driver(directory, dtype="float32"), prompt)
 
     def error(**options: Any) -> float:
-        logits = all_logits(driver(directory, dtype="bfloat16", **options), prompt)
+        logits = all_logits(driver(directory, **options), prompt)
         return float(((logits - exact).norm(dim=1) / exact.norm(dim=1)).median())
 
-    assert error(device=CUDA, fused=fused) < 1.5 * error() + 0.002
+    there = error(dtype=dtype, device=CUDA, fused=fused)
+    assert there < 1.5 * error(dtype="bfloat16") + 0.002
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3", "gpt-oss", "deepseek3"])

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from engine.core.engine_core import EngineCore
-from engine.core.events import GrammarsSettled
+from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
 from engine.models.attention.kv_format import PlainKv
-from engine.models.hf_config import read_spec
 from engine.runner.kv_memory import bytes_per_block
 from engine.shared.config import (
     BUNDLED_MODEL,
@@ -266,7 +266,8 @@ def test_it_sleeps_and_wakes_with_the_model(
 
 
 def test_outputs_follow_their_grammars(tmp_path: Path) -> None:
-    bundled = Checkpoint(BUNDLED_MODEL, SimpleNamespace(config=read_spec(BUNDLED_MODEL)))
+    served = AutoConfig.from_pretrained(BUNDLED_MODEL)
+    bundled = Checkpoint(BUNDLED_MODEL, SimpleNamespace(config=served))
     save_eagle3(bundled, tmp_path, layer_ids=[1, 2, 4])
     texts = []
     both: tuple[dict[str, Any], ...] = ({}, {"speculative_model": str(tmp_path)})
@@ -287,7 +288,7 @@ def test_outputs_follow_their_grammars(tmp_path: Path) -> None:
             core.handle(AddRequest(id, str(id), 0, 0, SOME_TEXT[: 8 + id], sampling))
             tokens[id] = []
         while core.has_requests:
-            core.handle(GrammarsSettled())
+            core.handle(PrerequisitesSettled())
             if not core.has_work:
                 continue
             for output in core.step().outputs.get(0, []):

@@ -10,13 +10,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from engine.batch.batch import SlotStart
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
 from engine.grammar.masks import TokenMasks
 from engine.runner.penalties import forbid_on_device, forbid_others
 from engine.runner.sampler import sample
 from engine.runner.slots import SlotTable
-from engine.scheduler.batch import SlotStart
 from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.scheduler.batch import BatchPlan, BatchResult, SlotStart
+from engine.batch.batch import BatchPlan, BatchResult, SlotStart
 from engine.shared.messages import SamplingParams
 from tests.engine.driver import Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel

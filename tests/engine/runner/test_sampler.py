@@ -9,11 +9,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from engine.batch.batch import SlotStart
 from engine.runner.compiled_draws import drawing_for
 from engine.runner.drawing import WITH_TORCH
 from engine.runner.sampler import Sampled, sample
 from engine.runner.slots import SlotTable
-from engine.scheduler.batch import SlotStart
 from engine.shared.messages import SamplingParams
 
 CPU = torch.device("cpu")

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from engine.executor.interface import PendingResult
+from engine.batch.batch import BatchPlan
+from engine.batch.executor import PendingResult
 from engine.executor.simulated import SimulatedExecutor, adapted_seed, simulated_token
+from engine.models.spec import VisionSpec
 from engine.scheduler.admission import UNLIMITED, Grant
-from engine.scheduler.batch import BatchPlan
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.shared.messages import AddRequest, RequestOutput, SamplingParams
+from engine.shared.messages import AddRequest, EncoderInput, RequestOutput, SamplingParams
 
 
 class Rig:
@@ -32,6 +33,8 @@ class Rig:
         max_loras: int = 0,
         adapters: Sequence[str] = (),
         cache_windows: tuple[int | None, ...] = (None,),
+        vision: VisionSpec | None = None,
+        encoder_cache_bytes: int = 1 << 20,
         **scheduling: Any,
     ) -> None:
         self.config = EngineConfig(
@@ -40,6 +43,7 @@ class Rig:
                 block_size=block_size,
                 num_kv_blocks=num_kv_blocks,
                 enable_prefix_caching=enable_prefix_caching,
+                encoder_cache_bytes=encoder_cache_bytes,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -55,6 +59,7 @@ class Rig:
             adapters=dict.fromkeys(adapters, True),  # type: ignore[arg-type]
             check=True,
             cache_windows=cache_windows,
+            vision=vision,
         )
         self.scheduler = Scheduler(
             self.config.scheduler, self.config.cache, self.executor.info, max_loras=max_loras
@@ -82,6 +87,7 @@ class Rig:
         alone: int = 0,
         group: int = 0,
         adapter: str = "",
+        images: Sequence[EncoderInput] = (),
         **sampling: object,
     ) -> AddRequest:
         """Note what `expected` has to know about a request, and return its message."""
@@ -100,6 +106,7 @@ class Rig:
             alone=alone,
             group=group,
             adapter=adapter,
+            encoder_inputs=list(images),
         )
         return self.requests[id]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine.scheduler.admission import Grant
-from engine.scheduler.fairness import GUARDED_STEPS, Shares
 from engine.scheduler.preemption import Engine, Room, choose_heaviest
 from engine.scheduler.request import Request, request_from_message
+from engine.scheduler.shares import GUARDED_STEPS, Shares
 from engine.scheduler.waiting import WaitingQueue
 from engine.shared.messages import AddRequest, SamplingParams
 
@@ -188,13 +188,13 @@ def in_debt(max_prefill: int) -> Shares:
 def test_a_prompt_waits_for_those_of_others_unless_its_tenant_has_saved_enough() -> None:
     shares = in_debt(100)
     shares.begin_step(20)
-    parts = shares.parts()
-    assert parts.left(HOG, 500) == 20
-    assert parts.take(GUEST, 30) == 30
-    assert parts.left(HOG, 500) == 0
-    assert parts.left(HOG, 21) == 0
-    assert parts.take(HOG, 15) == 15, "this one need not be cut"
-    assert parts.left(GUEST, 500) == 70, "who has not spent anything does not wait"
+    quota = shares.quota()
+    assert quota.left(HOG, 500) == 20
+    assert quota.take(GUEST, 30) == 30
+    assert quota.left(HOG, 500) == 0
+    assert quota.left(HOG, 21) == 0
+    assert quota.take(HOG, 15) == 15, "this one need not be cut"
+    assert quota.left(GUEST, 500) == 70, "who has not spent anything does not wait"
 
 
 def test_whoever_waits_for_the_prompts_of_others_gets_on_as_fast_as_without_them() -> None:
@@ -202,9 +202,9 @@ def test_whoever_waits_for_the_prompts_of_others_gets_on_as_fast_as_without_them
     computed = 0
     for _ in range(200):
         shares.begin_step(5)
-        parts = shares.parts()
-        parts.take(GUEST, 1)
-        tokens = parts.take(HOG, 500)
+        quota = shares.quota()
+        quota.take(GUEST, 1)
+        tokens = quota.take(HOG, 500)
         shares.prefill(HOG, tokens)
         computed += tokens
     assert computed > 200 * 5 * 0.8
@@ -214,14 +214,14 @@ def test_what_any_prompt_tokens_cost_is_taken_from_the_purse_once_a_step() -> No
     shares = in_debt(100)
     computed = 0
     for _ in range(400):
-        shares.begin_step(refill=10, mixed=16)
-        parts = shares.parts()
-        tokens = parts.take(HOG, 500)
+        shares.begin_step(refill=10, mixed_cost=16)
+        quota = shares.quota()
+        tokens = quota.take(HOG, 500)
         assert tokens == 0 or tokens >= 16, "most of a part would go into having any"
         if tokens:
             shares.prefill(HOG, tokens - 1)
             shares.prefill(HOG, 1)
-            assert not shares.parts().left(HOG, 1)
+            assert not shares.quota().left(HOG, 1)
         computed += tokens + (16 if tokens else 0)
     assert computed == pytest.approx(400 * 10, rel=0.1)
 
@@ -231,8 +231,8 @@ def test_however_small_a_purse_is_prompts_get_on(max_prefill: int) -> None:
     shares = in_debt(max_prefill)
     computed = 0
     for _ in range(500):
-        shares.begin_step(refill=1, mixed=1000)
-        tokens = shares.parts().take(HOG, 500)
+        shares.begin_step(refill=1, mixed_cost=1000)
+        tokens = shares.quota().take(HOG, 500)
         if tokens:
             shares.prefill(HOG, tokens)
         computed += tokens

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from engine.batch.batch import BatchPlan
 from engine.executor.simulated import simulated_token
 from engine.scheduler.admission import Grant
-from engine.scheduler.batch import BatchPlan
 
 MakeRig = Callable[..., Any]
 

@@ -1,6 +1,7 @@
 """Admission policies as functions of tables: no scheduler, no clock."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from engine.scheduler.admission import UNLIMITED, AdmissionPolicy, AdmitAll, Grant, RankState
 from engine.scheduler.policies import Balance, Cadence, Level, build_admission_policy
 from engine.shared.config import SchedulerConfig
+from engine.shared.plugins import BadPlugin
+from tests.support.plugins import offer
 
 STEP_BUDGET = 4096
 
@@ -298,3 +301,35 @@ def test_a_plan_computes_no_more_than_was_ready(make_rig: Callable[..., Any]) ->
         decodes = sum(plan.starts[i] > 0 and c == 1 for i, c in enumerate(plan.counts))
         assert plan.num_tokens - decodes <= ready
         rig.update()
+
+
+class Tidal:
+    """A plugin's policy: no prefill in odd steps."""
+
+    exchanges = False
+
+    def __init__(self, config: SchedulerConfig, lockstep_size: int) -> None:
+        self.config, self.lockstep_size = config, lockstep_size
+
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        return Grant(token_cap=0) if step % 2 else UNLIMITED
+
+
+class Undecided(Tidal):
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        return None  # type: ignore[return-value]
+
+
+def test_a_policy_may_be_a_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(
+        tmp_path, "swell.admission_policies",
+        tidal=f"{__name__}:Tidal", undecided=f"{__name__}:Undecided",
+    )  # fmt: skip
+    monkeypatch.syspath_prepend(tmp_path)
+    config = SchedulerConfig(admission_policy="tidal")
+    policy = build_admission_policy(config, 4)
+    assert isinstance(policy, Tidal)
+    assert (policy.config, policy.lockstep_size) == (config, 4)
+    assert [policy.decide(step, [rank()]).token_cap for step in range(3)] == [-1, 0, -1]
+    with pytest.raises(BadPlugin, match=r"--admission-policy undecided: .*TypeError"):
+        build_admission_policy(SchedulerConfig(admission_policy="undecided"), 1)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from engine.scheduler.admission import Grant
-from engine.scheduler.fairness import Shares
 from engine.scheduler.preemption import Room, choose_victims
 from engine.scheduler.request import Request, request_from_message
+from engine.scheduler.shares import Shares
 from engine.scheduler.waiting import WaitingQueue
 from engine.shared.messages import AddRequest, SamplingParams
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from engine.batch.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.scheduler.admission import Grant
-from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
 
 MakeRig = Callable[..., Any]
 

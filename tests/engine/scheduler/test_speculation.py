@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.executor.interface import ExecutorInfo
+from engine.batch.executor import ExecutorInfo
 from engine.executor.simulated import simulated_token
 from engine.scheduler.draft_lengths import Prices
 from engine.scheduler.speculation import draft_prices, lookup_lengths

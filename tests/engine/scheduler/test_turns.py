@@ -1,4 +1,4 @@
-"""No request or tenant makes steps long for others: more of its sequences take turns."""
+"""No request or tenant makes steps long for others: more of its sequences take fairness."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from engine.scheduler.fairness import Shares
+from engine.scheduler.fairness import Fairness
+from engine.scheduler.preemption import Engine
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.step_costs import PRIOR_BASE, PRIOR_PREFILL, StepCosts
-from engine.scheduler.turns import Turns
 from engine.shared.messages import AddRequest, SamplingParams
 
 MakeRig = Callable[..., Any]
 
 SLOWDOWN = 1.3
+ENGINE = Engine(slots=64, blocks=2048)
 PART = int((SLOWDOWN - 1) * (PRIOR_BASE + 1))
 """Rows of a party beside one row of others, as long as nothing is known of costs."""
 
@@ -184,13 +185,13 @@ def test_a_sequence_with_costly_masks_waits_until_its_request_has_saved_enough()
     for rows in (1, 64):
         for _ in range(50):
             costs.observe(rows, 0, (32 + rows) * 1e-4)
-    turns = Turns(Shares(), costs, SLOWDOWN)
+    fairness = Fairness(costs, ENGINE, max_slowdown=SLOWDOWN)
     costly, plain = running(1), running(2)
     for each in (costly, plain):
-        turns.come(each)
-        turns.start(each)
-    turns.masked(costly, 10_000)
-    held = [turns.begin([costly, plain]) for _ in range(100)]
+        fairness.come(each)
+        fairness.start(each)
+    fairness.masked(costly, 10_000)
+    held = [fairness.hold([costly, plain]) for _ in range(100)]
     assert not any(plain.id in each for each in held)
     computed = sum(costly.id not in each for each in held)
     # Ten milliseconds are a hundred rows, and its part of a step is a tenth of that.
@@ -230,10 +231,10 @@ def test_what_the_first_prompt_tokens_of_a_step_cost_is_learned_from_steps_with_
 
 
 def test_any_prompt_tokens_cost_nothing_more_where_nothing_is_decoded() -> None:
-    turns = Turns(Shares(), with_dear_prompts(mixed=10), SLOWDOWN)
-    assert turns.mixed_tokens(4) == pytest.approx(10 / PRIOR_PREFILL, rel=0.15)
-    assert turns.mixed_tokens(0) == 0
-    assert Turns(Shares(), with_dear_prompts(mixed=10), None).mixed_tokens(4) == 0
+    fairness = Fairness(with_dear_prompts(mixed=10), ENGINE, max_slowdown=SLOWDOWN)
+    assert fairness.mixed_tokens(4) == pytest.approx(10 / PRIOR_PREFILL, rel=0.15)
+    assert fairness.mixed_tokens(0) == 0
+    assert Fairness(with_dear_prompts(mixed=10), ENGINE).mixed_tokens(4) == 0
 
 
 def test_steps_with_few_prompt_tokens_that_waited_count_as_twice_as_long_at_most() -> None:
@@ -246,21 +247,21 @@ def test_steps_with_few_prompt_tokens_that_waited_count_as_twice_as_long_at_most
 @pytest.mark.parametrize("length", [3, 8, 64])
 def test_beams_that_come_anew_have_no_more_than_the_part_of_their_request(length: int) -> None:
     costs = with_dear_prompts(mixed=10)
-    turns = Turns(Shares(), costs, SLOWDOWN)
+    fairness = Fairness(costs, ENGINE, max_slowdown=SLOWDOWN)
     streams = [running(id) for id in range(4)]
     beam = running(91, group=90)
-    turns.come(beam)
+    fairness.come(beam)
     computed, spent, steps = 0, 0.0, 400
     left: list[int] = []
     for _ in range(steps):
-        turns.begin(streams)
+        fairness.hold(streams)
         left = left or [length] * 32
         mixes = False
         while left:
-            count = min(left[0], turns.tokens(beam))
+            count = min(left[0], fairness.group_tokens(beam))
             if not count:
                 break
-            turns.prefill(beam, count)
+            fairness.prefill(beam, count)
             spent += 1 + count * costs.prefill + (0 if mixes else costs.mixed)
             mixes = True
             left[0] -= count

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.executor.interface import ExecutorInfo
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.executor import ExecutorInfo
 from engine.scheduler.admission import Grant
-from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import CacheConfig, SchedulerConfig
 from engine.shared.messages import AddRequest, PoolingParams, RequestOutput, SamplingParams

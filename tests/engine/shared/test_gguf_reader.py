@@ -7,7 +7,7 @@ import pytest
 
 from engine.shared.gguf.reader import BadGguf, read_gguf
 
-U32, F32, STRING, ARRAY, U64 = 4, 6, 8, 9, 10
+U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
 
 
 def text(value: bytes) -> bytes:
@@ -66,6 +66,7 @@ def test_metadata_and_places_of_tensors_are_read(tmp_path: Path) -> None:
 
 
 HUGE = 1 << 62
+MANY = entry(b"k", ARRAY, struct.pack("<IQ", BOOL, 1 << 20) + bytes(1 << 20))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +80,10 @@ HUGE = 1 << 62
         ({"head": b"GGUF" + struct.pack("<IQQ", 3, 0, 9)}, "file ends|unknown type|too long"),
         ({"entries": [struct.pack("<Q", HUGE)]}, "bytes of a string"),
         ({"entries": [entry(b"k", STRING, struct.pack("<Q", HUGE))]}, "bytes of a string"),
-        ({"entries": [entry(b"k", ARRAY, struct.pack("<IQ", U64, HUGE))]}, "entries of an array"),
+        ({"entries": [entry(b"k", ARRAY, struct.pack("<IQ", U64, HUGE))]}, "entries of arrays"),
         ({"entries": [entry(b"k", ARRAY, struct.pack("<IQ", ARRAY, 1))]}, "arrays of type 9"),
         ({"entries": [entry(b"k", 77, b"")]}, "unknown type 77"),
+        ({"entries": [MANY, MANY, MANY]}, "entries of arrays"),
         ({"entries": [entry(b"general.alignment", U32, bytes(4))]}, "alignment 0"),
         ({"tensors": [tensor(b"t", [1] * 5, 0, 0)]}, "5 dimensions"),
         ({"tensors": [tensor(b"t", [33], 8, 0)]}, "impossible shape"),
@@ -105,7 +107,7 @@ def test_a_file_that_ends_anywhere_is_refused(tmp_path: Path) -> None:
         tensors=[tensor(b"one", [16], 0, 0)],
     ).read_bytes()
     cut = tmp_path / "cut.gguf"
-    for length in range(len(whole) - 1):
+    for length in range(len(whole) - 1):  # from an empty file on
         cut.write_bytes(whole[:length])
         with pytest.raises(BadGguf):
             read_gguf(cut)

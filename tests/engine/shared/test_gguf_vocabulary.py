@@ -57,6 +57,23 @@ def test_digits_are_cut_where_the_model_learnt_them_so() -> None:
     assert made(**byte_level(pre="qwen2")).encode("12").tokens == ["1", "2"]
 
 
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("llama-bpe", ["HelloWorld", "'s", " ", "123", "4", " x"]),
+        ("glm4", ["HelloWorld", "'s", " ", "123", "4", " x"]),
+        ("qwen2", ["HelloWorld", "'s", " ", "1", "2", "3", "4", " x"]),
+        ("gpt-4o", ["Hello", "World's", " ", "123", "4", " x"]),
+        ("tekken", ["Hello", "World", "'s", " ", "1", "2", "3", "4", " x"]),
+        ("deepseek-v3", ["HelloWorld", "'s", " ", "123", "4", " x"]),
+        ("command-r", ["HelloWorld", "'s", " ", "1", "2", "3", "4", " x"]),
+    ],
+)
+def test_texts_are_cut_as_each_model_learnt(pre: str, pieces: list[str]) -> None:
+    cut = made(**byte_level(pre=pre)).pre_tokenizer.pre_tokenize_str("HelloWorld's 1234 x")
+    assert [piece.replace("Ġ", " ") for piece, _ in cut] == pieces
+
+
 def test_sentence_piece_merges_by_scores_and_falls_back_to_bytes() -> None:
     tokenizer = made(**sentence_piece())
     assert tokenizer.encode("ab").tokens == ["<s>", SPACE, "ab"]
@@ -70,6 +87,23 @@ def test_sentence_piece_merges_by_scores_and_falls_back_to_bytes() -> None:
     assert made(**sentence_piece(add_space_prefix=False)).encode("ab").tokens == ["<s>", "ab"]
 
 
+def test_llama_3_begins_with_its_token_unless_the_file_says_otherwise() -> None:
+    numbered = {"bos_token_id": 0}
+    for pre in ("llama-bpe", "llama-v3", "llama3"):
+        assert made(**byte_level(pre=pre, **numbered)).encode("hi").tokens == ["<end>", "hi"]
+    for pre in ("smollm", "qwen2"):
+        assert made(**byte_level(pre=pre, **numbered)).encode("hi").tokens == ["hi"]
+    told = byte_level(pre="llama-bpe", add_bos_token=False, **numbered)
+    assert made(**told).encode("hi").tokens == ["hi"]
+
+
+def test_texts_end_with_a_token_where_the_file_says_so() -> None:
+    assert made(**byte_level(add_eos_token=True)).encode("hi").tokens == ["hi", "<end>"]
+    both = sentence_piece(eos_token_id=2, add_eos_token=True)
+    assert made(**both).encode("ab").tokens == ["<s>", SPACE, "ab", "</s>"]
+    assert made(**both).encode("ab", add_special_tokens=False).tokens == [SPACE, "ab"]
+
+
 def test_named_tokens_are_told() -> None:
     found = {f"tokenizer.ggml.{key}": value for key, value in sentence_piece().items()}
     assert special_tokens(found) == {"bos_token": "<s>", "unk_token": "<unk>"}
@@ -79,7 +113,7 @@ def test_named_tokens_are_told() -> None:
     ("metadata", "reason"),
     [
         (byte_level(model="rwkv"), "type 'rwkv'"),
-        (byte_level(pre="tekken"), "'tekken'.*smollm"),
+        (byte_level(pre="falcon"), "'falcon'.*smollm"),
         (byte_level(tokens=None), "no tokenizer.ggml.tokens"),
         (byte_level(tokens=[]), "not possible"),
         (byte_level(tokens=["a", "a"]), "twice"),
@@ -87,6 +121,9 @@ def test_named_tokens_are_told() -> None:
         (byte_level(merges=["h x"]), "no token"),
         (byte_level(merges=["h"]), "no token"),
         (sentence_piece(scores=[1.0]), "scores"),
+        (sentence_piece(unknown_token_id=10), "unknown_token_id 10 is no token of 10"),
+        (sentence_piece(unknown_token_id=-1), "unknown_token_id -1 is no token"),
+        (sentence_piece(bos_token_id=1 << 40), "bos_token_id"),
         (sentence_piece(scores=[0.0] * 2, tokens=["a" * 9000, "a" * 9001]), "too long"),
     ],
 )

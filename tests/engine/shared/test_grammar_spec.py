@@ -1,17 +1,24 @@
 """What grammars are accepted, and what is said about those that are not."""
 
+import contextlib
 import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import psutil
 import pytest
+from llguidance import LLMatcher
 
+from engine.shared.grammar_schema import ENFORCED_FORMATS
 from engine.shared.grammar_spec import (
-    MAX_GRAMMAR_SIZE,
     BadGrammar,
     GrammarThreads,
     check_grammar,
+    grammar_text,
     lark_from_ebnf,
 )
+from engine.shared.matchers import MAX_GRAMMAR_SIZE
 from engine.shared.messages import (
     ChoiceGrammar,
     GrammarSpec,
@@ -20,6 +27,7 @@ from engine.shared.messages import (
     LarkGrammar,
     RegexGrammar,
 )
+from tests.support.cpu_time import cpu_seconds, grows_no_faster_than_input, takes_less_than
 
 
 @pytest.mark.parametrize(
@@ -174,3 +182,109 @@ def test_what_is_neither_is_refused(text: str) -> None:
 def test_any_text_can_be_a_choice() -> None:
     odd = "".join(map(chr, [*range(1, 300), 0x2028, 0xFFFD, 0x10FFFF]))
     assert check_grammar(ChoiceGrammar((odd, json.dumps(odd)))) is None
+
+
+EVIL_KEYS = {"a" * 60 + "!": {"type": "integer"}}
+EVIL_PATTERNS = {"^(a+)+$": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        JsonSchemaGrammar(
+            json.dumps({"properties": EVIL_KEYS, "patternProperties": EVIL_PATTERNS})
+        ),
+        LarkGrammar(
+            "start: %json "
+            + json.dumps({"properties": EVIL_KEYS, "patternProperties": EVIL_PATTERNS})
+        ),
+        RegexGrammar("(a+)+b"),
+        LarkGrammar("start: A\nA: /(a+)+b/"),
+        JsonSchemaGrammar('{"type": "string", "pattern": "^(a+)+$"}'),
+        JsonSchemaGrammar("{}", whitespace="( +)+"),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_nested_quantifiers_take_no_time_wherever_a_pattern_can_stand(spec: GrammarSpec) -> None:
+    assert check_grammar(spec) is None
+    takes_less_than(2, lambda: check_grammar(spec))
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["a", "%json {", "%json ", '%json {"a":', '%json {"%json {":[', '%json {"":"', '\\"', '"',
+     "/", "//", "\\/", "/\\", " ", "\t", "a:", "a : ", "(", "\n", "a\n", "start:", "[", '"a'],
+)  # fmt: skip
+@pytest.mark.parametrize("read", [lark_from_ebnf, lambda text: grammar_text(LarkGrammar(text))])
+def test_reading_a_grammar_takes_time_that_is_linear_in_its_length(
+    part: str, read: Callable[[str], str]
+) -> None:
+    def reads(size: int) -> None:
+        with contextlib.suppress(BadGrammar):
+            read("start: " + part * (size // len(part)))
+
+    whole = partial(reads, MAX_GRAMMAR_SIZE - 7)
+    if cpu_seconds(whole) > 0.05:
+        grows_no_faster_than_input(partial(reads, MAX_GRAMMAR_SIZE // 2), whole)
+
+
+def test_a_grammar_that_takes_too_long_to_follow_is_refused() -> None:
+    """Its first row has an item for each of these, and each is compared with all before it."""
+    assert check_grammar(LarkGrammar("start: " + '("a")? ' * 500)) is None
+    reason = check_grammar(LarkGrammar("start: " + '("a")? ' * 9900))
+    assert "takes too long to follow" in str(reason)
+
+
+def test_patterns_of_keys_are_limited_in_number() -> None:
+    """Each is intersected with all others: 256 of them took the library nine seconds."""
+    patterns = {f"^k{number}_[a-z]+$": {"type": "integer"} for number in range(65)}
+    schema = json.dumps({"patternProperties": patterns})
+    assert "more than 64 patterns" in (check_grammar(JsonSchemaGrammar(schema)) or "")
+    del patterns["^k0_[a-z]+$"]
+    at_most = JsonSchemaGrammar(json.dumps({"patternProperties": patterns}))
+    assert check_grammar(at_most) is None
+    takes_less_than(1, lambda: check_grammar(at_most))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": False},
+        {"type": "object", "propertyNames": {"type": "string"}},  # every z.record() of zod 4
+        {"type": "object", "propertyNames": {}, "additionalProperties": {"type": "number"}},
+        {"type": "string", "format": "path"},
+        {"type": "string", "format": "password"},
+        {"type": "string", "format": "binary"},
+        {"type": "string", "format": "cuid2", "pattern": "^[0-9a-z]+$"},
+    ],
+    ids=str,
+)
+def test_keywords_without_effect_are_taken(schema: dict[str, Any]) -> None:
+    for each in (
+        schema,
+        {"$defs": {"a": schema}, "anyOf": [{"items": schema}, {"$ref": "#/$defs/a"}]},
+    ):
+        assert check_grammar(JsonSchemaGrammar(json.dumps(each))) is None
+        assert check_grammar(LarkGrammar(f"start: %json {json.dumps(each)}")) is None
+
+
+def test_known_formats_are_those_that_the_library_enforces() -> None:
+    candidates = ENFORCED_FORMATS | {"idn-email", "iri", "uri-reference", "regex", "path", "byte"}
+    for name in candidates:
+        schema = {"type": "string", "format": name}
+        error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+        assert (error == "") is (name in ENFORCED_FORMATS), name
+
+
+@pytest.mark.parametrize("pattern", [r"^(?!x).*$", r"^(?=.*\d)[a-z\d]+$", r"\bword\b", r"^(a)\1$"])
+def test_irregular_patterns_are_ignored_if_the_client_says_so(pattern: str) -> None:
+    of_string = {"type": "string", "pattern": pattern}
+    of_keys = {
+        "type": "object",
+        "patternProperties": {pattern: {"type": "integer"}, "^y$": {"type": "null"}},
+        "additionalProperties": False,
+    }
+    for schema in (of_string, of_keys):
+        text = json.dumps(schema)
+        assert check_grammar(JsonSchemaGrammar(text)) is not None
+        assert check_grammar(JsonSchemaGrammar(text, lenient=True)) is None

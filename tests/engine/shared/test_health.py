@@ -7,6 +7,7 @@ import urllib.request
 
 import pytest
 
+from engine.core.watchdog import StepWatch
 from engine.probe import main, probe
 from engine.shared.config import HealthConfig
 from engine.shared.health import Health, serve_health
@@ -41,6 +42,20 @@ def test_ready_while_the_loop_turns_and_neither_when_it_stalls() -> None:
     assert answers(health) == (503, 503)
     health.turn()
     assert answers(health) == (200, 200)
+
+
+def test_an_engine_is_healthy_in_a_step_that_step_timeout_allows() -> None:
+    clock = Clock()
+    watch = StepWatch(step_timeout=100.0)
+    health = Health(60.0, clock, watch.is_within_budget)
+    health.ready()
+    watch.begin(2048, clock.now)  # one of the first: five times twice as long
+    clock.now += 999
+    assert answers(health) == (200, 200)
+    clock.now += 2
+    assert answers(health) == (503, 503)
+    watch.end()
+    assert answers(health) == (503, 503), "it hangs elsewhere"
 
 
 def test_draining_lives_but_takes_nothing() -> None:

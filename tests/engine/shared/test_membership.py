@@ -1,16 +1,19 @@
 """The registration handshake seen from a member."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import msgspec
 
 from engine.shared.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
 from engine.shared.messages import (
+    Draining,
     EngineSetup,
     GroupStatus,
     Heartbeat,
     HeartbeatAck,
     Hello,
+    ProcessUse,
     Ready,
     Refused,
     Welcome,
@@ -44,6 +47,57 @@ def test_a_coordinator_of_another_protocol_is_not_joined() -> None:
         assert f"protocol is {PROTOCOL_VERSION} here" in event.reason
         assert f"but {named} at the coordinator" in event.reason
         assert member.epoch is None
+
+
+def protocol_of_hello(member: Membership) -> int:
+    (hello,) = member.tick(0.0)
+    assert isinstance(hello, Hello)
+    return hello.protocol
+
+
+def test_a_coordinator_of_the_protocol_before_is_spoken_to_in_its_own() -> None:
+    me = dataclasses.replace(ME, group_config={"dtype": "f", "device": "cpu"})
+    member = Membership(me, heartbeat_interval=1.0)
+    refused = Refused("protocol is 4 there but 3 at the coordinator", field="protocol")
+    assert protocol_of_hello(member) == PROTOCOL_VERSION
+    assert member.receive(refused) is None
+    (hello,) = member.tick(0.0)
+    assert isinstance(hello, Hello)
+    assert hello.protocol == PROTOCOL_VERSION - 1
+    assert hello.group_config == {"dtype": "f"}, "no more than that protocol knows"
+    older = msgspec.structs.replace(welcome(epoch=1), protocol=PROTOCOL_VERSION - 1)
+    assert isinstance(member.receive(older), Joined)
+    member.receive(HeartbeatAck(epoch=2, known=False))
+    assert protocol_of_hello(member) == PROTOCOL_VERSION, "it may have been upgraded"
+
+
+def test_two_refusals_of_a_repeated_hello_do_not_hide_the_protocol_that_is_spoken() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    refused = Refused("protocol", field="protocol")
+    assert [member.receive(refused) for _ in range(2)] == [None, None]
+    older = msgspec.structs.replace(welcome(epoch=1), protocol=PROTOCOL_VERSION - 1)
+    assert isinstance(member.receive(older), Joined)
+
+
+def test_a_coordinator_that_speaks_no_protocol_of_ours_refuses_for_good() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    refused = Refused("protocol", field="protocol")
+    events = [member.receive(refused) for _ in range(20)]
+    assert Rejected("protocol") in events
+    assert events[:3] == [None] * 3
+
+
+def test_a_member_that_serves_goes_on_when_a_restarted_coordinator_refuses_it() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    member.receive(welcome(epoch=1))
+    member.ready(SETUP)
+    weights = Refused("the weights differ", field="model_fingerprint")
+    assert member.receive(weights) == Rejected("the weights differ"), "of a member"
+    member.receive(HeartbeatAck(epoch=2, known=False))
+    refusal = Refused("dtype differs", field="dtype")
+    assert member.receive(refusal) == Rejected("dtype differs", serving=True)
+    assert kinds(member.tick(0.0)) == [Hello]
+    assert isinstance(member.receive(welcome(epoch=2)), Joined)
 
 
 def test_hello_is_repeated_until_answered() -> None:
@@ -131,3 +185,17 @@ def test_where_a_member_stands_with_its_group_is_told_at_once_and_in_every_heart
     member.tick(0.4)
     member.receive(welcome(epoch=2))
     assert member.tick(0.5) == [Ready("engine", 3, 42, SETUP, joined)]
+
+
+def test_every_heartbeat_says_what_the_process_takes_of_its_machine() -> None:
+    uses = iter([ProcessUse(0.5, 100, 7, 1024, 99.0), ProcessUse(1.5, 200, 8, 1024, 99.0), None])
+    member = Membership(ME, heartbeat_interval=1.0, use=lambda: next(uses))
+    member.tick(0.0)  # it asks to join, which says nothing of that
+    member.receive(welcome(epoch=1))
+    (alive,) = member.tick(1.0)
+    assert alive == Heartbeat("engine", 3, 42, use=ProcessUse(0.5, 100, 7, 1024, 99.0))
+    member.ready(SETUP)
+    (ready,) = member.tick(1.5)
+    assert ready == Ready("engine", 3, 42, SETUP, use=ProcessUse(1.5, 200, 8, 1024, 99.0))
+    member.drain()
+    assert kinds(member.tick(2.0)) == [Draining]

@@ -1,9 +1,15 @@
 """By which names a model is served that nobody has named."""
 
+import os
+import re
+import shutil
+import tempfile
 from pathlib import Path
 
+import pytest
+
 from engine.shared.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME, ModelConfig
-from engine.shared.model_files import served_names
+from engine.shared.model_files import ModelNotFound, model_directory, served_names
 
 
 def test_the_bundled_model_has_its_name_by_whatever_path(tmp_path: Path) -> None:
@@ -22,3 +28,28 @@ def test_another_directory_is_called_as_it_is_and_not_as_its_link(tmp_path: Path
     for path in (directory, tmp_path / "a-link"):
         assert served_names(ModelConfig(model=str(path))) == (BUNDLED_MODEL.name,)
     assert served_names(ModelConfig(model="org/name")) == ("org/name",)
+
+
+def test_a_directory_that_may_not_be_read_is_refused_with_what_to_type() -> None:
+    # Not below tmp_path, which other users may not enter.
+    root = Path(tempfile.mkdtemp(prefix="swell-rights-"))
+    user = os.geteuid()
+    try:
+        root.chmod(0o711)
+        closed = root / "model"
+        closed.mkdir()
+        weights = closed / "model.safetensors"
+        weights.touch()
+        (closed / "config.json").write_text("{}")
+        for path, denied in ((weights, weights), (closed, closed), (root, closed)):
+            path.chmod(0)
+            if user == 0:
+                os.seteuid(65534)
+            with pytest.raises(ModelNotFound, match=re.escape(str(denied))) as refused:
+                model_directory(ModelConfig(model=str(closed)), weights=True)
+            os.seteuid(user)
+            assert f"chmod -R a+rX {closed}" in str(refused.value)
+            path.chmod(0o711 if path.is_dir() else 0o644)
+    finally:
+        os.seteuid(user)
+        shutil.rmtree(root)

@@ -97,8 +97,7 @@ def test_what_a_killed_predecessor_left_is_removed_and_what_the_living_use_is_no
 
 def test_shared_files_that_a_cleaner_removed_are_the_same_files_again(tmp_path: Path) -> None:
     with NodeDirectory(str(tmp_path / "node")) as node:
-        rows = node.path / "admission" / "rows"
-        rows.parent.mkdir()
+        rows = node.share("admission/rows")
         rows.write_bytes(b"before")
         assert not node.keep()
         with rows.open("r+b") as mapped:

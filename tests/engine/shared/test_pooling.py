@@ -86,10 +86,16 @@ def test_the_files_of_sentence_transformers_are_read(
     assert spec is not None
     assert (spec.pooling, spec.normalize, spec.max_length) == (found, True, 100)
     assert (spec.prompts, spec.default_prompt, spec.dimensions) == (prompts, "query", ())
+    assert spec.similarity == "cosine"
     _sentence(tmp_path, pooling, "Transformer", "Pooling")
+    said = tmp_path / "config_sentence_transformers.json"
+    said.write_text('{"similarity_fn_name": "dot"}')
     spec = _read(tmp_path, {"architectures": ["BertModel"]})
     assert spec is not None
-    assert not spec.normalize
+    assert (spec.normalize, spec.similarity) == (False, "dot")
+    said.write_text('{"similarity_fn_name": "hamming"}')
+    with pytest.raises(BadPooling, match="similarity_fn_name 'hamming' is not supported, only co"):
+        _read(tmp_path, {"architectures": ["BertModel"]})
 
 
 def test_settings_go_before_files(tmp_path: Path) -> None:

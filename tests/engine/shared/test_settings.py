@@ -10,6 +10,7 @@ from engine.shared.config import EngineConfig
 from engine.shared.settings import SettingsError
 from server.config import FrontEndConfig, ServeConfig
 from server.flags import Command, parse
+from tests.support.plugins import offer
 
 COMMANDS = {"engine": Command("run", "", EngineConfig, None, frozenset(), lambda _: 0)}
 
@@ -108,3 +109,42 @@ def test_every_setting_has_a_help_text_and_one_name(config_type: type) -> None:
     every = list(settings.settings_of(config_type))
     assert all(setting.help.endswith(".") for setting in every)
     assert len({setting.name for setting in every}) == len(every)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("4GiB", 4 << 30),
+        ("1.5GiB", 3 << 29),
+        ("4Gi", 4 << 30),
+        ("4GB", 4 * 10**9),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("500 MB", 500 * 10**6),
+        ("17", 17),
+    ],
+)
+def test_sizes_are_taken_with_their_units(tmp_path: Path, text: str, number: int) -> None:
+    assert load(["--kv-cache-memory-bytes", text]).cache.kv_cache_memory_bytes == number
+    variable = {"SWELL_KV_CACHE_MEMORY_BYTES": text}
+    assert load([], variable).cache.kv_cache_memory_bytes == number
+    file = tmp_path / "swell.yaml"
+    file.write_text(f"kv-cache-memory-bytes: {text}\n")
+    assert load([], file=file).cache.kv_cache_memory_bytes == number
+
+
+@pytest.mark.parametrize("text", ["4GiBs", "GiB", "-4GiB", "4X", "4 G i B"])
+def test_a_size_without_meaning_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="--kv-cache-memory-bytes"):
+        load([f"--kv-cache-memory-bytes={text}"])
+
+
+def test_a_setting_may_name_a_plugin_and_nothing_else_that_it_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(tmp_path, "swell.admission_policies", tidal="anywhere:Tidal")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load(["--admission-policy", "tidal"]).scheduler.admission_policy == "tidal"
+    wrong = "--admission-policy: 'tidel' is none of none, balance, cadence, level, tidal"
+    with pytest.raises(SettingsError, match=wrong):
+        load(["--admission-policy", "tidel"])

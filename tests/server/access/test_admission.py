@@ -14,6 +14,7 @@ from engine.shared.config import ModelConfig
 from engine.shared.messages import RequestOutput
 from server.access.admission import LONGEST_RETRY_AFTER, Admission, DrainRate, Overloaded
 from server.access.admission_table import AdmissionTable, Totals, create_admission_table
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, HttpConfig, OverloadConfig
 from server.observe.metrics import FrontEndMetrics
@@ -268,6 +269,9 @@ class TestOverHttp:
         assert error["code"] == "rate_limit_exceeded"
         assert error["type"] == "requests"
         assert int(answers[0].headers["retry-after"]) >= 1
+        told = http.get("/metrics").text
+        rejections = 'swell_admission_rejections_total{model_name="tiny",reason="queue"} 4.0'
+        assert rejections in told
         engines.streams.clear()
         assert len(self.fill(app, engines, 8)) == 3
 
@@ -282,7 +286,11 @@ class TestOverHttp:
         """Refusing costs next to nothing."""
         create_admission_table(tmp_path / "table", 2)
         table = AdmissionTable(tmp_path / "table", 0)
-        http = Http(build_app(config, engines, tokenizer, FrontEndMetrics(config), table=table))
+        http = Http(
+            build_app(
+                make_services(config, engines, tokenizer, FrontEndMetrics(config), table=table)
+            )
+        )
         others = admission(tmp_path / "table", 1, slots=engines.num_slots, max_queue=1)
         others.reserve(engines.num_slots + 1, 1, now=0.0)
         read: list[str] = []

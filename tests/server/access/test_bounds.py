@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from server.access.limits import MAX_CHOICES
+from server.limits import MAX_CHOICES
 from tests.server.endpoints import models, numbers
 
 

@@ -6,19 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from server.access.guards import LOOK_INTERVAL, Doors
+from server.access.guards import LOOK_INTERVAL, PathAccess
 from server.config import GuardConfig
 
 
 class Rotation:
-    """Doors whose keys are in files, asked at a time of their own."""
+    """PathAccess whose keys are in files, asked at a time of their own."""
 
     def __init__(self, directory: Path) -> None:
         self._now = 0.0
         self.api, self.admin = directory / "api", directory / "admin"
         self.api.write_text("first\n")
         self.admin.write_text("root\n")
-        self.doors = Doors(GuardConfig(api_key_file=str(self.api), admin_key_file=str(self.admin)))
+        self.doors = PathAccess(
+            GuardConfig(api_key_file=str(self.api), admin_key_file=str(self.admin))
+        )
 
     def pass_time(self, seconds: float) -> None:
         self._now += seconds
@@ -60,14 +62,29 @@ def test_files_are_looked_at_once_in_a_while_not_with_every_request(rotation: Ro
     assert not rotation.opens("first")
 
 
-@pytest.mark.parametrize("broken", ["", "\n\n", None])
-def test_a_file_without_a_key_changes_nothing_and_never_opens_a_door(
-    rotation: Rotation, broken: str | None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("emptied", ["", "\n\n", "# none left\n"])
+def test_the_last_key_that_is_taken_out_opens_nothing_any_more(
+    rotation: Rotation, emptied: str
 ) -> None:
-    if broken is None:
-        rotation.api.unlink()
-    else:
-        rotation.api.write_text(broken)
+    """The file may only be being written: it has to be without a key for two looks."""
+    for file, path in ((rotation.api, "/v1/models"), (rotation.admin, "/admin/scale")):
+        secret = file.read_text().strip()
+        file.write_text(emptied)
+        rotation.pass_time(LOOK_INTERVAL)
+        assert rotation.opens(secret, path)
+        rotation.pass_time(LOOK_INTERVAL)
+        for each in (secret, "", "anything"):
+            assert not rotation.opens(each, path)
+        file.write_text("second\n")
+        rotation.pass_time(LOOK_INTERVAL)
+        assert rotation.opens("second", path)
+
+
+def test_a_file_that_cannot_be_read_changes_nothing_and_never_opens_a_door(
+    rotation: Rotation, caplog: pytest.LogCaptureFixture
+) -> None:
+    rotation.api.unlink()
+    rotation.pass_time(LOOK_INTERVAL)
     rotation.pass_time(LOOK_INTERVAL)
     assert rotation.opens("first")
     assert not rotation.opens("")
@@ -85,7 +102,7 @@ def test_a_link_that_is_pointed_elsewhere_is_a_change(tmp_path: Path) -> None:
         (tmp_path / version).mkdir()
         (tmp_path / version / "api-keys").write_text(f"key-{version}\n")
     (tmp_path / "data").symlink_to("one")
-    doors = Doors(GuardConfig(api_key_file=str(tmp_path / "data" / "api-keys")))
+    doors = PathAccess(GuardConfig(api_key_file=str(tmp_path / "data" / "api-keys")))
     (tmp_path / "next").symlink_to("two")
     os.replace(tmp_path / "next", tmp_path / "data")
     doors.look(LOOK_INTERVAL)

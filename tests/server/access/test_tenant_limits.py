@@ -69,7 +69,7 @@ def test_what_the_engines_can_run_at_once_is_never_kept_from_anybody() -> None:
 def test_a_request_of_a_tenant_that_holds_nothing_is_taken_while_it_fits() -> None:
     admission = node()
     admission.reserve(26, 1, 0.0, HOG)
-    with pytest.raises(Overloaded, match="left free to others"):
+    with pytest.raises(Overloaded, match="fair share of the queue"):
         admission.reserve(1, 1, 0.0, HOG)
     admission.reserve(5, 1, 0.0, GUEST)
 

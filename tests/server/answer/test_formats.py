@@ -1,8 +1,15 @@
+from pathlib import Path
+
 import pytest
 
-from server.answer.config import AnswerConfig
+from engine.shared.plugins import BadPlugin
+from server.answer.call_formats import CALL_FORMATS, call_format
+from server.answer.calls import CallStyle
 from server.answer.formats import BadFormats, answer_formats
-from server.tool_calls.formats import CALL_FORMATS, OF_FAMILY
+from server.answer.reasoning import REASONING_FORMATS, ReasoningTags
+from server.config.answer import AnswerConfig
+from server.text.presets import preset_of, presets
+from tests.support.plugins import offer
 
 
 @pytest.mark.parametrize(
@@ -18,7 +25,8 @@ from server.tool_calls.formats import CALL_FORMATS, OF_FAMILY
 def test_the_template_then_the_family_say_how_calls_are_written(
     template: str, shows_tools: bool, family: str, name: str, tells: bool
 ) -> None:
-    formats = answer_formats(AnswerConfig(), template, shows_tools=shows_tools, family=family)
+    preset = preset_of(family, "")
+    formats = answer_formats(AnswerConfig(), template, shows_tools=shows_tools, preset=preset)
     assert formats.calls is CALL_FORMATS[name]
     assert formats.tells_tools is tells
 
@@ -30,8 +38,13 @@ def test_the_operator_has_the_last_word() -> None:
     assert answer_formats(AnswerConfig(), None).calls is None
 
 
-def test_families_have_formats_that_exist() -> None:
-    assert set(OF_FAMILY.values()) <= CALL_FORMATS.keys()
+def test_presets_name_formats_that_exist() -> None:
+    known = presets()
+    assert {each.tool_call_parser for each in known} <= {None, *CALL_FORMATS}
+    assert {each.reasoning_parser for each in known} <= {None, *REASONING_FORMATS}
+    preset = preset_of("qwen2", "DeepSeek-R1-Distill-Qwen-7B")
+    formats = answer_formats(AnswerConfig(), "{{ messages }}", preset=preset)
+    assert formats.reasoning_parser == "deepseek_r1"
 
 
 def test_channels_carry_reasoning_and_calls_alike() -> None:
@@ -42,3 +55,46 @@ def test_channels_carry_reasoning_and_calls_alike() -> None:
         answer_formats(
             AnswerConfig(reasoning_parser="openai_gptoss", tool_call_parser="hermes"), ""
         )
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ m }}</think>", "qwen3"),
+        ("[THINK] [/THINK]", "mistral"),
+        ("<|END_THINKING|>", "command_r"),
+        ("<|channel>thought\n<channel|>", "gemma4"),
+        ("{{ messages }}", "none"),
+        (None, "none"),
+    ],
+)
+def test_the_template_says_how_reasoning_is_marked(
+    template: str | None, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        formats = answer_formats(AnswerConfig(), template)
+    assert formats.reasoning_parser == name
+    assert formats.reasoning is REASONING_FORMATS.get(name)
+    assert f"reasoning: {name} (" in caplog.text
+
+
+def test_reasoning_can_be_turned_off() -> None:
+    formats = answer_formats(AnswerConfig(reasoning_parser="none"), "</think>")
+    assert formats.reasoning is None
+
+
+BRACES = call_format(CallStyle(starts=("<<",), ends=(">>",), only_known=True))
+MUSING = ReasoningTags("<muse>", "</muse>")
+
+
+def test_formats_may_be_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(tmp_path / "1", "swell.tool_call_parsers", braces=f"{__name__}:BRACES")
+    offer(tmp_path / "2", "swell.reasoning_parsers", musing=f"{__name__}:MUSING")
+    monkeypatch.syspath_prepend(tmp_path / "1")
+    monkeypatch.syspath_prepend(tmp_path / "2")
+    config = AnswerConfig(tool_call_parser="braces", reasoning_parser="musing")
+    formats = answer_formats(config, "")
+    assert (formats.calls, formats.reasoning) == (BRACES, MUSING)
+    assert (formats.call_parser, formats.reasoning_parser) == ("braces", "musing")
+    with pytest.raises(BadPlugin, match="--reasoning-parser braces"):
+        answer_formats(AnswerConfig(reasoning_parser="braces"), "")

@@ -7,7 +7,7 @@ from server.api.body import read_body
 from server.api.completions.schema import CompletionRequest
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
 from server.api.tokenize.schema import DetokenizeRequest
-from server.http.errors import ApiError
+from server.errors import ApiError
 
 
 def refusal(model: type[pydantic.BaseModel], body: bytes) -> tuple[str, str | None]:

@@ -119,7 +119,7 @@ def test_plain_text_without_tools_may_be_asked_for(http: Any) -> None:
     [
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": 7, "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -129,7 +129,7 @@ def test_plain_text_without_tools_may_be_asked_for(http: Any) -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0]",
         ),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
@@ -196,3 +196,27 @@ def test_a_function_role_is_a_tool(http: Any, engines: Any) -> None:
         http.chat(messages=[question, {"role": role, "name": "thermometer", "content": "21"}])
     first, second = engines.streams
     assert first.prompt_token_ids == second.prompt_token_ids
+
+
+def test_what_was_not_asked_for_is_null_in_a_body(http: Any) -> None:
+    body = http.chat()
+    assert body["prompt_token_ids"] is None
+    assert body["prompt_logprobs"] is None
+    assert body["choices"][0]["token_ids"] is None
+
+
+def test_roles_of_the_template_s_own_are_passed_on(http: Any, engines: Any) -> None:
+    parts = [{"type": "text", "text": "b"}]
+    http.chat(messages=[{"role": "critic", "content": "a"}, {"role": "critic", "content": parts}])
+    assert prompt_of(engines) == "<|critic|>a<|end|><|critic|>b<|end|><|assistant|>"
+
+
+def test_the_role_comes_before_any_token_is_counted(http: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    first, second, *_ = http.stream(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hello"}], "stream_options": options},
+    )
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert first["usage"]["completion_tokens"] == 0
+    assert second["usage"]["completion_tokens"] > 0

@@ -7,10 +7,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from engine.shared.config import ModelConfig
 from engine.shared.messages import LarkGrammar
-from server.answer.config import AnswerConfig
+from server.answer.harmony import MARKERS
 from server.config import FrontEndConfig
+from server.config.answer import AnswerConfig
 from server.text.tokenizer import ServedTokenizer
-from server.tool_calls.harmony import MARKERS
 from tests.server.conftest import tokenizer_with
 
 TEMPLATE = (

@@ -10,9 +10,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from engine.shared.config import ModelConfig
 from engine.shared.messages import LarkGrammar
-from server.answer.config import AnswerConfig
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig
+from server.config.answer import AnswerConfig
 from server.observe.metrics import FrontEndMetrics
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
@@ -123,6 +124,29 @@ def test_the_tokens_of_a_conversation_with_tools_can_be_counted(http: Any, engin
     counted = http.post("/tokenize", {"messages": [USER], "tools": [WEATHER]}).json()
     assert counted["count"] == usage["prompt_tokens"]
     assert counted["tokens"] == engines.streams[-1].prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    "config", [AnswerConfig(), AnswerConfig(tool_call_parser="none")], indirect=True
+)
+@pytest.mark.parametrize("num_calls", [0, 1])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_forced_call_that_is_cut_off_shows_no_markup(
+    http: Any, engines: Any, config: FrontEndConfig, num_calls: int, streamed: bool
+) -> None:
+    tagged = config.answer.tool_call_parser == "auto"
+    text = f"{CALL}\n<tool_call>" if tagged else '[{"name": "get_weather", "parameters": {}}, {"na'
+    if not num_calls:
+        text = '<tool_call>\n{"na' if tagged else '[{"na'
+    engines.script = engines.answer(text)
+    fields = {"tools": [WEATHER], "tool_choice": "required"}
+    if streamed:
+        body = {"messages": [USER], **fields}
+        message, _ = added_up(http.stream("/v1/chat/completions", body))
+    else:
+        message = http.chat(**fields)["choices"][0]["message"]
+    assert not message.get("content")
+    assert len(message.get("tool_calls") or []) == num_calls
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -394,7 +418,25 @@ def test_reasoning_is_shown_apart(http: Any, engines: Any) -> None:
     assert message["content"] == "Yes."
 
 
+def test_a_call_in_reasoning_that_nothing_follows_is_a_call(http: Any, engines: Any) -> None:
+    for end in ("", "</think>"):
+        engines.script = engines.answer(f"<think>I ask.\n{CALL}{end}")
+        (choice,) = http.chat(tools=[WEATHER])["choices"]
+        assert choice["message"]["reasoning_content"] == "I ask."
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+        assert choice["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("config", [AnswerConfig()], indirect=True)
+def test_reasoning_is_found_by_the_chat_template(http: Any, engines: Any) -> None:
+    engines.script = engines.answer("<think>hm</think>Yes.")
+    message = http.chat()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "Yes.")
+    model = http.get("/v1/models").json()["data"][0]
+    assert (model["tool_call_parser"], model["reasoning_parser"]) == ("hermes", "qwen3")
+
+
+@pytest.mark.parametrize("config", [AnswerConfig(reasoning_parser="none")], indirect=True)
 def test_reasoning_stays_content_without_a_parser(http: Any, engines: Any) -> None:
     engines.script = engines.answer("<think>hm</think>Yes.")
     message = http.chat()["choices"][0]["message"]
@@ -440,7 +482,7 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     config = FrontEndConfig(answer=answer)
     with pytest.raises(ValueError, match="--reasoning-tags"):
-        build_app(config, engines, tokenizer, FrontEndMetrics(config))
+        build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
 
 
 @pytest.mark.parametrize(
@@ -468,18 +510,6 @@ def test_settings_that_contradict_each_other_are_refused(
         ),
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         (
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "now", "arguments": "{"}}],
-                    },
-                ]
-            },
-            "messages[1].tool_calls[0].function.arguments",
-        ),
-        (
             {"messages": [USER, {"role": "assistant", "function_call": {"name": "x"}}]},
             "messages[1].function_call",
         ),
@@ -489,6 +519,19 @@ def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -
     response = http.post("/v1/chat/completions", {"messages": [USER], **fields})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+def test_half_a_surrogate_pair_in_arguments_of_earlier_calls_is_replaced(
+    http: Any, engines: Any
+) -> None:
+    """Models write them, and clients send back what they wrote."""
+    text = '{"city": "\\ud800", "whole": "\\ud83d\\ude00"}'
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": text}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answer = http.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}, turn]}
+    )
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("deep", ["[" * 100_000, '{"a":' + "[" * 100_000])

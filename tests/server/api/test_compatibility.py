@@ -1,36 +1,31 @@
 """The table of request fields holds against the running application."""
 
+import logging
 import pkgutil
 import re
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from fastapi.routing import APIRoute
 
+from benchmarks.hostile.operations import OPERATIONS
 from engine.shared.pooling import Task
-from scripts.write_compatibility_doc import TARGET, render
-from server.api.compatibility import OTHER_PATHS, TABLE, Row
-from server.api.refusals import REQUESTS
+from scripts.write_compatibility_doc import TARGET, documented, render
+from server.api import compatibility
+from server.api.compatibility import rows_of
+from server.schema.support import Row, Rows
 from tests.server.conftest import Http
 
-MESSAGES = {"messages": [{"role": "user", "content": "hello"}]}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": MESSAGES,
-    "/v1/chat/completions/batch": {"messages": [MESSAGES["messages"]]},
-    "/v1/completions": {"prompt": "hello"},
-    "/v1/responses": {"input": "hello"},
-    "/v1/messages": {"model": "tiny", "max_tokens": 5, **MESSAGES},
-    "/v1/messages/count_tokens": {"model": "tiny", **MESSAGES},
-    "/v1/embeddings": {"input": "hello"},
-    "/pooling": {"input": ["hello", "fox"]},
-    "/classify": {"input": [[1, 2]]},
-    "/score": {"text_1": "hello", "text_2": "fox"},
-    "/rerank": {"query": "hello", "documents": ["fox", {"text": "dog"}]},
-    "/tokenize": {"prompt": "hello"},
-    "/detokenize": {"tokens": [1]},
-}
+TABLE: dict[str, Rows] = {path: rows_of(body) for body, (path, *_) in documented().items()}
+"""What becomes of the fields of each endpoint."""
 
+
+def right_body(path: str) -> dict[str, Any]:
+    body = OPERATIONS[path].rights[0]
+    return body | ({"model": "tiny"} if "model" in body else {})
+
+
+BODIES = {path: right_body(path) for path in TABLE if "conversations" not in path}
 
 TASKS: dict[str, Task] = {
     "/v1/embeddings": "embed",
@@ -57,13 +52,6 @@ def at(request: pytest.FixtureRequest, path: str) -> Any:
 
 def rows(path: str, state: str) -> Iterator[tuple[str, Row]]:
     return ((name, row) for name, row in TABLE[path].items() if row.state == state)
-
-
-def test_every_field_of_a_schema_has_its_row() -> None:
-    for model, fields in REQUESTS.items():
-        known = {field.alias or name for name, field in model.model_fields.items()}
-        assert known <= fields.keys(), model
-        assert {name for name, row in fields.items() if row.state in ("same", "different")} <= known
 
 
 def test_every_row_but_of_what_is_the_same_has_its_reason() -> None:
@@ -257,14 +245,40 @@ def test_every_parameter_of_vllm_is_listed(path: str) -> None:
     assert set(VLLM[path].split()) <= TABLE[path].keys()
 
 
-def test_every_endpoint_that_takes_such_fields_has_its_section(app: Any) -> None:
-    listed = {*TABLE, *(path for paths in OTHER_PATHS.values() for path in paths)}
-    served = {
-        route.path
-        for route in app.routes
-        if isinstance(route, APIRoute) and "POST" in (route.methods or ()) and route.path != "/ping"
-        and not route.path.startswith("/admin/")
-    }  # fmt: skip
-    assert served - listed == {"/invocations"}, "whose bodies are those of others"
-    for path in listed - served:
-        assert path.startswith("/v1/conversations"), "these need a store"
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses",
+                                  "/v1/messages"])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [{"regex": "a+"}, {"ebnf": 'root ::= "a"'}, {"json_schema": {"type": "object"}},
+     {"grammar": "start: A"}, {"choice": ["a"]}, {"format": "json"}, {"guided_regex": "a+"}],
+    ids=lambda fields: next(iter(fields)),
+)  # fmt: skip
+def test_constraints_of_other_servers_are_never_dropped(
+    http: Any, path: str, fields: dict[str, Any]
+) -> None:
+    answer = http.post(path, {**BODIES[path], **fields})
+    assert answer.status_code == 400
+    assert next(iter(fields)) in answer.json()["error"]["message"]
+
+
+def test_an_unknown_field_is_logged_once(
+    http: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compatibility, "_logged", set())
+    caplog.set_level(logging.INFO, compatibility.__name__)
+    body = {**BODIES["/v1/completions"], "never_heard_of": "secret", "not a name\n": 1}
+    for _ in range(2):
+        assert http.post("/v1/completions", body).status_code == 200
+    (said,) = [each.getMessage() for each in caplog.records if each.name == compatibility.__name__]
+    assert "never_heard_of" in said
+    assert "secret" not in said
+
+
+def test_only_so_many_unknown_fields_are_logged(
+    http: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compatibility, "_logged", set())
+    caplog.set_level(logging.INFO, compatibility.__name__)
+    body = {**BODIES["/v1/completions"], **{f"unknown_{i}": i for i in range(300)}}
+    assert http.post("/v1/completions", body).status_code == 200
+    assert len([each for each in caplog.records if each.name == compatibility.__name__]) == 256

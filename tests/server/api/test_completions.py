@@ -19,6 +19,9 @@ def test_a_completion_has_text_usage_and_names(http: Any, engines: Any) -> None:
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
+            "prompt_token_ids": None,
+            "token_ids": None,
+            "prompt_logprobs": None,
         }
     ]
     prompt_tokens = len(engines.streams[0].prompt_token_ids)
@@ -330,3 +333,14 @@ def test_a_search_that_an_engine_fails_is_an_error(http: Any, engines: Any) -> N
         "/v1/completions", {"model": "tiny", "prompt": ["a", "b"], "use_beam_search": True}
     )
     assert answer.status_code == 503
+
+
+def test_each_token_has_its_own_score_first(http: Any) -> None:
+    scores = http.complete(echo=True, logprobs=1, max_tokens=4)["choices"][0]["logprobs"]
+    for token, alternatives in zip(scores["tokens"], scores["top_logprobs"], strict=True):
+        assert alternatives is None or next(iter(alternatives)) == token
+
+
+def test_a_missing_prompt_may_be_told_of_in_one_sentence(http: Any) -> None:
+    error = http.post("/v1/completions", {"prompt": 7}).json()["error"]
+    assert error["message"] == "prompt: must be a string, or an array"

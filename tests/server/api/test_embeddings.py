@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 
 from engine.shared.messages import PoolingParams, RequestOutput
 from engine.shared.pooling import TokenPooling
-from server.access.limits import MAX_INPUT_TOKENS, MAX_PROMPTS, MAX_VECTOR_NUMBERS
 from server.config import FrontEndConfig
 from server.config.load import TenantConfig
-from server.http.errors import ApiError
-from server.pooling.inputs import InputMaker, Length
+from server.errors import ApiError
+from server.generate.pooling.inputs import InputMaker, Length
+from server.limits import MAX_INPUT_TOKENS, MAX_PROMPTS, MAX_VECTOR_NUMBERS
 from server.text.frames import Frames
 from server.text.tokenizer import ServedTokenizer
 from tests.server.conftest import FakeGenerationClient, Http, framed, vector_of
@@ -221,7 +221,7 @@ def test_long_inputs_are_refused_or_cut(
         body = {"input": "a", "truncate_prompt_tokens": wrong}
         refused(http, "/v1/embeddings", body, "truncate_prompt_tokens")
     body = {"input": "a", "truncate_prompt_tokens": 2}
-    refused(http, "/v1/embeddings", body, "truncate_prompt_tokens", "own 2 tokens")
+    refused(http, "/v1/embeddings", body, "truncate_prompt_tokens", "the 2 tokens")
 
 
 def test_prompts_stand_before_texts(
@@ -264,6 +264,22 @@ def test_pairs_are_scored_by_the_angle_between_embeddings(pooling_http: Pooling,
     refused(http, "/score", {"text_1": "a"}, "documents", "exactly one")
     body = {"text_1": "a", "queries": "b", "text_2": "c"}
     refused(http, "/score", body, "queries", "exactly one of queries, text_1, data_1")
+
+
+def test_pairs_are_scored_by_the_similarity_that_the_model_was_trained_for(
+    pooling_http: Pooling, text: Any
+) -> None:
+    a, b = vector_of(text("fox")), vector_of(text("hello"))
+    pairs = list(zip(a, b, strict=True))
+    expected = {
+        "dot": sum(x * y for x, y in pairs),
+        "euclidean": -(sum((x - y) ** 2 for x, y in pairs) ** 0.5),
+        "manhattan": -sum(abs(x - y) for x, y in pairs),
+    }
+    body = {"queries": "fox", "documents": "hello"}
+    for name, value in expected.items():
+        answer = pooling_http(similarity=name).post("/score", body).json()
+        assert answer["data"][0]["score"] == pytest.approx(value), name
 
 
 def test_a_cross_encoder_sees_both_texts_of_a_pair(

@@ -25,7 +25,7 @@ def test_a_request_that_comes_before_engines_are_known_is_answered_when_they_are
     app: FastAPI, engines: FakeGenerationClient, path: str, body: dict[str, Any]
 ) -> None:
     async def scenario() -> None:
-        engines.is_acquainted = asyncio.Event()
+        engines.reaches_engines = asyncio.Event()
         engines.ready = False
         serving = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=serving, base_url="http://test") as client:
@@ -33,7 +33,7 @@ def test_a_request_that_comes_before_engines_are_known_is_answered_when_they_are
             told = await client.get("/ready")
             assert (told.status_code, answer.done()) == (503, False)
             engines.ready = True
-            engines.is_acquainted.set()
+            engines.reaches_engines.set()
             assert (await answer).status_code == 200
 
     asyncio.run(scenario())

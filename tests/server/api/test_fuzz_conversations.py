@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.shared.config import ModelConfig
-from server.answer.config import AnswerConfig
 from server.config import FrontEndConfig
+from server.config.answer import AnswerConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 

@@ -14,10 +14,11 @@ from msgspec.structs import replace
 
 from benchmarks.hostile.bodies import bodies
 from benchmarks.hostile.operations import OPERATIONS
-from server.access.limits import MAX_ERROR_LENGTH, MAX_JSON_DEPTH
 from server.api.lora.schema import MAX_PATH_SIZE
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
+from server.limits import MAX_ERROR_LENGTH, MAX_JSON_DEPTH
 from server.observe.metrics import FrontEndMetrics
 from tests.server.conftest import VECTOR_SIZE, FakeGenerationClient, vectors
 
@@ -54,7 +55,9 @@ def apps(
 ) -> dict[str, FastAPI]:
     """An app for each kind of model."""
     made = {kind: pooling_http(config, **fields)._app for kind, fields in KINDS.items()}
-    return made | {"generates": build_app(config, engines, tokenizer, FrontEndMetrics(config))}
+    return made | {
+        "generates": build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
+    }
 
 
 @pytest.fixture

@@ -12,18 +12,19 @@ from fastapi import FastAPI
 from benchmarks.hostile.bodies import bodies
 from benchmarks.hostile.operations import ADMIN_OPERATIONS, OPERATIONS, keep_something, named
 from benchmarks.hostile.trial import piece
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics
 from server.store.service import ResponseStore
-from server.store.sqlite import sqlite_backend
+from tests.support.stores import sqlite_backend
 
 
 @pytest.fixture
 def app(config: FrontEndConfig, engines: Any, tokenizer: Any, tmp_path: Path) -> Iterator[FastAPI]:
     engines.context = 4096
     store = ResponseStore(sqlite_backend(tmp_path / "responses.sqlite", 1 << 24, 3600.0))
-    yield build_app(config, engines, tokenizer, FrontEndMetrics(config), store=store)
+    yield build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config), store=store))
     store.close()
 
 

@@ -1,29 +1,40 @@
 """Responses that are kept: what goes on with them, shows them, forgets them or gives them up."""
 
+import asyncio
+import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import openai
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from engine.shared.config import ModelConfig
+from server.api.responses.kept import KeptRoutes, owner_of
+from server.api.services import make_services
 from server.app import build_app
-from server.config import FrontEndConfig, GuardConfig
+from server.config import FrontEndConfig, GuardConfig, HttpConfig
+from server.errors import ApiError
+from server.limits import MAX_JOBS_OF_ONE
 from server.observe.metrics import FrontEndMetrics
+from server.store.records import BackendFailed, DiskFull, Record
 from server.store.service import ResponseStore
-from server.store.sqlite import sqlite_backend
+from server.store.sql import SqlBackend
+from tests.support.stores import sqlite_backend
 from tests.support.waiting import until
 
 
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> FrontEndConfig:
+    chosen = getattr(request, "param", None)
     return FrontEndConfig(
         model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
-        guards=getattr(request, "param", GuardConfig()),
+        guards=chosen if isinstance(chosen, GuardConfig) else GuardConfig(),
+        http=chosen if isinstance(chosen, HttpConfig) else HttpConfig(),
     )
 
 
@@ -49,7 +60,7 @@ def new_app(
 
     def make() -> FastAPI:
         metrics = FrontEndMetrics(config)
-        return build_app(config, engines, tokenizer, metrics, store=new_store())
+        return build_app(make_services(config, engines, tokenizer, metrics, store=new_store()))
 
     return make
 
@@ -126,13 +137,30 @@ def test_a_client_may_not_want_its_response_kept(client: openai.OpenAI) -> None:
         client.responses.retrieve(made.id)
 
 
+def test_a_response_that_cannot_be_stored_is_an_error_to_a_client_that_wants_it_stored(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: SqlBackend, tenant: str, *_: Any, **__: Any) -> None:
+        raise DiskFull("/tmp/responses.sqlite: database or disk is full")
+
+    monkeypatch.setattr(SqlBackend, "put", full)
+    for fields in ({"store": True}, {"background": True}):
+        with pytest.raises(openai.InternalServerError) as caught:
+            ask(client, "one", **fields)
+        assert caught.value.status_code == 503
+    made = ask(client, "one")
+    assert (made.output_text, made.store) == ("hello world", False)
+    metrics = client.get("/../metrics", cast_to=httpx.Response).text
+    assert 'swell_responses_not_kept_total{model_name="tiny"} 3.0' in metrics
+
+
 def test_items_can_be_referred_to(client: openai.OpenAI, engines: Any) -> None:
     made = ask(client, "one")
     reference = {"type": "item_reference", "id": made.output[0].id}
     ask(client, [reference, {"role": "user", "content": "two"}])
     assert prompt_of(engines) == ("<|assistant|>hello world<|end|><|user|>two<|end|><|assistant|>")
     for unknown in ("msg_" + "0" * 32 + "_0", "nonsense", made.output[0].id + "1"):
-        with pytest.raises(openai.NotFoundError, match="not kept"):
+        with pytest.raises(openai.NotFoundError, match="not found"):
             ask(client, [{"type": "item_reference", "id": unknown}])
 
 
@@ -151,7 +179,7 @@ def test_what_was_referred_to_is_part_of_the_conversation(
 
 
 def test_a_call_of_an_earlier_response_is_blamed_on_it(client: openai.OpenAI) -> None:
-    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "no JSON"}
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 200}
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, [call])
     assert caught.value.param == "input[0].arguments"
@@ -277,6 +305,27 @@ def test_who_hangs_up_can_go_on_listening_at_any_front_end(
     assert told[-1].response.output_text == "hello world"
 
 
+@pytest.mark.parametrize("config", [HttpConfig(sse_keep_alive=0.2)], indirect=True)
+def test_who_listens_to_a_silent_response_gets_comments_that_are_not_kept(
+    client: openai.OpenAI, other: openai.OpenAI, engines: Any
+) -> None:
+    answer = engines.answer("hello world")
+    engines.script = lambda stream: answer(stream)[:1]
+    body = {"model": "tiny", "input": "one", "background": True, "stream": True}
+    with httpx.stream("POST", f"{client.base_url}responses", json=body) as stream:
+        lines = stream.iter_lines()
+        named = next(line for line in lines if '"id":"resp_' in line)
+        assert ": keep-alive" in lines
+    id_ = named.partition('"id":"')[2].partition('"')[0]
+    url = f"{other.base_url}responses/{id_}?stream=true&starting_after=3"
+    with httpx.stream("GET", url) as stream:
+        assert ": keep-alive" in stream.iter_lines()
+    engines.streams[-1].feed(*answer(engines.streams[-1])[1:])
+    events = events_of(client, id_)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response.output_text == "hello world"
+
+
 def test_the_events_of_a_response_that_is_given_up_end(
     client: openai.OpenAI, other: openai.OpenAI, engines: Any
 ) -> None:
@@ -304,18 +353,41 @@ def made_by(told: Any) -> str:
     return made
 
 
-def test_events_of_a_response_whose_maker_is_gone_end_with_its_failure(
-    client: openai.OpenAI, new_store: Callable[[], ResponseStore], engines: Any
+def test_events_of_a_response_whose_process_ended_end_with_its_failure(
+    client: openai.OpenAI,
+    new_store: Callable[[], ResponseStore],
+    engines: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("server.store.service.SILENCE", 0.5)
     told = list(ask(client, "one", background=True, stream=True))
-    record = new_store()._backend.get("0", made_by(told))
+    backend = new_store().backend
+    record = backend.get("0", made_by(told))
     assert record is not None
-    abandoned = msgspec.structs.replace(
-        record, id="resp_" + "c" * 32, lease=1.0, status="in_progress"
-    )
-    new_store()._backend.put(abandoned, [], time.time())
+    abandoned = msgspec.structs.replace(record, id="resp_" + "c" * 32, status="in_progress")
+    backend.put("0", abandoned)
     (last,) = events_of(client, abandoned.id)
     assert (last.type, last.response.status) == ("response.failed", "failed")
+
+
+def test_a_stream_of_kept_events_outlives_a_store_that_fails_for_a_moment(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list(ask(client, "one", background=True, stream=True))
+    progress = SqlBackend.progress
+    failures = iter(range(3))
+
+    def failing(self: SqlBackend, tenant: str, id_: str, after: int) -> Any:
+        if next(failures, None) is not None:
+            raise BackendFailed("it is busy")
+        return progress(self, tenant, id_, after)
+
+    monkeypatch.setattr(SqlBackend, "progress", failing)
+    assert events_of(client, made_by(told)) == told
+    failures = iter(range(1000))
+    monkeypatch.setattr("server.api.responses.journal._MAX_FAILURES", 2)
+    (last,) = events_of(client, made_by(told))
+    assert (last.type, last.code) == ("error", "server_error")
 
 
 def test_only_what_was_made_in_the_background_has_events(client: openai.OpenAI) -> None:
@@ -378,18 +450,58 @@ def test_wrong_queries_are_refused(client: openai.OpenAI, query: str) -> None:
         client.get(f"/responses/{made.id}/input_items?{query}", cast_to=dict)
 
 
-def test_a_response_whose_maker_is_gone_has_failed(
-    client: openai.OpenAI, new_store: Callable[[], ResponseStore], engines: Any
+def test_a_response_whose_process_is_silent_has_failed_until_it_is_heard_again(
+    client: openai.OpenAI,
+    new_store: Callable[[], ResponseStore],
+    engines: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("server.store.service.SILENCE", 0.5)
     engines.script = lambda stream: []
     queued = ask(client, "one", background=True)
-    record = new_store()._backend.get("0", queued.id)
+    backend = new_store().backend
+    record = backend.get("0", queued.id)
     assert record is not None
-    abandoned = msgspec.structs.replace(record, id="resp_" + "a" * 32, lease=1.0)
-    new_store()._backend.put(abandoned, [], time.time())
-    found = client.responses.retrieve(abandoned.id)
-    assert found.error is not None
-    assert (found.status, found.error.code) == ("failed", "server_error")
+    silent = msgspec.structs.replace(record, id="resp_" + "a" * 32)
+    backend.put("0", silent)
+
+    def status() -> str:
+        return str(client.responses.retrieve(silent.id).status)
+
+    assert status() == "in_progress"
+    until(lambda: status() == "failed", "it is taken for failed")
+    error = client.responses.retrieve(silent.id).error
+    assert error is not None
+    assert error.code == "server_error"
+    backend.beat("0", [silent.id])
+    assert status() == "in_progress"
+    until(lambda: status() == "failed", "it is taken for failed again")
+    backend.put("0", msgspec.structs.replace(silent, status="completed"))
+    assert client.responses.retrieve(silent.id).error is None, "what finishes is not lost"
+    client.responses.cancel(queued.id)
+
+
+@pytest.mark.parametrize("jump", [-1e9, 1e9])
+def test_a_step_of_the_clock_loses_nothing(
+    client: openai.OpenAI,
+    new_app: Callable[[], FastAPI],
+    served: Any,
+    engines: Any,
+    jump: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = ask(client, "one")
+    engines.script = lambda stream: []
+    queued = ask(client, "one", background=True)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + jump)
+    with (
+        served(new_app()) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as later,
+    ):
+        assert later.responses.retrieve(queued.id).status == "in_progress"
+        later.conversations.create()  # makes room, by age too
+        assert later.responses.retrieve(made.id) == made
     client.responses.cancel(queued.id)
 
 
@@ -397,10 +509,11 @@ def test_a_conversation_that_is_too_long_to_go_on_with_is_named(
     client: openai.OpenAI, new_store: Callable[[], ResponseStore]
 ) -> None:
     made = ask(client, "one")
-    record = new_store()._backend.get("0", made.id)
+    backend = new_store().backend
+    record = backend.get("0", made.id)
     assert record is not None
     endless = msgspec.structs.replace(record, id="resp_" + "b" * 32, previous="resp_" + "b" * 32)
-    new_store()._backend.put(endless, [], time.time())
+    backend.put("0", endless)
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, "two", previous_response_id=endless.id)
     assert caught.value.param == "previous_response_id"
@@ -438,3 +551,38 @@ def test_without_a_store_what_needs_one_is_refused(http: Any) -> None:
     answer = http.post("/v1/responses", {"model": "tiny", "input": "x"})
     assert answer.json()["store"] is False
     assert http.get("/v1/responses/resp_1").status_code == 404
+
+
+def test_followers_of_background_responses_are_counted_where_they_are_let_in(
+    new_store: Callable[[], ResponseStore],
+) -> None:
+    store = new_store()
+
+    def request() -> Request:
+        query = b"stream=true"
+        return Request({"type": "http", "method": "GET", "headers": [], "query_string": query})
+
+    async def follow(routes: KeptRoutes, id_: str) -> Any:
+        try:
+            return await routes.retrieve(id_, request())
+        except ApiError as error:
+            return error.status
+
+    async def scenario() -> None:
+        owner = owner_of(request())
+        body = b'{"background": true, "status": "in_progress"}'
+        record = Record(
+            id="resp_" + "0" * 32, tenant=owner, created=0.0, status="in_progress", body=body
+        )
+        await store.call(SqlBackend.put, owner, record)
+        routes = KeptRoutes(store, 0.0)
+        answers = await asyncio.gather(*(follow(routes, record.id) for _ in range(200)))
+        refused = [each for each in answers if each == 429]
+        assert len(refused) == 200 - MAX_JOBS_OF_ONE, answers
+        del answers  # clients that were lost before anything was sent to them
+        gc.collect()
+        while store.followers.exceeded(owner, MAX_JOBS_OF_ONE):
+            await asyncio.sleep(0.01)
+        await store.jobs.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))

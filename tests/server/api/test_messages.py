@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer
 
 from engine.shared.config import ModelConfig
-from server.answer.config import AnswerConfig
 from server.config import FrontEndConfig, GuardConfig
+from server.config.answer import AnswerConfig
 from server.text.tokenizer import ServedTokenizer
 from tests.server.conftest import tokenizer_with
 
@@ -33,6 +33,7 @@ WEATHER: Any = {
     "description": "Tells the weather.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -213,7 +214,9 @@ def test_tokens_are_counted_as_the_model_reads_them(
          "messages[0].content[0]"),
         ({"messages": [{"role": "assistant", "content": [
             {"type": "tool_result", "tool_use_id": "a"}]}]}, "messages[0].content[0]"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [SEARCH, {**WEATHER, "name": "a b"}]}, "tools[1].name"),
         ({"tools": [{**WEATHER, "input_schema": {"type": "nonsense"}}],
           "tool_choice": {"type": "any"}}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -222,7 +225,6 @@ def test_tokens_are_counted_as_the_model_reads_them(
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"context_management": {"edits": []}}, "context_management"),
         ({"container": "c"}, "container"),
         ({"temperature": 3}, "temperature"),
         ({"model": "other"}, "other"),

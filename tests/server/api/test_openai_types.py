@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
 
 from engine.shared.config import ModelConfig
-from server.answer.config import AnswerConfig
 from server.config import FrontEndConfig
+from server.config.answer import AnswerConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from engine.shared.config import ModelConfig
-from server.answer.config import AnswerConfig
 from server.config import FrontEndConfig, HttpConfig
+from server.config.answer import AnswerConfig
 from server.text.tokenizer import ServedTokenizer
 from tests.server.conftest import tokenizer_with
 
@@ -31,6 +31,8 @@ WEATHER = {
 NOW = {"type": "function", "name": "now"}
 SHELL = {"type": "custom", "name": "shell", "description": "Runs a line."}
 DIGITS = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
+LARK = {**DIGITS, "syntax": "lark", "definition": 'start: /[0-9]+/ | "\\"" /.*/'}
+SEARCH = {"type": "web_search"}
 EVERYTHING = f"<think>\nhm\n</think>\n\n{TWO_CALLS}"
 
 
@@ -258,22 +260,12 @@ def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> Non
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0]"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0].type",
-        ),
-        (
-            {
-                "input": [
-                    {"role": "user", "content": "x"},
-                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
-                ]
-            },
-            "input[1].arguments",
+            "input[0].content[0]",
         ),
         ({"input": "word " * 600}, "input"),
         ({"store": True}, "store"),
@@ -288,7 +280,8 @@ def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> Non
             "tool_choice",
         ),
         ({"tools": [{**SHELL, "format": {"type": "grammar"}}]}, "tools[0].format"),
-        ({"tools": [{**SHELL, "format": {**DIGITS, "syntax": "lark"}}]}, "tools[0].format"),
+        ({"tools": [{**SHELL, "format": {**LARK, "definition": "start: <x>"}}]}, "tools[0].format"),
+        ({"tools": [{**SHELL, "format": {**LARK, "definition": "start: b"}}]}, "tools[0].format"),
         ({"tools": [{**SHELL, "format": {**DIGITS, "definition": "("}}]}, "tools[0].format"),
         ({"tools": [{**SHELL, "format": {"type": "json"}}]}, "tools[0].format.type"),
         ({"include": ["everything"]}, "include[0]"),
@@ -296,7 +289,17 @@ def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> Non
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10_000}, "max_output_tokens"),
         ({"top_logprobs": 6}, "top_logprobs"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [NOW, SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        (
+            {
+                "tools": [
+                    SEARCH,
+                    {"type": "namespace", "name": "n", "tools": [{"type": "function"}]},
+                ]
+            },
+            "tools[1].tools[0].name",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [NOW, {"type": "function", "name": "a b"}]}, "tools[1].name"),
         ({"tools": [NOW, NOW]}, "tools[1].name"),

@@ -4,7 +4,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import headless_chromium
 from engine.shared.messages import (
     ClusterView,
     EngineCounters,
@@ -13,13 +12,11 @@ from engine.shared.messages import (
     EngineStats,
     MissingEngine,
 )
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
 from server.observe.metrics import FrontEndMetrics
-
-needs_chromium = pytest.mark.skipif(
-    headless_chromium.find() is None, reason="no Chromium is installed (apt install chromium)"
-)
+from tests.support.chromium import needs_chromium
 
 
 def engine(rank: int, *, ready: bool = True, **counts: Any) -> EngineEntry:
@@ -105,7 +102,11 @@ def test_the_status_is_documented(http: Any) -> None:
 
 @pytest.mark.parametrize(
     ("path", "media_type"),
-    [("/", "text/html"), ("/status.css", "text/css"), ("/status.js", "text/javascript")],
+    [
+        ("/", "text/html"),
+        ("/status.css", "text/css"),
+        *((f"/{name}.js", "text/javascript") for name in ("status", "access", "playground")),
+    ],
 )
 def test_the_page_and_its_files_allow_nothing_from_elsewhere(
     http: Any, path: str, media_type: str
@@ -119,14 +120,6 @@ def test_the_page_and_its_files_allow_nothing_from_elsewhere(
     used = re.findall(r"""(?:src|href)=["']([^"']+)|url\(([^)]+)""", response.text)
     assert not [name for names in used for name in names if "//" in name.removeprefix("data:image")
                 and not name.startswith("data:")]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser() -> Any:
-    program = headless_chromium.find()
-    assert program is not None
-    with headless_chromium.Browser(program) as opened:
-        yield opened
 
 
 def text_of(browser: Any, selector: str) -> str:
@@ -155,11 +148,19 @@ def test_the_page_shows_engines_and_rates_as_they_change(
         browser.wait_until("document.getElementById('token-rate').innerText !== '0'")
         browser.wait_until("document.querySelectorAll('#engines tr').length === 1")
         assert "idle" in text_of(browser, "#engines")
-        assert text_of(browser, "#state") == "paused"
+        assert text_of(browser, "#state") == "ready"
+        assert text_of(browser, "#wakeups") == "idle; woken 3×"
         path = browser.run("document.querySelector('#token-spark .line').getAttribute('d')")
         assert path.startswith("M")
     browser.wait_until("!document.getElementById('trouble').hidden")
     assert text_of(browser, "#state") == "no connection"
+
+
+def send(browser: Any, text: str) -> None:
+    """Type a message and press Enter, then wait for the end of the answer."""
+    browser.run("facts.textContent = ''; document.getElementById('prompt').focus()")
+    browser.press(f"{text}\r")
+    browser.wait_until("document.getElementById('stop').disabled && facts.innerText !== ''")
 
 
 @needs_chromium
@@ -174,16 +175,39 @@ def test_the_playground_streams(
         browser.wait_until("document.getElementById('model').value === 'tiny'")
         browser.run(
             f"document.getElementById('endpoint').value = '{endpoint}';"
-            "document.getElementById('prompt').value = 'the quick fox';"
-            "document.getElementById('playground').requestSubmit()"
+            "document.getElementById('endpoint').dispatchEvent(new Event('change'))"
         )
-        browser.wait_until("document.getElementById('output-facts').innerText.includes('tokens')")
-        assert text_of(browser, "#output") == "hello <b>again</b>"
-        assert browser.run("document.getElementById('stop').disabled") is True
+        send(browser, "the quick fox")
+        assert "output tokens" in text_of(browser, "#facts")
+        assert text_of(browser, ".assistant").endswith("hello <b>again</b>")
     prompt = engines.tokenizer.decode(
         engines.streams[0].prompt_token_ids, skip_special_tokens=False
     )
     assert "the quick fox" in prompt
+
+
+@needs_chromium
+def test_a_conversation_goes_on_with_its_history_and_shows_markdown(
+    browser: Any, app: Any, engines: Any, served: Any
+) -> None:
+    engines.view = view(engine(0))
+    engines.script = engines.answer("the **old** fox")
+    with served(app) as url:
+        browser.open(url)
+        browser.wait_until("document.getElementById('model').value === 'tiny'")
+        browser.run("document.getElementById('system').value = 'be brief'")
+        send(browser, "first question")
+        assert browser.run("document.querySelector('.assistant strong').innerText") == "old"
+        send(browser, "second question")
+        assert browser.run("document.querySelectorAll('.assistant').length") == 2
+        browser.run("document.getElementById('clear').click()")
+        assert browser.run("document.querySelectorAll('.message').length") == 0
+    prompt = engines.tokenizer.decode(
+        engines.streams[1].prompt_token_ids, skip_special_tokens=False
+    )
+    told = [prompt.index(text) for text in ("be brief", "first question", "second question")]
+    assert told == sorted(told)
+    assert "the **old** fox" in prompt
 
 
 @needs_chromium
@@ -194,18 +218,31 @@ def test_the_playground_stops_and_shows_errors(
     engines.script = lambda stream: engines.answer("hello world")(stream)[:2]
     with served(app) as url:
         browser.open(url)
-        browser.run("document.getElementById('playground').requestSubmit()")
-        browser.wait_until("document.getElementById('output').innerText.length > 0")
-        browser.run("document.getElementById('stop').click()")
-        browser.wait_until("document.getElementById('output-facts').innerText === 'stopped'")
+        browser.wait_until("document.getElementById('model').value === 'tiny'")
         browser.run(
-            "document.getElementById('temperature').max = 9;"
-            "document.getElementById('temperature').value = 5;"
-            "document.getElementById('playground').requestSubmit()"
+            "document.getElementById('prompt').value = 'hi';"
+            "document.getElementById('composer').requestSubmit()"
         )
-        browser.wait_until(
-            "document.getElementById('output-facts').innerText.startsWith('failed: temperature')"
+        browser.wait_until("document.querySelector('.assistant')?.innerText.length > 0")
+        browser.run("document.getElementById('stop').click()")
+        browser.wait_until("document.getElementById('facts').innerText === 'stopped'")
+        browser.run("document.getElementById('temperature').value = 5")
+        send(browser, "again")
+        assert text_of(browser, "#facts").startswith("failed: temperature")
+
+
+@needs_chromium
+def test_the_api_page_loads_nothing_from_elsewhere(
+    browser: Any, app: Any, engines: Any, served: Any
+) -> None:
+    engines.view = view(engine(0))
+    with served(app) as url:
+        browser.open(f"{url}/docs")
+        browser.wait_until("document.querySelectorAll('.opblock').length > 10", 30)
+        fetched = browser.run(
+            "performance.getEntriesByType('resource').map((each) => new URL(each.name).origin)"
         )
+        assert set(fetched) == {url}
 
 
 @needs_chromium
@@ -215,16 +252,18 @@ def test_the_page_asks_for_a_key_and_shows_nothing_before(
     engines.view = view(engine(0, running=3))
     engines.script = engines.answer("hello again")
     guarded = msgspec.structs.replace(config, guards=GuardConfig(api_key=("secret",)))
-    with served(build_app(guarded, engines, tokenizer, FrontEndMetrics(guarded))) as url:
+    with served(
+        build_app(make_services(guarded, engines, tokenizer, FrontEndMetrics(guarded)))
+    ) as url:
         browser.open(url)
         browser.wait_until("document.getElementById('state').innerText === 'locked'")
-        assert "wants a key" in text_of(browser, "#trouble")
+        assert "needs an API key" in text_of(browser, "#trouble")
         assert browser.run("document.querySelectorAll('#engines tr td').length") == 0
         assert browser.run("document.getElementById('no-engines').hidden"), "nobody knows"
         assert browser.run("document.activeElement.id") == "api-key"
 
         browser.press("wrong\r")
-        browser.wait_until("document.getElementById('trouble').innerText.includes('not know')")
+        browser.wait_until("document.getElementById('trouble').innerText.includes('not accept')")
         browser.run("document.getElementById('api-key').value = ''")
         browser.press("secret\r")
         browser.wait_until("document.getElementById('state').innerText === 'running'")
@@ -233,9 +272,8 @@ def test_the_page_asks_for_a_key_and_shows_nothing_before(
         assert text_of(browser, "#engines-title") == "Engines: 1 of 1 ready"
 
         browser.wait_until("document.getElementById('model').value === 'tiny'")
-        browser.run("document.getElementById('playground').requestSubmit()")
-        browser.wait_until("document.getElementById('output-facts').innerText.includes('tokens')")
-        assert text_of(browser, "#output") == "hello again"
+        send(browser, "hi")
+        assert text_of(browser, ".assistant") == "hello again"
 
 
 @needs_chromium
@@ -249,6 +287,8 @@ def test_the_page_fits_a_phone_and_breaks_no_rule_of_its_own(
         browser.open(url, width=360, height=740, dark=dark)
         browser.wait_until("document.querySelectorAll('#engines tr').length === 3")
         assert browser.run("document.documentElement.scrollWidth") <= 360
+        assert browser.run("document.getElementById('send').getBoundingClientRect().bottom") < 740
+        assert browser.run("document.getElementById('access').hidden"), "this server has no keys"
         ground = browser.run("getComputedStyle(document.body).backgroundColor")
         assert (ground == "rgb(16, 21, 28)") is dark
         unnamed = browser.run(

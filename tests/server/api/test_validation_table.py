@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from engine.shared.config import ModelConfig
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, HttpConfig
 from server.observe.metrics import FrontEndMetrics
@@ -75,9 +76,9 @@ FIELDS: list[Values] = [
     ("completions chat", "return_token_ids", [None, True, False], SWITCHES),
     ("completions chat", "return_tokens_as_token_ids", [None, True, False], SWITCHES),
     ("completions chat responses", "stop",
-        [None, "x", [], ["a", "b", "c", "d"]],
-        ["", [""], ["x"] * 5, "x" * 300, 1, True, {}, [1], [None]]),
-    ("messages", "stop_sequences", [None, [], ["a"]], ["a", [""], ["x"] * 5, [1], {}]),
+        [None, "x", [], ["a", "b", "c", "d"], ["x"] * 128],
+        ["", [""], ["x"] * 129, ["x" * 200] * 21, "x" * 300, 1, True, {}, [1], [None]]),
+    ("messages", "stop_sequences", [None, [], ["a"]], ["a", [""], ["x"] * 129, [1], {}]),
     ("completions chat responses", "stop_token_ids",
         [None, [], [5]], [[-1], [10**9], ["5"], 5, [1.5], {}]),
     ("completions chat", "allowed_token_ids", [None, [5]], [[], [-1], [10**9], ["5"], 5]),
@@ -119,24 +120,24 @@ FIELDS: list[Values] = [
             {"choice": [""]}, {"choice": "a"}, {"grammar": "?"}, {"json_object": False},
             {"regex": "a", "choice": ["a"]}, {"unknown": 1}, "json", {"structural_tag": {}}]),
     ("chat batch", "messages",
-        [], [None, [], "hello", [1], {}, [[]], [{"role": "nobody", "content": "x"}]]),
+        [], [None, [], "hello", [1], {}, [[]], [{"role": 7, "content": "x"}]]),
     ("chat", "messages",
         [[{"role": "system", "content": "x"}, USER], [{"role": "user", "content": []}],
-            [USER, {"role": "assistant", "tool_calls": [
-                {"function": {"name": "f", "arguments": "{}"}}]}]],
+            *([USER, {"role": "assistant", "tool_calls": [
+                {"function": {"name": "f", "arguments": arguments}}]}]
+                for arguments in ("{}", "{", "", "null", "[]", None))],
         [[{"role": "user"}], [{"role": "user", "content": 1}],
             [{"role": "user", "content": [{"type": "text"}]}],
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
             [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]]),
     ("chat", "logprobs", [None, True, False], ["true", 1, 5]),
     ("chat", "top_logprobs", [None], [1, -2, "1", 6]),
-    ("chat", "tools", [None, [F]],
-        [[], [{}], [1], {}, [{"type": "function"}], [{"type": "other", "function": {"name": "f"}}],
+    ("chat", "tools", [None, [], [F]],
+        [[{}], [1], {}, [{"type": "function"}], [{"type": "other", "function": {"name": "f"}}],
             [{"type": "function", "function": {"name": "a b"}}],
             [{"type": "function", "function": {"name": "f", "parameters": []}}], [F] * 200]),
-    ("chat", "tool_choice", [None, "none"],
-        ["auto", "required", "sometimes", 1, {"type": "function"},
+    ("chat", "tool_choice", [None, "none", "auto"],
+        ["required", "sometimes", 1, {"type": "function"},
             {"type": "function", "function": {"name": "f"}}]),
     ("chat", "parallel_tool_calls", [None, True, False], SWITCHES),
     ("chat", "verbosity", [None, "low", "high"], ["enormous", 1, []]),
@@ -148,10 +149,10 @@ FIELDS: list[Values] = [
     ("chat", "add_generation_prompt", [None, True, False], SWITCHES),
     ("chat", "chat_template", [None], ["{{ x }}", "", 1]),
     ("responses", "input",
-        ["x", [USER], [{"type": "reasoning", "summary": []}, USER]],
-        [None, [], 1, {}, [1], [{"role": "nobody", "content": "x"}], [{"type": "unknown"}],
+        ["x", [], [USER], [{"type": "reasoning", "summary": []}, USER],
+            [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]],
+        [None, 1, {}, [1], [{"role": 7, "content": "x"}], [{"type": "unknown"}],
             [{"type": "function_call", "call_id": "c", "name": "f"}],
-            [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}],
             [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
             [{"type": "item_reference", "id": "msg_1"}]]),
     ("responses", "instructions", [None, "x"], TEXTS),
@@ -162,8 +163,10 @@ FIELDS: list[Values] = [
     ("responses", "reasoning", [None, {}, {"effort": "low"}], [{"effort": "huge"}, 1, "low"]),
     ("responses", "truncation", [None, "auto", "disabled"], ["left", 1]),
     ("responses", "include", [None, [], ["reasoning.encrypted_content"]], ["x", ["x"], [1], {}]),
-    ("responses", "tools", [None, [], [R], [{"type": "custom", "name": "c"}]],
-        [[{}], [{"type": "web_search"}], [{"type": "function"}], 1, {},
+    ("responses", "tools",
+        [None, [], [R], [{"type": "custom", "name": "c"}], [{"type": "web_search"}],
+            [{"type": "namespace", "name": "n", "tools": [R]}]],
+        [[{}], [{"type": "namespace", "name": "n", "tools": [1]}], [{"type": "function"}], 1, {},
             [{"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark"}}]]),
     ("responses", "tool_choice", [None, "none", "auto"],
         ["required", "sometimes", 1, {"type": "function", "name": "f"}]),
@@ -173,11 +176,13 @@ FIELDS: list[Values] = [
     ("responses", "previous_response_id", [None], ["resp_1", 1]),
     ("responses", "prompt", [None], [{"id": "p"}, "x"]),
     ("messages", "messages",
-        [[USER], [USER, {"role": "assistant", "content": "x"}]],
-        [None, [], "x", [{"role": "system", "content": "x"}], [{"role": "user"}], [1],
+        [[USER], [USER, {"role": "assistant", "content": "x"}],
+            [USER, {"role": "system", "content": "x"}]],
+        [None, [], "x", [{"role": "developer", "content": "x"}], [{"role": "user"}], [1],
             [{"role": "user", "content": [{"type": "image", "source": {}}]}]]),
     ("messages", "system", [None, "x", [{"type": "text", "text": "x"}]], [1, [1], {}]),
-    ("messages", "tools", [None, [], [M]], [[{}], [1], {}, [{"type": "bash_20250124"}]]),
+    ("messages", "tools", [None, [], [M], [{"type": "bash_20250124", "name": "bash"}]],
+        [[{}], [1], {}]),
     ("messages", "tool_choice", [None, {"type": "none"}],
         ["auto", {}, {"type": "sometimes"}, {"type": "tool"}]),
     ("messages", "thinking", [None, {"type": "disabled"}], [{}, {"type": "x"}, 1, "enabled"]),
@@ -270,7 +275,7 @@ class Asked:
     def __init__(self, tokenizer: ServedTokenizer, runner: asyncio.Runner) -> None:
         config = FrontEndConfig(model=ModelConfig(model="tiny"), http=HttpConfig(max_logprobs=5))
         engines = FakeGenerationClient(tokenizer)
-        app = build_app(config, engines, tokenizer, FrontEndMetrics(config))
+        app = build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://swell")
         self._runner = runner

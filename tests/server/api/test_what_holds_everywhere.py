@@ -11,13 +11,14 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.hostile.operations import OPERATIONS, keep_something, named
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig, TenantConfig
 from server.observe.metrics import FrontEndMetrics
 from server.router.generation_client import NoSuchEngine
 from server.store.service import ResponseStore
-from server.store.sqlite import sqlite_backend
 from tests.server.conftest import FakeGenerationClient, Http, Script
+from tests.support.stores import sqlite_backend
 
 ANN, BOB = ({"Authorization": f"Bearer {key}"} for key in ("ann", "bob"))
 KEYS = GuardConfig(api_key=("ann", "bob"))
@@ -99,7 +100,9 @@ def everywhere(
         settings = replace(config, guards=KEYS, tenants=TenantConfig(**tenants))
 
         def generating() -> Http:
-            app = build_app(settings, engines, tokenizer, FrontEndMetrics(settings), store=store)
+            app = build_app(
+                make_services(settings, engines, tokenizer, FrontEndMetrics(settings), store=store)
+            )
             return Http(app)
 
         engines.script = text

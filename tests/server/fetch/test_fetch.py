@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils.tqdm import enable_progress_bars
 
+from engine.shared import model_files
 from tests.support.commands import SWELL
 
 pytestmark = pytest.mark.slow
@@ -23,8 +25,10 @@ FILES = {
     "model.safetensors": bytes(5000),
     "train.bin": b"not wanted",
     "original/model.safetensors": b"the same for another program",
+    "name-Q4_K_M.gguf": b"GGUF",
+    "name-Q8_0.gguf": b"GGUF of another size",
 }
-WANTED = set(FILES) - {"train.bin", "original/model.safetensors"}
+WANTED = {"config.json", "tokenizer.json", "model.safetensors"}
 
 
 def _oid(content: bytes) -> str:
@@ -87,7 +91,7 @@ def fetch(cache: Path, endpoint: str, *flags: str) -> "subprocess.CompletedProce
         "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1",
     }  # fmt: skip
     return subprocess.run(
-        [SWELL, "fetch", *flags],
+        [SWELL, *([] if flags[:1] == ("models",) else ["fetch"]), *flags],
         env=env, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -117,3 +121,52 @@ def test_what_cannot_be_fetched_is_said_with_the_reason(tmp_path: Path) -> None:
     unnamed = fetch(tmp_path, endpoint)
     assert unnamed.returncode == 2
     assert "which model?" in unnamed.stderr
+
+
+def test_one_gguf_file_of_a_repository_is_fetched_by_its_quantization(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        found = fetch(tmp_path, endpoint, "org/name:q4_k_m")
+        assert found.returncode == 0, found.stderr
+        assert "name-Q4_K_M.gguf: 0.0 MB" in found.stderr
+        assert fetched(tmp_path) == {"name-Q4_K_M.gguf"}
+        other = fetch(tmp_path, endpoint, "org/name:Q2_K")
+    assert other.returncode == 1
+    assert "ends in Q2_K.gguf; it has: name-Q4_K_M.gguf, name-Q8_0.gguf" in other.stderr
+
+
+def test_fetched_models_are_shown_and_removed(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        empty = fetch(tmp_path, endpoint, "models")
+        assert (empty.returncode, "no model has been fetched" in empty.stderr) == (0, True)
+        assert fetch(tmp_path, endpoint, "org/name:Q8_0").returncode == 0
+        shown = fetch(tmp_path, endpoint, "models")
+        assert shown.returncode == 0, shown.stderr
+        assert "org/name" in shown.stdout
+        assert "name-Q8_0.gguf" in shown.stdout
+        missing = fetch(tmp_path, endpoint, "models", "--remove", "org/other")
+        assert (missing.returncode, "org/other is not in the cache" in missing.stderr) == (1, True)
+        assert fetch(tmp_path, endpoint, "models", "--remove", "org/name").returncode == 0
+    assert fetched(tmp_path) == set()
+
+
+def test_a_download_shows_its_bytes_as_lines_where_nobody_watches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_files, "_SECONDS_PER_LINE", 0)
+    enable_progress_bars()  # transformers disables those of the whole process for other tests
+    with model_files.download_progress()(total=5000, unit="B", unit_scale=True) as shown:
+        shown.update(2500)
+    lines = capsys.readouterr().err.splitlines()
+    assert any("50%" in line and "2.50k/5.00k" in line for line in lines)
+
+
+def test_serving_says_at_its_end_why_a_model_cannot_be_had(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
+        served = subprocess.run(
+            [SWELL, "serve", "org/other"],
+            env=env, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert served.returncode == 1
+    last = served.stderr.strip().splitlines()[-1]
+    assert last.startswith("swell cannot start: model 'org/other' is not a directory")

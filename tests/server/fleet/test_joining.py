@@ -7,9 +7,9 @@ import pytest
 
 from engine.shared.config import ClusterConfig, ExecutorConfig, ParallelConfig
 from server.config import NodesConfig, RayConfig, ServeConfig
-from server.fleet.capacity import engine_capacity, visible_devices
 from server.fleet.joining import BadNode, check_span, joining
-from server.fleet.role import engine_role
+from server.fleet.node_resources import engine_capacity, visible_devices
+from server.fleet.places import engine_role
 from server.router.load_table import MAX_ENGINES
 
 LOCAL = "ipc:///tmp/x/coordinator"
@@ -36,6 +36,7 @@ def test_a_headless_node_joins_the_head_with_engines_only() -> None:
     assert (leads, is_alone) == (False, False)
     assert config.cluster.coordinator_address == "tcp://head.example:7550"
     assert config.supervisor.api_server_count == 0
+    assert config.cluster.join_timeout == config.supervisor.startup_timeout == 600
 
 
 def test_ranks_that_were_given_are_kept_and_later_engines_get_free_ones() -> None:
@@ -148,3 +149,11 @@ def test_an_engine_that_spans_nodes_is_the_only_one(config: ServeConfig, reason:
 def test_what_cannot_be_spread_over_nodes_is_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         ParallelConfig(**settings)
+
+
+@pytest.mark.parametrize("given", ["data_parallel_rank", "data_parallel_start_rank"])
+def test_a_rank_of_another_node_without_headless_is_told_what_to_type(given: str) -> None:
+    parallel = ParallelConfig(**{given: 1})  # type: ignore[arg-type]
+    nodes = NodesConfig(data_parallel_address="10.0.0.1")
+    with pytest.raises(BadNode, match=r"add --headless .* --coordinator 10\.0\.0\.1:7550"):
+        joining(ServeConfig(nodes=nodes, parallel=parallel), LOCAL)

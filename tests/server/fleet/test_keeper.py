@@ -2,7 +2,9 @@
 
 import asyncio
 import io
+import math
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -13,9 +15,7 @@ from rich.console import Console
 
 from engine.shared.messages import ControlQuery, RestartEngines, ScaleEngines
 from server.fleet.child import Child, watch_children_without_threads
-from server.fleet.keeper import Keeper, StartupFailed
-from server.fleet.restarts import Restarts
-from server.fleet.role import Role
+from server.fleet.keeper import Keeper, Restarts, Role, StartupFailed
 from server.fleet.scaling import EngineScaler
 from tests.support.waiting import PATIENCE, until_async
 
@@ -31,6 +31,33 @@ lifeline.watch()
 sys.stdin.read()
 import threading
 threading.Event().wait()
+"""
+
+
+HANGS = """
+import ctypes
+import time
+from engine.shared.lifeline import Lifeline
+from engine.shared.logs import name_process
+lifeline = Lifeline.from_environment()
+name_process("hangs", "info")
+lifeline.ready("it serves")
+def holds_the_lock():
+    ctypes.PyDLL(None).sleep(1000)  # no other thread of Python runs meanwhile
+for _ in range(2):
+    lifeline.turn()
+    time.sleep(0.5)
+holds_the_lock()
+"""
+
+TURNS = """
+import time
+from engine.shared.lifeline import Lifeline
+lifeline = Lifeline.from_environment()
+lifeline.ready("it serves")
+while True:
+    lifeline.turn()
+    time.sleep(0.2)
 """
 
 
@@ -56,8 +83,9 @@ def role(tmp_path: Path) -> Role:
 def keeper(
     report_death: Callable[[Role], None] = lambda role: None,
     prepare: Callable[[], object] = lambda: None,
+    hang_timeout: float = math.inf,
 ) -> Keeper:
-    return Keeper(Console(file=io.StringIO()), "text", report_death, prepare)
+    return Keeper(Console(file=io.StringIO()), "text", report_death, prepare, hang_timeout)
 
 
 async def stop(kept: Keeper, role: Role) -> None:
@@ -157,7 +185,7 @@ def test_children_need_no_threads_that_there_may_be_no_memory_for(
 def test_an_error_around_a_death_does_not_end_a_place(
     role: Role, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("server.fleet.keeper.LONGEST_SPAWN_BACKOFF", 0.1)
+    monkeypatch.setattr("server.fleet.keeper.MAX_SPAWN_BACKOFF", 0.1)
 
     def report_death(_: Role) -> None:
         raise ValueError("nobody expected this")
@@ -334,5 +362,46 @@ def test_a_wish_for_fewer_engines_ends_the_wait_for_one_that_is_not_ready(
         assert role.holder is not None
         assert not role.holder.alive
         task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_process_that_hangs_prints_where_and_is_replaced(role: Role, tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(HANGS)
+    replaced: list[dict[str, int]] = []
+    role.launch = lambda _: replaced.append(dict(role.replaced))
+
+    async def run() -> None:
+        kept = keeper(hang_timeout=2.0)
+        kept.fill(role)
+        await kept.until_ready([role])
+        hung = role.holder
+        assert hung is not None
+        first = pid_of(role)
+        await until_async(lambda: pid_of(role) != first, "it is replaced")
+        await stop(kept, role)
+        assert replaced[:2] == [{}, {"hung": 1}]
+        assert any("in holds_the_lock" in line for line in hung.last_lines)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_a_signal_has_stopped_does_not_count_as_hung(
+    role: Role, tmp_path: Path
+) -> None:
+    (tmp_path / "sleeper.py").write_text(TURNS)
+
+    async def run() -> None:
+        kept = keeper(hang_timeout=1.0)
+        kept.fill(role)
+        await kept.until_ready([role])
+        await until_async(lambda: role.turned_at is not None, "it turns")
+        first = pid_of(role)
+        os.kill(first, signal.SIGSTOP)
+        await asyncio.sleep(4.0)
+        os.kill(first, signal.SIGCONT)
+        await asyncio.sleep(1.5)
+        assert pid_of(role) == first
+        await stop(kept, role)
 
     asyncio.run(run())

@@ -1,9 +1,9 @@
 """When a place is filled again: deaths, and processes that could not even be made."""
 
-from server.fleet.restarts import (
+from server.fleet.keeper import (
     FIRST_BACKOFF,
-    LONGEST_BACKOFF,
-    LONGEST_SPAWN_BACKOFF,
+    MAX_BACKOFF,
+    MAX_SPAWN_BACKOFF,
     STABLE_AFTER,
     Restarts,
 )
@@ -18,7 +18,7 @@ def test_deaths_back_off_and_are_forgiven() -> None:
     restarts = Restarts()
     waits = [restarts.wait_after(1.0, was_ready=True) for _ in range(10)]
     assert waits[:3] == [FIRST_BACKOFF, 2 * FIRST_BACKOFF, 4 * FIRST_BACKOFF]
-    assert waits[-1] == LONGEST_BACKOFF
+    assert waits[-1] == MAX_BACKOFF
     assert restarts.wait_after(STABLE_AFTER + 1, was_ready=True) == FIRST_BACKOFF
 
 
@@ -27,7 +27,7 @@ def test_failed_spawns_of_a_place_that_has_served_are_tried_for_ever_and_soon() 
     restarts.wait_after(1.0, was_ready=True)
     waits = [restarts.wait_after_failed_spawn() for _ in range(50)]
     assert waits[0] == FIRST_BACKOFF
-    assert waits[-1] == LONGEST_SPAWN_BACKOFF
+    assert waits[-1] == MAX_SPAWN_BACKOFF
     restarts.wait_after(1.0, was_ready=True)
     assert restarts.wait_after_failed_spawn() == FIRST_BACKOFF, "one came about in between"
 

@@ -19,6 +19,7 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.messages import AddRequest
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics
@@ -118,7 +119,7 @@ def test_the_answers_are_those_of_transformers(
     engine: OneEngine, reference: Any, prompt: str, width: int
 ) -> None:
     config = FrontEndConfig(model=MODEL)
-    http = Http(build_app(config, engine, engine.tokenizer, FrontEndMetrics(config)))
+    http = Http(build_app(make_services(config, engine, engine.tokenizer, FrontEndMetrics(config))))
     tokenizer = engine.tokenizer
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=True)
     (line_end,) = tokenizer.encode("\n", add_special_tokens=False)

@@ -4,11 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.shared.messages import RequestOutput, TokenLogprob
-from server.access.limits import MAX_UNREAD
-from server.generate.answer import Answer, DeltaSum
-from server.generate.fold import ChoiceFold, FoldOptions, GenerationFailed, Prompt
+from engine.shared.messages import RequestOutput, SamplingParams, TokenLogprob
+from server.api.completions.schema import CompletionRequest
+from server.generate.answer import DeltaSum
+from server.generate.fold import ChoiceFold, Delta, GenerationFailed, PromptEcho
+from server.generate.request import GenerationRequest, Prompt
 from server.generate.unread import Unread, parts
+from server.limits import MAX_UNREAD
 from server.router.token_stream import merge, weight
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
@@ -18,11 +20,28 @@ SCORE = TokenLogprob(-0.5, 1, list(range(20)), [-1.0] * 20)
 TEXT = "hello 你好 world 🙂🙂 END of the stream"
 
 
+def asking(
+    *,
+    include_stop: bool = False,
+    min_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
+    **options: Any,
+) -> GenerationRequest:
+    fields = CompletionRequest.model_validate(
+        {"prompt": "the fox", "include_stop_str_in_output": include_stop}
+    )
+    sampling = SamplingParams(
+        max_tokens=100, seed=0, min_tokens=min_tokens, stop_token_ids=stop_token_ids
+    )
+    return GenerationRequest(fields=fields, max_model_len=512, sampling=sampling, **options)
+
+
 def fold_all(
-    tokenizer: ServedTokenizer, outputs: list[RequestOutput], **options: Any
-) -> tuple[Answer, ChoiceFold]:
+    tokenizer: ServedTokenizer, outputs: list[RequestOutput], *, echo: bool = False, **options: Any
+) -> tuple[Delta, ChoiceFold]:
     prompt = Prompt(tokenizer.encode("the fox", add_special_tokens=False), "the fox")
-    fold = ChoiceFold(TokenTable(tokenizer), prompt, FoldOptions(**options))
+    table = TokenTable(tokenizer)
+    fold = ChoiceFold(table, prompt, asking(**options), PromptEcho(table, prompt) if echo else None)
     deltas = []
     for output in outputs:
         deltas.append(fold.push(output))
@@ -31,7 +50,7 @@ def fold_all(
     total = DeltaSum()
     for delta in deltas:
         total.add(delta)
-    return total.answer(), fold
+    return total.whole(), fold
 
 
 def outputs_of(ids: list[int], cuts: list[int], reason: Any = "length") -> list[RequestOutput]:
@@ -59,7 +78,9 @@ def test_the_answer_does_not_depend_on_how_tokens_arrive(
     min_tokens: int,
 ) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    options = {"stop": stop, "include_stop": include, "min_tokens": min_tokens, "logprobs": True}
+    options: dict[str, Any] = {
+        "stop": stop, "include_stop": include, "min_tokens": min_tokens, "logprobs": 0
+    }  # fmt: skip
     one_by_one, first = fold_all(tokenizer, outputs_of(ids, [1] * len(ids)), **options)
     answer, fold = fold_all(tokenizer, outputs_of(ids, cuts), **options)
     assert answer == one_by_one
@@ -105,7 +126,7 @@ def test_the_token_that_stops_is_counted_and_shown_if_asked_for(
 
 def test_offsets_point_at_each_tokens_text(tokenizer: ServedTokenizer) -> None:
     ids = tokenizer.encode("hello world, hello", add_special_tokens=False)
-    answer, _ = fold_all(tokenizer, outputs_of(ids, [2] * 20), logprobs=True, echo=True)
+    answer, _ = fold_all(tokenizer, outputs_of(ids, [2] * 20), logprobs=0, echo=True)
     table = TokenTable(tokenizer)
     assert answer.text == "the foxhello world, hello"
     assert answer.logprobs is not None

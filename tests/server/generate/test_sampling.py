@@ -9,17 +9,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.shared.config import ModelConfig
-from server.api.shared.fields import SamplingFields
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig
 from server.generate.sampling import bad_word_tokens
-from server.generate.sampling_defaults import (
+from server.observe.metrics import FrontEndMetrics
+from server.schema.fields import SamplingFields
+from server.text.detokenizer import TokenTable
+from server.text.sampling_defaults import (
     BadGenerationConfig,
     SamplingDefaults,
     read_sampling_defaults,
 )
-from server.observe.metrics import FrontEndMetrics
-from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
 
 BOTH = pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
@@ -81,14 +82,14 @@ def test_scores_of_a_prompt_are_by_token_id(http: Any, engines: Any) -> None:
     assert set(second["6"]) == {"logprob", "rank", "decoded_token"}
     assert second["6"]["decoded_token"] == TokenTable(engines.tokenizer).name_of(6)
     assert 2 <= len(second) <= 3
-    assert "prompt_logprobs" not in http.complete()["choices"][0]
+    assert http.complete()["choices"][0]["prompt_logprobs"] is None
 
 
 def test_scores_of_a_conversation_are_beside_the_choices(http: Any, engines: Any) -> None:
     answer = http.chat(prompt_logprobs=0, n=2)
     assert len(answer["prompt_logprobs"]) == len(engines.streams[0].prompt_token_ids)
     assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
-    assert "prompt_logprobs" not in http.chat()
+    assert http.chat()["prompt_logprobs"] is None
 
 
 def test_echoed_and_prompt_scores_have_as_many_alternatives_as_each_asked_for(http: Any) -> None:
@@ -114,7 +115,7 @@ def test_what_a_request_leaves_open_is_the_models_default(
         temperature=0.25, top_k=7, top_p=0.5, min_p=0.125, repetition_penalty=1.5, max_new_tokens=9
     )
     tokenizer = ServedTokenizer(backend, eos_token_ids=[0], sampling_defaults=defaults)
-    http = type(http)(build_app(config, engines, tokenizer, FrontEndMetrics(config)))
+    http = type(http)(build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config))))
     http.complete()
     http.complete(temperature=1, top_k=0, top_p=1, min_p=0, repetition_penalty=1, max_tokens=3)
     left_open, given = [stream.sampling for stream in engines.streams]

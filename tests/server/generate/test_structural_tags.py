@@ -2,6 +2,7 @@
 
 import random
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,10 @@ from hypothesis import strategies as st
 from engine.grammar.masks import GrammarTable
 from engine.shared.grammar_spec import (
     BadGrammar,
-    _byte_tokenizer,
     check_grammar,
     grammar_text,
-    new_matcher,
 )
+from engine.shared.matchers import byte_tokenizer, new_matcher
 from engine.shared.messages import LarkGrammar
 from server.generate.structural_tags import StructuralTag, lark_from_tag
 from tests.support.drawing import bundled_table, write
@@ -56,7 +56,7 @@ def allows(lark: str, text: str) -> bool:
     """Whether the whole text is one that the grammar allows."""
     spec = LarkGrammar(lark)
     assert check_grammar(spec, SPECIAL) is None
-    matcher = new_matcher(_byte_tokenizer(SPECIAL), grammar_text(spec))
+    matcher = new_matcher(byte_tokenizer(SPECIAL), grammar_text(spec))
     pieces = re.split("|".join(map(re.escape, SPECIAL)).join("()"), text)
     ids: list[int] = []
     for piece in pieces:
@@ -240,3 +240,14 @@ def test_calls_in_any_text_come_to_no_dead_end(table: GrammarTable) -> None:
     for seed in range(6):
         text = write(table, lark, random.Random(seed))
         assert re.match(r"<f=a>\s*\{\s*\"score\"\s*:\s*\d\s*\}\s*</f>", text), text
+
+
+def test_a_tag_that_is_too_long_is_refused_before_it_is_read() -> None:
+    """Each of its beginnings is compared with all triggers."""
+    names = [f"<{number}=" for number in range(20_000)]
+    tags = [{"begin": name, "content": ANY, "end": "x"} for name in names]
+    value = {"type": "triggered_tags", "triggers": names, "tags": tags}
+    began = time.process_time()
+    with pytest.raises(BadGrammar, match="longer than 131072"):
+        lark_from_tag(StructuralTag({"format": value}))
+    assert time.process_time() - began < 1

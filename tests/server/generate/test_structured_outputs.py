@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.shared.messages import (
@@ -13,7 +14,13 @@ from engine.shared.messages import (
     RegexGrammar,
     RequestOutput,
 )
-from server.access.limits import MAX_JSON_CONTAINERS
+from server.api.services import make_services
+from server.app import build_app
+from server.config import FrontEndConfig
+from server.config.answer import AnswerConfig
+from server.limits import MAX_JSON_CONTAINERS
+from server.observe.metrics import FrontEndMetrics
+from tests.server.conftest import Http
 
 
 def grammar_of(http: Any, engines: Any, **fields: Any) -> Any:
@@ -76,7 +83,7 @@ def test_a_check_is_not_repeated(http: Any, engines: Any, monkeypatch: pytest.Mo
     def fail(*arguments: object) -> None:
         raise AssertionError("checked again")
 
-    monkeypatch.setattr("server.generate.grammar_check.check_grammar", fail)
+    monkeypatch.setattr("server.generate.grammar_check.found", fail)
     grammar_of(http, engines, structured_outputs={"regex": "[a-z]{3}x"})
 
 
@@ -197,3 +204,67 @@ def test_a_schema_that_is_sent_as_a_text_has_the_price_of_the_objects_in_it(http
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "body_too_complex"
     assert response.json()["error"]["param"] == "structured_outputs.json"
+
+
+def json_format(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": schema, **more},
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        json_format(
+            {
+                "type": "object",
+                "properties": {"a": {"type": "string", "pattern": "^(?!foo).+$"}},
+                "required": ["a"],
+            },
+            strict=False,
+        ),
+        json_format(
+            {
+                "type": "object",
+                "propertyNames": {"type": "string"},
+                "additionalProperties": {"type": "number"},
+            }
+        ),
+        json_format({"type": "object", "properties": {"p": {"type": "string", "format": "path"}}}),
+    ],
+    ids=["look-around of agent-native 3085", "zod's records", "firecrawl-mcp-server 196"],
+)
+def test_schemas_of_public_reports_are_taken(
+    http: Any, engines: Any, fields: dict[str, Any]
+) -> None:
+    assert isinstance(grammar_of(http, engines, **fields), JsonSchemaGrammar)
+
+
+CLOSING = AnswerConfig(disable_additional_properties=True)
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.fixture
+def closing(engines: Any, tokenizer: Any, config: FrontEndConfig) -> Http:
+    settings = msgspec.structs.replace(config, answer=CLOSING)
+    return Http(build_app(make_services(settings, engines, tokenizer, FrontEndMetrics(settings))))
+
+
+def test_a_server_may_close_the_objects_of_all_schemas(closing: Http, engines: Any) -> None:
+    for fields in (json_format(OPEN), {"structured_outputs": {"json": OPEN}}):
+        grammar = grammar_of(closing, engines, **fields)
+        assert json.loads(grammar.schema)["additionalProperties"] is False
+    said = {**OPEN, "additionalProperties": {"type": "null"}}
+    grammar = grammar_of(closing, engines, **json_format(said))
+    assert json.loads(grammar.schema) == said
+    tool = {"type": "function", "function": {"name": "f", "parameters": OPEN}}
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [tool],
+        "tool_choice": "required",
+    }
+    assert closing.post("/v1/chat/completions", body).status_code == 200
+    assert '"additionalProperties": false' in engines.streams[-1].sampling.grammar.text

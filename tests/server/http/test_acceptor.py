@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from server.access.admission_table import AdmissionTable, create_admission_table
 from server.config import GuardConfig
 from server.http import acceptor
-from server.http.acceptor import Acceptor, ConnectionShare, Courtesy
+from server.http.acceptor import AcceptBackoff, Acceptor, ConnectionShare
 from server.http.listener import HttpServer
 from server.http.protocol import limited_protocol
 from tests.support.waiting import PATIENCE
@@ -77,26 +77,26 @@ def test_a_successor_begins_without_connections(tmp_path: Path) -> None:
 
 
 def test_courtesy_ends_where_nobody_comes() -> None:
-    courtesy = Courtesy()
+    courtesy = AcceptBackoff()
     assert not courtesy.gives_way(share_is_large=False)
     between = []
     for _ in range(8):
         count = 0
         while not courtesy.gives_way(share_is_large=True):
             count += 1
-        courtesy.nobody_came()
+        courtesy.not_taken()
         between.append(count)
     assert between == [0, 0, 1, 3, 7, 15, 31, 63]
     for _ in range(63):
         assert not courtesy.gives_way(share_is_large=True)
-    courtesy.somebody_came()
+    courtesy.taken()
     assert courtesy.gives_way(share_is_large=True)
 
 
 def test_a_small_share_ends_what_was_learned_of_neighbours() -> None:
-    courtesy = Courtesy()
+    courtesy = AcceptBackoff()
     for _ in range(5):
-        courtesy.nobody_came()
+        courtesy.not_taken()
     assert not courtesy.gives_way(share_is_large=False)
     assert courtesy.gives_way(share_is_large=True)
 
@@ -104,7 +104,7 @@ def test_a_small_share_ends_what_was_learned_of_neighbours() -> None:
 def test_who_has_many_connections_leaves_new_ones_to_others(
     tables: list[AdmissionTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceptor, "GIVE_WAY", 10 * PATIENCE)
+    monkeypatch.setattr(acceptor, "YIELD_SECONDS", 10 * PATIENCE)
     taken: list[int] = []
 
     async def scenario() -> None:

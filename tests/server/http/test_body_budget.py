@@ -3,17 +3,21 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from fastapi import FastAPI, Response
 
 from server.access.admission_table import AdmissionTable, create_admission_table
+from server.api.route import ApiRoute
 from server.config import FrontEndConfig, GuardConfig
+from server.errors import ApiError
 from server.http.body_budget import FREE_BYTES, KEPT_TIMES, BodyBudget, NoRoomForBody
-from server.http.call import BodyLimits, Call, raw_endpoint
-from server.http.errors import ApiError
+from server.http.call import BodyLimits, Call
 from server.observe.metrics import FrontEndMetrics
+from server.schema.body import RequestBody
 
 PIECE = 2**18
 
@@ -101,16 +105,21 @@ def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
 ) -> None:
     budget = BodyBudget(AdmissionTable(None), PIECE)
     limits = BodyLimits(2 * KEPT_TIMES * PIECE, 60.0, budget)
-    scope = {"type": "http", "path": "/", "headers": [(b"content-type", b"application/json")]}
+    app = FastAPI()
+    app.state.services = SimpleNamespace(body_limits=limits, metrics=FrontEndMetrics(config))
+    scope = {
+        "type": "http", "method": "POST", "path": "/", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
     statuses: list[int] = []
 
     async def scenario() -> None:
         over, running = asyncio.Event(), asyncio.Semaphore(0)
 
-        async def handler(call: Call) -> None:
+        async def operation(body: RequestBody) -> Response:
             running.release()
             await over.wait()
-            await call.send_json(200, b"{}")
+            return Response()
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -118,11 +127,12 @@ def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
 
         async def ask(size: int) -> None:
             async def receive() -> dict[str, Any]:
-                return {"type": "http.request", "body": b" " * size, "more_body": False}
+                body = b"{}".ljust(size)
+                return {"type": "http.request", "body": body, "more_body": False}
 
-            await endpoint(scope, receive, send)
+            await app({**scope}, receive, send)
 
-        endpoint = raw_endpoint("/", handler, FrontEndMetrics(config), limits)
+        app.router.routes.append(ApiRoute("/", operation, methods=["POST"]))
         waiting = [asyncio.create_task(ask(PIECE)) for _ in range(KEPT_TIMES)]
         for _ in waiting:
             await running.acquire()
@@ -170,3 +180,14 @@ class TestSmallBodies:
 
     def test_requests_are_served_while_there_is_no_room_for_uploads(self, http: Any) -> None:
         http.complete()
+
+
+def test_many_bodies_that_are_small_each_are_counted() -> None:
+    """As many as a front end has connections, of which none is complete."""
+    budget = BodyBudget(AdmissionTable(None), 128 << 20)
+    size = (1 << 16) - 1
+    for _ in range((128 << 20) // size):
+        budget.hold().grow(size)
+    with pytest.raises(NoRoomForBody):
+        budget.hold().grow(size)
+    assert 8192 * FREE_BYTES <= 128 << 20

@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from benchmarks.hostile.operations import OPERATIONS
-from server.access.limits import MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_MESSAGES, MAX_PARTS
 from server.config import GuardConfig
+from server.limits import MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_MESSAGES, MAX_PARTS
 from tests.server.conftest import Http
 from tests.server.endpoints import ADMIN, bodies, models
 

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,8 @@ from server.access.guards import tls_options
 from server.config import GuardConfig
 from server.http.certificates import LOOK_INTERVAL, Certificates
 from tests.server.http.test_http_protocol import run, served
+from tests.support.certificates import make_certificate
 from tests.support.waiting import PATIENCE
-
-
-def make_certificate(directory: Path) -> None:
-    directory.mkdir()
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
-         "-keyout", str(directory / "tls.key"), "-out", str(directory / "tls.crt")],
-        check=True, capture_output=True,
-    )  # fmt: skip
 
 
 class Secret:
@@ -41,7 +31,9 @@ class Secret:
     def renew(self) -> None:
         """Show a new certificate with a new key, in one moment."""
         self._number += 1
-        make_certificate(self.path / f"{self._number}")
+        made = self.path / f"{self._number}"
+        made.mkdir()
+        make_certificate(made / "tls.crt", made / "tls.key")
         (self.path / "next").symlink_to(f"{self._number}")
         (self.path / "next").rename(self.path / "data")
 
@@ -126,7 +118,8 @@ def test_files_that_do_not_fit_change_nothing_until_they_do(
     watched = certificates(secret)
     first = watched.current(0)
     other = tmp_path / "other"
-    make_certificate(other)
+    other.mkdir()
+    make_certificate(other / "tls.crt", other / "tls.key")
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     # A renewal that is not made in one moment: the certificate first, then its key.
     (other / "tls.crt").rename(certificate)

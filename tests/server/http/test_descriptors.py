@@ -5,6 +5,8 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 from server.http.descriptors import room_for_connections
 
 SCRIPT = """
@@ -52,3 +54,15 @@ def test_connections_leave_descriptors_for_everything_else() -> None:
     assert room_for_connections(10) == 10
     if limit != resource.RLIM_INFINITY:
         assert room_for_connections(limit + 1) < limit
+
+
+@pytest.mark.parametrize(("limit", "room"), [(256, 128), (1024, 768)])
+def test_a_limit_that_is_too_low_is_told(
+    limit: int, room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert room_for_connections(room) == room
+    assert caplog.text == ""
+    assert room_for_connections(8192) == room
+    assert f"only {room} connections" in caplog.text
+    assert f"the limit of open files is {limit}" in caplog.text

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.shared.messages import RequestOutput
-from server.access.limits import MAX_PROMPTS
+from server.limits import MAX_PROMPTS
 
 GUARD_SECONDS = 60
 

@@ -43,7 +43,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"suffix": "after"}, "suffix"),
         ({"seed": 2**63}, "seed"),
-        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x"] * 129}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", 5]}, "stop[1]"),
         ({"min_tokens": 20}, "min_tokens"),

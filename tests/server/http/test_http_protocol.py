@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import select
 import socket
-import subprocess
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -15,13 +15,14 @@ import pytest
 import uvicorn
 import uvloop
 
-from engine.shared.messages import AddRequest, RequestOutput, SamplingParams
+from engine.shared.messages import AddRequest, RequestOutput
 from server.access.guards import tls_options
 from server.config import FrontEndConfig, GuardConfig
 from server.http.listener import HttpServer
 from server.http.protocol import limited_protocol
 from server.http.request_meter import MAX_PIPELINED
 from server.router.token_stream import MAX_BACKLOG, RequestStream
+from tests.support.certificates import make_certificate
 from tests.support.waiting import PATIENCE, until_async
 
 GUARD_SECONDS = PATIENCE
@@ -177,7 +178,7 @@ async def flood(port: int, start: bytes, piece: bytes, most: int = 2**24) -> tup
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/health"])
 def test_trailers_without_end_are_cut_off(app: Any, piece: bytes, path: bytes) -> None:
     async def scenario() -> None:
-        async with served(app, GuardConfig()) as port:
+        async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
             start = CHUNKED.replace(b"/v1/completions", path)
             start += b"%x\r\n%s\r\n0\r\nX: " % (len(BODY), BODY)
             _, sent = await flood(port, start, piece)
@@ -210,7 +211,7 @@ def test_trailers_are_no_headers(app: Any) -> None:
 @pytest.mark.parametrize("piece", [b"0" * 4096, b"5;" + b"e" * 4096, b"e" * 4096])
 def test_chunk_sizes_and_extensions_without_end_are_cut_off(app: Any, piece: bytes) -> None:
     async def scenario() -> None:
-        async with served(app, GuardConfig()) as port:
+        async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
             _, sent = await flood(port, CHUNKED, piece)
             assert sent < 2**22
 
@@ -301,6 +302,124 @@ def test_a_client_that_sends_all_of_a_body_that_is_too_large_reads_why_it_was_re
                 assert answer.startswith(b"HTTP/1.1 413 ")
                 assert b"body_too_large" in answer
                 writer.close()
+
+    run(scenario)
+
+
+LARGE = b"x" * (4 * FrontEndConfig().guards.max_body_bytes)
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (head(len(LARGE)).replace(b"Host", b"Connection: close\r\nHost") + LARGE, b"413"),
+        (head(len(LARGE)).replace(b"1.1", b"1.0") + LARGE, b"413"),
+        (
+            CHUNKED.replace(b"Host", b"Connection: close\r\nHost")
+            + b"%x\r\n%s\r\n0\r\n\r\n" % (len(LARGE), LARGE),
+            b"413",
+        ),
+        (b"GET /health HTTP/1.1\r\nX: " + LARGE, b"431"),
+        (b"nonsense\r\n" + LARGE, b"400"),
+        (CHUNKED + b"nonsense\r\n" + LARGE, b"400"),
+        (CHUNKED + b"1\r\na\r\n" * 10**6, b"413"),
+        (CHUNKED + b"1;" + LARGE, b"431"),
+    ],
+    ids=[
+        "sized",
+        "HTTP/1.0",
+        "chunked",
+        "large head",
+        "no HTTP",
+        "no chunk",
+        "small chunks",
+        "large extension",
+    ],
+)
+def test_a_client_whose_connection_ends_reads_the_answer_first(
+    app: Any, certified: GuardConfig, sent: bytes, status: bytes, secure: bool
+) -> None:
+    guards = certified if secure else GuardConfig()
+
+    async def scenario() -> None:
+        context = None
+        if secure:
+            context = ssl.create_default_context(cafile=certified.ssl_certfile)
+        async with served(app, guards) as port:
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+                writer.write(sent)
+                await writer.drain()
+                first, _, rest = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
+                assert first.split()[1] == status
+                assert b"connection: close" in rest
+                writer.close()
+
+    run(scenario)
+
+
+class TestServerWithKeys:
+    @pytest.fixture
+    def config(self, config: FrontEndConfig) -> FrontEndConfig:
+        return msgspec.structs.replace(config, guards=GuardConfig(api_key=("secret",)))
+
+    def test_a_client_without_a_key_reads_that_before_its_connection_ends(self, app: Any) -> None:
+        closing = head(len(LARGE)).replace(b"Host", b"Connection: close\r\nHost") + LARGE
+
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                for _ in range(12):
+                    reader, writer = await connect(port)
+                    writer.write(closing)
+                    await writer.drain()
+                    assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 401 ")
+                    writer.close()
+
+        run(scenario)
+
+
+def test_a_body_that_is_said_to_be_too_large_is_refused_before_it_is_sent(app: Any) -> None:
+    expecting = head(len(LARGE)).replace(b"Host", b"Expect: 100-continue\r\nHost")
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            reader, writer = await connect(port)
+            writer.write(expecting)
+            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 413 ")
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_shutdown_leaves_a_client_that_still_sends_its_answer(app: Any) -> None:
+    async def scenario() -> None:
+        async with served_by(app, GuardConfig()) as (server, port):
+            reader, writer = await connect(port)
+            writer.write(head(len(LARGE)) + LARGE[:1000])
+            await reader.readuntil(b"HTTP/1.1 413 ")
+            server.end_connections()
+            writer.write(LARGE[1000:])
+            await writer.drain()
+            assert b"body_too_large" in await reader.read()
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_connection_that_ends_drops_a_limited_amount_for_a_limited_time(app: Any) -> None:
+    endless = head(10**9).replace(b"Host", b"Connection: close\r\nHost")
+
+    async def scenario() -> None:
+        guards = msgspec.structs.replace(HURRIED, max_body_bytes=2**17)
+        async with served_by(app, guards) as (server, port):
+            reader, writer = await connect(port)
+            writer.write(endless + b"x")
+            assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
+            await until_async(lambda: not server.server_state.connections, "it is closed")
+            writer.close()
+            _, sent = await flood(port, endless, b"x" * 4096, most=2**25)
+            assert sent < 2**24
 
     run(scenario)
 
@@ -435,11 +554,8 @@ class Flood:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engines, name)
 
-    def submit(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, **_: Any
-    ) -> RequestStream:
-        request = AddRequest(1, request_id, 0, 0, prompt_token_ids, sampling)
-        stream = RequestStream(request, lambda stream: self.closed.set())
+    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> RequestStream:
+        stream = RequestStream(message, lambda stream: self.closed.set(), pinned_rank)
         self.streams.append(stream)
         self.pumps.append(asyncio.create_task(self._generate(stream)))
         return stream
@@ -491,11 +607,10 @@ class TestReaders:
                     assert unread <= MAX_BACKLOG + 64 * 8
                 transport.resume_reading()
                 answer = b""
-                while b"data: [DONE]" not in answer:
+                while b"client_too_slow" not in answer:
                     part = await reader.read(1 << 16)
                     assert part, "the connection was closed"
                     answer = answer[-500:] + part
-                assert b"client_too_slow" in answer
                 writer.close()
                 await writer.wait_closed()
 
@@ -505,12 +620,7 @@ class TestReaders:
 @pytest.fixture
 def certified(tmp_path: Path) -> GuardConfig:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
-         "-keyout", str(key), "-out", str(certificate)],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    make_certificate(certificate, key)
     return GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
 
 
@@ -518,8 +628,6 @@ def test_unfinished_handshakes_count_as_connections_and_give_way(
     app: Any, certified: GuardConfig
 ) -> None:
     async def scenario() -> None:
-        import ssl
-
         trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
         limited = msgspec.structs.replace(certified, max_connections=4)
         async with served(app, limited) as port:
@@ -556,8 +664,6 @@ def test_a_server_that_ends_does_not_wait_for_handshakes(app: Any, certified: Gu
 
 def test_https_is_served_with_a_certificate(app: Any, certified: GuardConfig) -> None:
     async def scenario() -> None:
-        import ssl
-
         trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
         async with (
             served(app, certified) as port,

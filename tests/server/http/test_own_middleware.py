@@ -2,6 +2,7 @@
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,8 +10,10 @@ import pytest
 
 from engine.shared.config import ModelConfig
 from engine.shared.messages import ClusterView, EngineEntry, EngineStats
+from engine.shared.plugins import BadPlugin
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
 from server.http.own_middleware import BadMiddleware
+from tests.support.plugins import offer
 
 
 class Refuses:
@@ -62,16 +65,45 @@ def test_middleware_is_around_all_that_is_served(http_of: Any, module: str) -> N
 
 
 @pytest.mark.parametrize(
-    "path", ["", "nothing", "operators_own.missing", "operators_own.number", "no_such_module.x"]
+    "path", ["", "operators_own.missing", "operators_own.number", "no_such_module.x"]
 )
 def test_what_is_no_middleware_is_named_at_the_start(http_of: Any, module: str, path: str) -> None:
     with pytest.raises(BadMiddleware, match=r"--middleware"):
         http_of(settings(path))
 
 
+def test_middleware_can_be_of_a_package(
+    http_of: Any, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(tmp_path, "swell.middleware", signer=f"{module}:signs", other=f"{module}:missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    http = http_of(settings("signer"))
+    assert http.get("/health").headers["x-signed"] == "/health"
+    with pytest.raises(BadPlugin, match=r"--middleware nothing: .* there are other, signer"):
+        http_of(settings("nothing"))
+    with pytest.raises(BadPlugin, match=r"--middleware other: .*AttributeError"):
+        http_of(settings("other"))
+
+
 def stats(rank: int, waiting: int, running: int, usage: float) -> EngineEntry:
     of_engine = EngineStats(rank, 1, 1, 0, 0, waiting, running, usage, 0)
     return EngineEntry(rank, 1, True, "node", 0, None, of_engine)
+
+
+def test_middleware_can_be_a_file(http_of: Any, tmp_path: Path) -> None:
+    file = tmp_path / "gate.py"
+    file.write_text(
+        "async def signs(request, call_next):\n"
+        "    answer = await call_next(request)\n"
+        "    answer.headers['x-signed'] = request.url.path\n"
+        "    return answer\n"
+    )
+    http = http_of(settings(f"{file}:signs"))
+    assert http.get("/health").headers["x-signed"] == "/health"
+    with pytest.raises(BadMiddleware, match="absent"):
+        http_of(settings(f"{file}:absent"))
+    with pytest.raises(BadMiddleware, match=r"\./FILE\.py:NAME"):
+        http_of(settings("gate.signs"))
 
 
 @pytest.mark.parametrize(

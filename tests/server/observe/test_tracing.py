@@ -4,6 +4,7 @@ import gzip
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -13,10 +14,19 @@ from fastapi import FastAPI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from engine.shared.messages import RequestOutput, RequestTiming
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig
+from server.generate.pooling.run import UNSAMPLED
 from server.observe.metrics import FrontEndMetrics
-from server.observe.tracing import RequestTracer, request_tracer
+from server.observe.tracing import (
+    MAX_TRACED_SEQUENCES,
+    EndedRequest,
+    RequestTracer,
+    request_tracer,
+)
+from server.router.engine_times import EngineTimes, EngineVisit
 from server.router.generation_client import NoEngineAvailable
 from server.text.tokenizer import ServedTokenizer
 
@@ -86,7 +96,69 @@ def app(
     front_end_metrics: FrontEndMetrics,
     tracer: RequestTracer,
 ) -> FastAPI:
-    return build_app(config, engines, tokenizer, front_end_metrics, tracer=tracer)
+    return build_app(make_services(config, engines, tokenizer, front_end_metrics, tracer=tracer))
+
+
+def ended_request(**fields: Any) -> EndedRequest:
+    return EndedRequest(
+        operation="chat", request_id="mine", model="tiny", carrier={}, sampling=UNSAMPLED,
+        n=1, arrived=time.monotonic(), first_token=None, prompt_tokens=3, cached_tokens=1,
+        completion_tokens=2, finish_reasons=["stop"], error=None, **fields,
+    )  # fmt: skip
+
+
+def test_a_span_tells_how_long_its_request_waited_and_computed(
+    tracer: RequestTracer, collector: Collector
+) -> None:
+    tracer.record(ended_request(timing=RequestTiming(queue=0.25, prefill=0.5, decode=1.0)))
+    tracer.close()
+    (span,) = collector.spans
+    assert span.name == "chat tiny"
+    found = attributes(span)
+    for name, seconds in (
+        ("queue", 0.25), ("model_prefill", 0.5), ("model_decode", 1.0), ("model_inference", 1.5),
+    ):  # fmt: skip
+        assert found[f"gen_ai.latency.time_in_{name}"] == seconds
+    assert found["gen_ai.usage.cache_read.input_tokens"] == 1
+
+
+def test_each_engine_that_a_request_was_in_and_each_move_is_a_span_below_its_own(
+    tracer: RequestTracer, collector: Collector
+) -> None:
+    arrived = time.monotonic()
+    times = EngineTimes()
+    times.sent(0, arrived + 0.5)
+    times.said(RequestTiming(0.25, 0.5), arrived + 1.5, last=False)
+    times.left(arrived + 3.5)
+    times.sent(2, arrived + 4.0)
+    times.said(RequestTiming(0.125, 0.25, 1.0), arrived + 6.0, last=True)
+    times.ended(arrived + 6.0)
+    tracer.record(ended_request(visits=[times.visits]))
+    tracer.close()
+    spans = {each.name: each for each in collector.spans}
+    request = spans.pop("chat tiny")
+    assert list(spans) == ["engine 0", "move to engine 2", "engine 2"]
+    assert {each.parent_span_id for each in spans.values()} == {request.span_id}
+
+    def seconds(span: Span) -> float:
+        return round((span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, 3)
+
+    assert [seconds(each) for each in spans.values()] == [3.0, 0.5, 2.0]
+    first, move, second = (attributes(each) for each in spans.values())
+    assert (first["swell.engine"], second["swell.engine"]) == (0, 2)
+    assert (move["swell.from_engine"], move["swell.to_engine"]) == (0, 2)
+    # It decoded there until it was lost, since its first output came.
+    assert first["gen_ai.latency.time_in_model_decode"] == pytest.approx(2.0)
+    assert second["gen_ai.latency.time_in_queue"] == 0.125
+
+
+def test_a_request_of_many_sequences_has_spans_for_the_engines_of_some_of_them(
+    tracer: RequestTracer, collector: Collector
+) -> None:
+    visits = [[EngineVisit(0, 0.0, 1.0, None)] for _ in range(MAX_TRACED_SEQUENCES + 5)]
+    tracer.record(ended_request(visits=visits))
+    tracer.close()
+    assert len(collector.spans) == 1 + MAX_TRACED_SEQUENCES
 
 
 def test_a_request_is_a_span_in_its_clients_trace(
@@ -97,22 +169,28 @@ def test_a_request_is_a_span_in_its_clients_trace(
     answer = http.post("/v1/completions", body, headers=headers)
     usage = answer.json()["usage"]
     tracer.close()
-    (span,) = collector.spans
+    engine, span = collector.spans
+    assert engine.parent_span_id == span.span_id
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     assert span.kind == Span.SPAN_KIND_SERVER
     assert span.start_time_unix_nano <= span.events[0].time_unix_nano <= span.end_time_unix_nano
     found = attributes(span)
+    assert span.name == "text_completion tiny"
     assert found["gen_ai.operation.name"] == "text_completion"
+    assert found["gen_ai.provider.name"] == "swell"
+    assert found["gen_ai.request.choice.count"] == 1
     assert found["gen_ai.request.id"] == "mine"
     assert found["gen_ai.response.model"] == "tiny"
     assert found["gen_ai.request.temperature"] == 0.5
+    assert found["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert found["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
     assert found["gen_ai.usage.prompt_tokens"] == usage["prompt_tokens"]
     assert found["gen_ai.usage.completion_tokens"] == usage["completion_tokens"]
     assert found["gen_ai.response.finish_reasons"] == ["length"]
     assert 0 <= found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
 
 
-def test_streams_of_several_choices_are_one_span_without_text(
+def test_streams_of_several_choices_are_one_span_with_one_per_engine_and_no_text(
     http: Any, tracer: RequestTracer, collector: Collector
 ) -> None:
     http.stream(
@@ -120,14 +198,16 @@ def test_streams_of_several_choices_are_one_span_without_text(
         {"messages": [{"role": "user", "content": "a secret"}], "n": 2, "max_tokens": 20},
     )
     tracer.close()
-    (span,) = collector.spans
-    assert not span.parent_span_id
+    (span,) = [each for each in collector.spans if not each.parent_span_id]
     found = attributes(span)
     assert found["gen_ai.operation.name"] == "chat"
     assert found["gen_ai.request.n"] == 2
     assert found["gen_ai.response.finish_reasons"] == ["stop", "stop"]
-    assert b"secret" not in span.SerializeToString()
-    assert b"hello world" not in span.SerializeToString()
+    children = [each for each in collector.spans if each.parent_span_id]
+    assert [attributes(each)["swell.sequence"] for each in children] == [0, 1]
+    for each in collector.spans:
+        assert b"secret" not in each.SerializeToString()
+        assert b"hello world" not in each.SerializeToString()
 
 
 def test_a_request_that_fails_says_so(
@@ -136,10 +216,21 @@ def test_a_request_that_fails_says_so(
     engines.script = lambda stream: [NoEngineAvailable("gone")]
     assert http.post("/v1/completions", {"model": "tiny", "prompt": "hello"}).status_code == 503
     tracer.close()
-    (span,) = collector.spans
+    (span,) = [each for each in collector.spans if not each.parent_span_id]
     assert span.status.code == Status.STATUS_CODE_ERROR
     assert attributes(span)["error.type"] == "NoEngineAvailable"
     assert attributes(span)["gen_ai.response.finish_reasons"] == ["error"]
+
+
+def test_a_request_that_is_lost_tells_how_long_it_had_computed(
+    http: Any, engines: Any, tracer: RequestTracer, collector: Collector
+) -> None:
+    begun = RequestOutput(1, [5], timing=RequestTiming(queue=0.25, prefill=0.5, decode=0.0))
+    engines.script = lambda _: [begun, NoEngineAvailable("the engine died")]
+    assert http.post("/v1/completions", {"prompt": "hello"}).status_code == 503
+    tracer.close()
+    (span,) = [each for each in collector.spans if not each.parent_span_id]
+    assert attributes(span)["gen_ai.latency.time_in_model_prefill"] == 0.5
 
 
 def test_without_an_endpoint_there_is_no_tracer_and_nothing_is_imported() -> None:

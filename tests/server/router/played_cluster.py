@@ -18,7 +18,7 @@ from engine.shared.messages import (
     SamplingParams,
     StepOutputs,
 )
-from server.router.events import Heard, Tick
+from server.router.events import EngineHello, Tick
 from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.router import build_router
 from server.router.routing import LeastLoaded
@@ -70,7 +70,7 @@ class Cluster:
         self.now = 0.0
         self.router = build_router(
             front_end=0, incarnation=ME, first_id=0, policy=LeastLoaded(), table=None, grace=5.0,
-            max_resumes=max_resumes, resume_timeout=resume_timeout,
+            max_resumes=max_resumes, halted_timeout=300.0, resume_timeout=resume_timeout,
         )  # fmt: skip
         self.shell = RouterShell(
             self.router, send=self._send, notify=lambda notice: None, on_idle=lambda: None,
@@ -111,7 +111,9 @@ class Cluster:
 
     def hello(self, engine: Played) -> None:
         """An engine says that its request route is open."""
-        self.shell.handle(Heard(engine.identity, RouteHello(engine.rank, engine.incarnation, 1)))
+        self.shell.handle(
+            EngineHello(engine.identity, RouteHello(engine.rank, engine.incarnation, 1))
+        )
 
     def publish(self) -> None:
         """The coordinator publishes who is there."""

@@ -4,7 +4,7 @@ import pytest
 
 from engine.shared.messages import UtilityCall, UtilityResult
 from server.router.calls import UtilityCalls
-from server.router.events import Action, Answer, Call, Refuse, Send
+from server.router.events import Action, Call, CallResult, Refuse, Send
 from tests.server.router.known_engines import members_of
 
 FRONT_END = 3
@@ -22,7 +22,7 @@ def test_a_call_of_all_goes_to_each_and_is_answered_once_all_have_by_rank() -> N
     assert begun(calls, 1, None, 10, 11) == sends
     assert calls.answered(UtilityResult(1, 1, {"a": 1})) == []
     results = [UtilityResult(1, 0, {"a": 0}), UtilityResult(1, 1, {"a": 1})]
-    assert calls.answered(results[0]) == [Answer(1, results)]
+    assert calls.answered(results[0]) == [CallResult(1, results)]
     assert not calls
 
 
@@ -34,7 +34,7 @@ def test_answers_to_nobody_and_repeated_ones_change_nothing() -> None:
     assert calls.answered(UtilityResult(1, 0, {"first": True})) == []
     assert calls.answered(UtilityResult(1, 0, {"first": False})) == []
     [answer] = calls.answered(UtilityResult(1, 1))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, CallResult)
     assert answer.results[0].result == {"first": True}
 
 
@@ -52,7 +52,7 @@ def test_the_end_of_an_engine_answers_its_calls_and_not_those_of_its_successor()
     begun(calls, 1, 0, 10)
     begun(calls, 2, 0, 20)
     [answer] = calls.engine_lost((0, 10))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, CallResult)
     assert (answer.call_id, answer.results[0].error) == (1, "engine 0 died before it answered")
     assert calls.engine_lost((0, 10)) == []
     assert len(calls) == 1
@@ -63,7 +63,7 @@ def test_who_does_not_answer_in_time_is_answered_for_and_the_others_count() -> N
     begun(calls, 1, None, 10, 11)
     calls.answered(UtilityResult(1, 1, {"a": 1}))
     [answer] = calls.overdue(1, "within 2 s")
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, CallResult)
     assert answer.results[0].error == "engine 0 did not answer within 2 s; it may do it yet"
     assert answer.results[1].result == {"a": 1}
     assert calls.overdue(1, "within 2 s") == []

@@ -16,6 +16,7 @@ from engine.shared.messages import (
     AbortRequests,
     AddRequest,
     ClusterView,
+    EncoderInput,
     EngineDead,
     EngineEntry,
     EngineInput,
@@ -25,6 +26,7 @@ from engine.shared.messages import (
     RequestTiming,
     RouteHello,
     RouteTaken,
+    SamplingParams,
     StepOutputs,
     UtilityCall,
     UtilityResult,
@@ -37,6 +39,7 @@ from server.router.engine_client import EngineClient
 from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
 from server.router.router import build_router
 from server.router.routing import LeastLoaded
+from server.router.token_stream import RequestStream
 from tests.server.router.played_cluster import GREEDY, SETUP
 from tests.support.waiting import until_async
 
@@ -121,6 +124,7 @@ class World:
         self.counts = Counts()
         self.notices: list[FrontEndNotice] = []
         self.engines: list[PlayedEngine] = []
+        self.setup = SETUP
         self._version = 0
         self.router = build_router(
             front_end=0,
@@ -131,6 +135,7 @@ class World:
             grace=5.0,
             max_resumes=1,
             resume_timeout=5.0,
+            halted_timeout=300.0,
         )
         self.client = EngineClient(
             front_end=0,
@@ -158,13 +163,18 @@ class World:
 
     def publish_processes(self, *engines: tuple[int, int], running: bool = False) -> None:
         self._version += 1
-        entries = [EngineEntry(*engine, True, "h", 0, SETUP, None) for engine in engines]
+        entries = [EngineEntry(*engine, True, "h", 0, self.setup, None) for engine in engines]
         self.client.view_changed(
             ClusterView(
                 epoch=1, version=self._version, wave=3, running=running, engines=entries,
                 num_front_ends=1,
             )
         )  # fmt: skip
+
+    def submit(
+        self, name: str, prompt: list[int], sampling: SamplingParams, pinned_rank: int | None = None
+    ) -> RequestStream:
+        return self.client.submit(AddRequest(0, name, 0, 0, prompt, sampling), pinned_rank)
 
     async def one_engine(self) -> PlayedEngine:
         engine = self.engine(0, 10)
@@ -197,7 +207,7 @@ def test_the_first_time_it_is_ready_when_enough_engines_are_later_with_one(tmp_p
             w.publish(first)
             await until_async(lambda: w.num_open == 1, "one is open")
             assert not w.client.ready
-            assert w.client.takes_requests
+            w.client.check_takes_requests()
             w.publish(first, second)
             await until_async(lambda: w.client.ready, "it is ready")
             w.publish(second)
@@ -211,7 +221,7 @@ def test_the_first_time_it_is_ready_when_enough_engines_are_later_with_one(tmp_p
 def test_the_first_requests_wait_until_all_engines_that_serve_are_reached(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
-            waiting = asyncio.create_task(w.client.acquainted())
+            waiting = asyncio.create_task(w.client.wait_for_first_engines())
             w.engine(0, 10)
             w.publish_processes((0, 10), (1, 11))
             await until_async(lambda: w.num_open == 1, "one is open")
@@ -221,7 +231,9 @@ def test_the_first_requests_wait_until_all_engines_that_serve_are_reached(tmp_pa
                 await waiting
                 assert w.num_open == 2
                 w.publish()
-                await w.client.acquainted()  # who comes later finds no engine, and is told so
+                await (
+                    w.client.wait_for_first_engines()
+                )  # who comes later finds no engine, and is told so
 
     asyncio.run(scenario())
 
@@ -232,7 +244,7 @@ def test_the_first_requests_do_not_wait_for_engines_that_are_not_there(
 ) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
-            waiting = asyncio.create_task(w.client.acquainted())
+            waiting = asyncio.create_task(w.client.wait_for_first_engines())
             await asyncio.sleep(0)
             assert not waiting.done()
             if tell == "it drains":
@@ -245,11 +257,32 @@ def test_the_first_requests_do_not_wait_for_engines_that_are_not_there(
     asyncio.run(scenario())
 
 
+def test_what_a_shutdown_does_not_wait_for_ends_with_an_error(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engines = await w.two_engines()
+            streams = [w.submit(f"r{i}", [1, 2, 3], GREEDY) for i in range(2)]
+            for stream in streams:
+                assert isinstance(await engines[stream.request.rank].receive(), AddRequest)
+            assert await w.client.drain(0.0) == 2
+            for stream in streams:
+                with pytest.raises(NoEngineAvailable, match="shutting down"):
+                    await stream.next()
+                stream.close()
+                assert isinstance(await engines[stream.request.rank].receive(), AbortRequests)
+            assert w.client.num_in_flight == 0
+            for ask in (w.client.check_takes_requests, lambda: w.submit("r", [1], GREEDY)):
+                with pytest.raises(NoEngineAvailable, match="shutting down"):
+                    ask()
+
+    asyncio.run(scenario())
+
+
 def test_requests_go_to_both_engines_and_come_back_merged(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
             engines = await w.two_engines()
-            streams = [w.client.submit(f"r{i}", [1, 2, 3], GREEDY) for i in range(2)]
+            streams = [w.submit(f"r{i}", [1, 2, 3], GREEDY) for i in range(2)]
             assert {stream.request.rank for stream in streams} == {0, 1}
             for stream in streams:
                 engine = engines[stream.request.rank]
@@ -271,11 +304,11 @@ def test_a_request_to_paused_engines_comes_with_a_wake_up_notice(tmp_path: Path)
     async def scenario() -> None:
         async with world(tmp_path) as w:
             engine = await w.one_engine()
-            w.client.submit("a", [1], GREEDY)
+            w.submit("a", [1], GREEDY)
             assert w.notices == [WakeUp(0, 0, 3)]
             w.publish(engine, running=True)
             assert w.counts.wakes == 1
-            w.client.submit("b", [1], GREEDY)
+            w.submit("b", [1], GREEDY)
             assert len(w.notices) == 1
 
     asyncio.run(scenario())
@@ -285,7 +318,7 @@ def test_closing_an_unfinished_stream_aborts_it_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
             engine = await w.one_engine()
-            stream = w.client.submit("a", [1], GREEDY)
+            stream = w.submit("a", [1], GREEDY)
             stream.close()
             stream.close()
             request = await engine.receive()
@@ -301,7 +334,7 @@ def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(tmp_path: Path,
     async def scenario() -> None:
         async with world(tmp_path) as w:
             engines = await w.two_engines()
-            stream = w.client.submit("a", [1, 2], GREEDY)
+            stream = w.submit("a", [1, 2], GREEDY)
             dying, other = engines[stream.request.rank], engines[1 - stream.request.rank]
             request = await dying.receive()
             assert isinstance(request, AddRequest)
@@ -336,7 +369,7 @@ def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(tmp_path: Path,
         # A send to a peer that has gone fails as soon as its disconnection is noticed.
         async with asyncio.timeout(GUARD):
             while w.counts.resumed == 0:
-                w.client.submit("probe", [1], GREEDY)
+                w.submit("probe", [1], GREEDY)
                 await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
@@ -346,7 +379,7 @@ def test_a_moved_request_weighs_with_all_its_tokens(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
             engines = await w.two_engines()
-            stream = w.client.submit("a", [1, 2], GREEDY)
+            stream = w.submit("a", [1, 2], GREEDY)
             dying, other = engines[stream.request.rank], engines[1 - stream.request.rank]
             request = await dying.receive()
             dying.send(RequestOutput(request.id, [7, 8, 9]))  # type: ignore[union-attr]
@@ -364,7 +397,7 @@ def test_late_outputs_of_an_engine_given_up_for_dead_are_dropped(tmp_path: Path)
     async def scenario() -> None:
         async with world(tmp_path) as w:
             engines = await w.two_engines()
-            stream = w.client.submit("a", [1], GREEDY)
+            stream = w.submit("a", [1], GREEDY)
             old, new = engines[stream.request.rank], engines[1 - stream.request.rank]
             request = await old.receive()
             assert isinstance(request, AddRequest)
@@ -384,7 +417,7 @@ def test_an_engine_that_wrongly_passed_for_dead_is_told_to_drop_what_moved_on(
     async def scenario() -> None:
         async with world(tmp_path) as w:
             engines = await w.two_engines()
-            stream = w.client.submit("a", [1], GREEDY)
+            stream = w.submit("a", [1], GREEDY)
             silent, other = engines[stream.request.rank], engines[1 - stream.request.rank]
             request = await silent.receive()
             assert isinstance(request, AddRequest)
@@ -401,7 +434,7 @@ def test_an_engine_that_had_dropped_this_front_end_gets_its_requests_again(tmp_p
     async def scenario() -> None:
         async with world(tmp_path) as w:
             engine = await w.one_engine()
-            w.client.submit("a", [1], GREEDY)
+            w.submit("a", [1], GREEDY)
             request = await engine.receive()
             assert isinstance(request, AddRequest)
             stream = w.router.delivery.in_flight[request.id]
@@ -421,7 +454,7 @@ def test_a_request_whose_engines_keep_dying_ends_when_one_dies_of_it_alone(tmp_p
     async def scenario() -> None:
         async with world(tmp_path) as w:
             first, second = await w.two_engines()
-            stream = w.client.submit("a", [1], GREEDY)
+            stream = w.submit("a", [1], GREEDY)
             other = second if stream.request.rank == 0 else first
             w.publish(other)
             w.publish()
@@ -466,10 +499,10 @@ def test_a_request_waits_for_a_replacement_when_the_only_engine_dies(tmp_path: P
     async def scenario() -> None:
         async with world(tmp_path) as w:
             await w.one_engine()
-            stream = w.client.submit("a", [1], GREEDY)
+            stream = w.submit("a", [1], GREEDY)
             w.publish()
             with pytest.raises(NoEngineAvailable):
-                w.client.submit("b", [1], GREEDY)
+                w.submit("b", [1], GREEDY)
             replacement = w.engine(0, 20)
             w.publish(replacement)
             moved = await replacement.receive()
@@ -484,13 +517,13 @@ def test_a_pinned_request_goes_there_or_nowhere(tmp_path: Path) -> None:
         async with world(tmp_path) as w:
             await w.two_engines()
             for _ in range(3):
-                assert w.client.submit("a", [1], GREEDY, pinned_rank=1).request.rank == 1
+                assert w.submit("a", [1], GREEDY, pinned_rank=1).request.rank == 1
             with pytest.raises(NoSuchEngine, match="engine 5"):
-                w.client.submit("a", [1], GREEDY, pinned_rank=5)
+                w.submit("a", [1], GREEDY, pinned_rank=5)
             assert w.counts.routed == [(1, "pinned")] * 3
             w.publish(w.engines[0])  # the other is down, not unknown
             with pytest.raises(NoEngineAvailable, match="engine 1 cannot serve") as down:
-                w.client.submit("a", [1], GREEDY, pinned_rank=1)
+                w.submit("a", [1], GREEDY, pinned_rank=1)
             assert not isinstance(down.value, NoSuchEngine)
 
     asyncio.run(scenario())
@@ -564,7 +597,7 @@ def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
             engine = await w.one_engine()
-            stream = w.client.submit("a", [1], GREEDY)
+            stream = w.submit("a", [1], GREEDY)
             request = await engine.receive()
             for junk in (b"", b"\xff\xff", b"\x93\x01\x02\x03", encode(WakeUp(0, 0, 0))):
                 engine.outputs.send(junk)
@@ -595,5 +628,29 @@ def test_an_engine_that_asks_is_told_as_soon_as_requests_go_to_it(tmp_path: Path
             answer = msgspec.msgpack.decode(engine.requests.recv(), type=EngineInput)
             assert answer == RouteTaken(session=4)
             assert engine.silent(), "another incarnation is not routed to"
+
+    asyncio.run(scenario())
+
+
+def test_images_of_megabytes_arrive_whole_and_again_at_the_next_engine(tmp_path: Path) -> None:
+    pixels = bytes(range(256)) * (3 << 12)
+    image = EncoderInput(
+        position=1, num_tokens=2, digest=b"d" * 16, height=1 << 10, width=1 << 10, pixels=pixels
+    )
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            w.setup = msgspec.structs.replace(SETUP, images=True)
+            first, second = await w.two_engines()
+            assert w.client.serves_images
+            w.client.submit(AddRequest(0, "a", 0, 0, [1, 7, 7, 2], GREEDY, encoder_inputs=[image]))
+            took, other = (first, second) if w.counts.routed[0][0] == 0 else (second, first)
+            message = await took.receive()
+            assert isinstance(message, AddRequest)
+            assert message.encoder_inputs == [image]
+            took.die("boom")
+            again = await other.receive()
+            assert isinstance(again, AddRequest)
+            assert again.encoder_inputs == [image]
 
     asyncio.run(scenario())

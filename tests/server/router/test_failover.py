@@ -25,7 +25,7 @@ class Played:
         )  # fmt: skip
         self.failover = Failover(
             members=self.members, loads=self.known.loads, delivery=self.delivery,
-            max_resumes=max_resumes, resume_timeout=RESUME_TIMEOUT,
+            max_resumes=max_resumes, halted_timeout=300.0, resume_timeout=RESUME_TIMEOUT,
         )  # fmt: skip
 
     def request(self, pinned_rank: int | None = None, now: float = 0.0) -> RoutedRequest:

@@ -130,7 +130,7 @@ def test_an_engine_that_drains_takes_nothing_new_though_no_coordinator_says_so()
     members = members_of(10, 11)
     hear(members, 0, 10, drains=True)
     assert open_ranks(members) == [1]
-    assert members.is_acquainted
+    assert members.reaches_engines
     hear(members, 0, 10, now=0.1)
     assert open_ranks(members) == [1], "a hello that was under way does not take it back"
     listed = (entry(0, 10), entry(1, 11))

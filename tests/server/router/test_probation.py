@@ -4,8 +4,7 @@ import msgspec
 
 from engine.shared.messages import AddRequest, EngineStats, SamplingParams
 from server.router.probation import STEPS_ALONE, STEPS_GROWTH, Probation
-from server.router.request import RoutedRequest
-from server.router.suspicion import Suspicion
+from server.router.request import RoutedRequest, Suspicion
 from tests.server.router.known_engines import stats
 
 HERE = (0, 10)

@@ -16,14 +16,14 @@ from engine.shared.messages import (
 from server.router.events import (
     Abort,
     Action,
-    Answer,
     Call,
     CallOverdue,
+    CallResult,
     Close,
     Confirm,
     Deliver,
+    EngineHello,
     Event,
-    Heard,
     Notify,
     Refuse,
     Resumed,
@@ -43,7 +43,7 @@ from tests.server.router.known_engines import entry, stats, view
 def new_router() -> Router:
     return build_router(
         front_end=0, incarnation=77, first_id=0, policy=LeastLoaded(), table=None, grace=5.0,
-        max_resumes=1, resume_timeout=5.0,
+        max_resumes=1, halted_timeout=300.0, resume_timeout=5.0,
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def with_engines(*incarnations: int) -> Router:
     entries = [entry(rank, incarnation) for rank, incarnation in enumerate(incarnations)]
     router.handle(view(1, *entries, running=True), 0.0)
     for rank, incarnation in enumerate(incarnations):
-        router.handle(Heard(b"%d" % incarnation, RouteHello(rank, incarnation, 1)), 0.0)
+        router.handle(EngineHello(b"%d" % incarnation, RouteHello(rank, incarnation, 1)), 0.0)
     return router
 
 
@@ -126,7 +126,7 @@ def test_later_sequences_wait_when_all_engines_die_as_their_request_begins(
     later = new_request("r-1", pinned_rank, group=first.id)
     assert router.handle(Submit(later), 0.0) == []
     router.handle(view(2, entry(0, 11), running=True), 1.0)
-    sent = sends(router.handle(Heard(b"11", RouteHello(0, 11, 1)), 1.0))
+    sent = sends(router.handle(EngineHello(b"11", RouteHello(0, 11, 1)), 1.0))
     assert [each.message for each in sent] == [first.message, later.message]
 
 
@@ -165,7 +165,7 @@ def test_sends_that_fail_together_suspect_only_what_ran_there_before() -> None:
 MOVED: dict[str, Event] = {
     "last words": EngineDead(0, 10, "boom"),
     "view": view(2, entry(1, 11), running=True),
-    "another connection": Heard(b"new", RouteHello(0, 10, 2)),
+    "another connection": EngineHello(b"new", RouteHello(0, 10, 2)),
 }
 
 
@@ -186,7 +186,7 @@ def test_silence_moves_requests_with_the_tick_that_notices_it() -> None:
     requests = [submitted(router) for _ in range(2)]
     moved: list[Action] = []
     for now in range(1, 7):
-        router.handle(Heard(b"11", RouteHello(1, 11, 1)), float(now))
+        router.handle(EngineHello(b"11", RouteHello(1, 11, 1)), float(now))
         moved += router.handle(Tick(), float(now))
     assert len(sends(moved)) == 1
     assert {request.rank for request in requests} == {1}
@@ -195,7 +195,7 @@ def test_silence_moves_requests_with_the_tick_that_notices_it() -> None:
 def test_a_successor_takes_what_its_predecessor_had_in_one_view() -> None:
     router = with_engines(10)
     request = submitted(router)
-    router.handle(Heard(b"20", RouteHello(0, 20, 1)), 1.0)
+    router.handle(EngineHello(b"20", RouteHello(0, 20, 1)), 1.0)
     [send] = sends(router.handle(view(2, entry(0, 20), running=True), 1.0))
     assert (send.to, request.engine) == (b"20", (0, 20))
 
@@ -203,11 +203,11 @@ def test_a_successor_takes_what_its_predecessor_had_in_one_view() -> None:
 def test_an_engine_that_asks_is_told_once_requests_can_go_to_it() -> None:
     router = new_router()
     asks = RouteHello(0, 10, 4, asks=True)
-    assert router.handle(Heard(b"x", asks), 0.0) == []
+    assert router.handle(EngineHello(b"x", asks), 0.0) == []
     router.handle(view(1, entry(0, 10, ready=False)), 0.0)
-    assert router.handle(Heard(b"x", asks), 0.0) == []
+    assert router.handle(EngineHello(b"x", asks), 0.0) == []
     router.handle(view(2, entry(0, 10)), 0.0)
-    assert router.handle(Heard(b"x", asks), 0.0) == [Confirm(b"x", 4)]
+    assert router.handle(EngineHello(b"x", asks), 0.0) == [Confirm(b"x", 4)]
 
 
 def test_a_view_that_is_known_changes_nothing() -> None:
@@ -224,7 +224,7 @@ def test_whoever_waits_for_an_engine_that_dies_is_answered_by_its_incarnation() 
     router.handle(UtilityResult(1, 0, {"rank": 0}), 0.0)
     assert router.handle(EngineDead(1, 9, "a predecessor's"), 0.0) == []
     [answer] = router.handle(EngineDead(1, 11, "boom"), 0.0)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, CallResult)
     assert [result.error for result in answer.results] == [None, "engine 1 died before it answered"]
 
 
@@ -234,6 +234,6 @@ def test_calls_end_with_the_view_the_failed_send_or_the_clock() -> None:
     by_view = router.handle(view(2, entry(1, 11), entry(2, 12), running=True), 0.0)
     by_send = router.handle(SendsFailed(calls[1]), 0.0)
     by_clock = router.handle(CallOverdue(2, "within 1 s"), 0.0)
-    answers = [a for a in (*by_view, *by_send, *by_clock) if isinstance(a, Answer)]
+    answers = [a for a in (*by_view, *by_send, *by_clock) if isinstance(a, CallResult)]
     assert [answer.call_id for answer in answers] == [0, 1, 2]
     assert not router.calls

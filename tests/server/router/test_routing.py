@@ -3,6 +3,7 @@
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,22 @@ from benchmarks.routing_bench import (
     shared_prefixes,
     skewed,
 )
+from engine.shared.plugins import BadPlugin
 from server.config import RoutingConfig
 from server.router.routing import (
     AFFINITY_BLOCK,
     HASHED_BLOCKS,
     POLICIES,
+    Choice,
     EngineLoad,
     LeastLoaded,
     PowerOfTwo,
     PrefixAffinity,
     RoundRobin,
+    build_policy,
     cost,
 )
+from tests.support.plugins import offer
 
 
 def load(rank: int, requests: int = 0, *, waiting: int = 0, tokens: int = 0) -> EngineLoad:
@@ -40,7 +45,7 @@ def prompt(seed: int, blocks: int) -> list[int]:
 
 def test_every_configured_name_has_its_policy() -> None:
     for name, policy in POLICIES.items():
-        RoutingConfig(routing_policy=name)  # type: ignore[arg-type]
+        RoutingConfig(routing_policy=name)
         choice = policy(3).choose([load(0), load(1, 4)], [1, 2, 3])
         assert choice.rank in (0, 1)
 
@@ -224,3 +229,55 @@ def test_front_ends_that_do_not_see_each_other_do_not_all_choose_the_same_engine
 def test_few_engines_are_compared_whatever_the_number_of_front_ends() -> None:
     loads = [load(0, requests=0), load(1, requests=9)]
     assert {LeastLoaded(s).choose(loads, unseen_front_ends=99).rank for s in range(20)} == {0}
+
+
+class FailsForLongPrompts:
+    """A plugin's policy: the last engine, but for prompts of which it makes a mess."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def choose(
+        self,
+        loads: Sequence[EngineLoad],
+        prompt_token_ids: Sequence[int] = (),
+        unseen_front_ends: int = 0,
+        *,
+        cache_root: bytes = b"",
+    ) -> Choice:
+        if len(prompt_token_ids) == 2:
+            return Choice(17, "wrong")
+        return Choice(loads[-1 if not prompt_token_ids else len(prompt_token_ids)].rank, "last")
+
+
+class TakesNoPrompt:
+    def __init__(self, start: int) -> None:
+        pass
+
+    def choose(self, loads: Sequence[EngineLoad]) -> Choice:
+        return Choice(loads[0].rank, "first")
+
+
+def test_a_plugins_policy_chooses_and_the_least_loaded_engine_is_taken_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer(tmp_path, "swell.routing_policies", last=f"{__name__}:FailsForLongPrompts")
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = build_policy("last", 3)
+    loads = [load(0, 1), load(1, 2)]
+    assert policy.choose(loads) == Choice(1, "last")
+    for prompt_token_ids in ([5, 5], [5, 5, 5]):  # an engine that there is not, an IndexError
+        assert policy.choose(loads, prompt_token_ids) == Choice(0, "least_loaded")
+    assert [each.message for each in caplog.records] == [
+        "--routing-policy last failed, so that the least loaded engine was taken; this is not "
+        "logged again: there is no engine 17"
+    ]
+
+
+def test_a_plugin_that_is_no_policy_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(tmp_path, "swell.routing_policies", short=f"{__name__}:TakesNoPrompt")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BadPlugin, match=r"--routing-policy short: .*TypeError.*argument"):
+        build_policy("short", 0)

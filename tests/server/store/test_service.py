@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from server.access.limits import MAX_JOBS, MAX_JOBS_OF_ONE
-from server.store.records import StoredResponse
+from server.limits import MAX_JOBS, MAX_JOBS_OF_ONE
+from server.store.records import Record
 from server.store.service import ResponseStore, StoreUnavailable
-from server.store.sqlite import sqlite_backend
+from server.store.sql import SqlBackend
+from tests.support.stores import sqlite_backend
 
 
 @pytest.fixture
@@ -26,13 +27,13 @@ def store(
 ) -> Iterator[ResponseStore]:
     """A store that another process holds up until it may `go_on`."""
     backend = sqlite_backend(tmp_path / "responses.sqlite", 1 << 20, 3600.0)
-    get = backend.get
+    get = SqlBackend.get
 
-    def held_up(tenant: str, id_: str) -> StoredResponse | None:
+    def held_up(self: SqlBackend, tenant: str, id_: str) -> Record | None:
         assert go_on.wait(30)
-        return get(tenant, id_)
+        return get(self, tenant, id_)
 
-    monkeypatch.setattr(backend, "get", held_up)
+    monkeypatch.setattr(SqlBackend, "get", held_up)
     made = ResponseStore(backend)
     yield made
     go_on.set()
@@ -40,7 +41,7 @@ def store(
 
 
 async def flood(store: ResponseStore, tenant: str, number: int) -> list[object]:
-    calls = [store.get(tenant, str(each)) for each in range(number)]
+    calls = [store.call(SqlBackend.get, tenant, str(each)) for each in range(number)]
     return list(await asyncio.gather(*calls, return_exceptions=True))
 
 
@@ -49,7 +50,7 @@ def test_one_tenant_leaves_room_in_the_queue_for_others(
 ) -> None:
     async def both() -> tuple[list[object], object]:
         greedy = asyncio.create_task(flood(store, "greedy", 2000))
-        other = asyncio.create_task(store.get("other", "a"))
+        other = asyncio.create_task(store.call(SqlBackend.get, "other", "a"))
         for _ in range(5):  # all have called by then
             await asyncio.sleep(0)
         go_on.set()

@@ -1,5 +1,6 @@
 """Records in a file of SQLite."""
 
+import os
 import sqlite3
 import time
 from functools import partial
@@ -7,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from server.store.sqlite import sqlite_backend
+from server.store.records import DiskFull
+from server.store.sql import SqlBackend
+from server.store.sqlite import SqliteDatabase
 from tests.server.store.contract import *  # noqa: F403
+from tests.support.disks import fill, small_disk
+from tests.support.stores import sqlite_backend
 
 
 @pytest.fixture
@@ -16,9 +21,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "responses.sqlite"
 
 
-@pytest.fixture
-def opener(path: Path) -> Opener:  # noqa: F405
-    return partial(sqlite_backend, path)
+@pytest.fixture(params=[True, False], ids=["lasting", "of the node"])
+def opener(path: Path, request: pytest.FixtureRequest) -> Opener:  # noqa: F405
+    return partial(sqlite_backend, path, lasting=request.param)
 
 
 def test_the_file_is_its_owners_alone(path: Path, opener: Opener) -> None:  # noqa: F405
@@ -32,7 +37,7 @@ def test_the_file_is_its_owners_alone(path: Path, opener: Opener) -> None:  # no
 def test_a_file_that_is_no_database_is_said_to_be_none(path: Path) -> None:
     path.write_bytes(b"not a database, but long enough to be looked at" * 100)
     with pytest.raises(OSError, match=r"responses\.sqlite cannot be used"):
-        sqlite_backend(path, max_bytes=1000, max_age=1.0)
+        SqliteDatabase(path, lasting=True)
 
 
 def test_a_file_that_another_is_setting_up_is_waited_for(
@@ -49,6 +54,96 @@ def test_a_file_that_another_is_setting_up_is_waited_for(
             other.execute("COMMIT")
 
     monkeypatch.setattr(time, "sleep", give_way)
-    sqlite_backend(path, max_bytes=1000, max_age=1.0).close()
+    SqliteDatabase(path, lasting=True).close()
     assert len(waits) == 3
     other.close()
+
+
+def evicted(path: Path, max_bytes: int) -> tuple[SqlBackend, list[str]]:
+    """Return a node's store, and why it deletes things."""
+    reasons: list[str] = []
+    database = SqliteDatabase(path, lasting=False)
+    return SqlBackend(database, max_bytes, DAY, reasons.append), reasons  # noqa: F405
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_store_that_may_be_larger_than_its_disk_leaves_room_on_it(
+    tmp_path: Path, lasting: bool
+) -> None:
+    """One tenant's large responses then give way to its own, and nobody else's store stops."""
+    with small_disk(tmp_path / "disk", 16) as disk:
+        store = sqlite_backend(disk / "responses.sqlite", 1 << 30, DAY, lasting)  # noqa: F405
+        put(store, response("small", "b"))  # noqa: F405
+        for number in range(60):
+            put(store, response(f"r{number}", size=1 << 20))  # noqa: F405
+            assert store.get("a", f"r{number}") is not None
+        assert store.get("a", "r0") is None
+        assert store.get("b", "small") is not None
+        free = os.statvfs(disk)
+        assert free.f_bavail * free.f_frsize > 1 << 20
+        store.close()
+
+
+def test_a_full_disk_is_said_and_what_is_kept_gives_way_to_what_is_new(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 16) as disk:
+        store, reasons = evicted(disk / "responses.sqlite", 1 << 30)
+        for number in range(8):
+            put(store, response(f"r{number}", size=1 << 20))  # noqa: F405
+        filler = fill(disk)
+        assert reasons == []
+        put(store, response("new", size=1 << 19))  # noqa: F405
+        assert store.get("a", "new") is not None
+        assert set(reasons) == {"disk"}
+        while store._delete_oldest("", ""):
+            pass
+        with pytest.raises(DiskFull):
+            put(store, response("huge", size=12 << 20))  # noqa: F405
+        filler.unlink()
+        put(store, response("later"))  # noqa: F405
+        store.close()
+
+
+def test_a_front_end_starts_while_the_disk_is_full(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        filler = fill(disk)
+        store = sqlite_backend(disk / "responses.sqlite", 1 << 30, DAY)  # noqa: F405
+        with pytest.raises(DiskFull):
+            put(store, response("r0"))  # noqa: F405
+        filler.unlink()
+        put(store, response("r1"))  # noqa: F405
+        assert store.get("a", "r1") is not None
+        store.close()
+
+
+def test_a_file_that_a_cleaner_removed_is_put_back_for_all_front_ends(path: Path) -> None:
+    one, other = (sqlite_backend(path, 100_000, DAY) for _ in range(2))  # noqa: F405
+    put(one, response("before"))  # noqa: F405
+    path.unlink()
+    assert one.get("a", "before") is not None
+    restarted = sqlite_backend(path, 100_000, DAY)  # noqa: F405
+    put(other, response("after"))  # noqa: F405
+    for store in (one, other, restarted):
+        assert store.get("a", "before") is not None
+        assert store.get("a", "after") is not None
+    names = {path.name, f"{path.name}-journal"}
+    assert {each.name for each in path.parent.iterdir()} <= names
+    assert path.stat().st_mode & 0o077 == 0
+    for store in (one, other, restarted):
+        store.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_records_of_a_version_with_other_tables_are_dropped_and_nothing_else(
+    path: Path, whole: bool
+) -> None:
+    old = {"conversations", "events", "items", "responses", "tenants"}
+    with sqlite3.connect(path) as connection:
+        for name in old if whole else ("items",):
+            connection.execute(f"CREATE TABLE {name} (tenant TEXT PRIMARY KEY, bytes BIGINT)")
+    connection.close()
+    sqlite_backend(path, 1000, DAY).close()  # noqa: F405
+    with sqlite3.connect(path) as connection:
+        names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    connection.close()
+    assert {"records", "parts", "tenants"} <= names
+    assert names & old == ({"tenants"} if whole else {"items", "tenants"})

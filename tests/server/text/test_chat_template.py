@@ -70,3 +70,41 @@ def test_the_final_message_ends_where_its_content_ends() -> None:
 def test_templates_that_fail_say_why(source: str, message: str) -> None:
     with pytest.raises(TemplateFailed, match=message):
         render(source)
+
+
+SHOWS_ALL = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+    "[{{ m.role }}:{{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+def turns(text: str) -> list[dict[str, str]]:
+    """Return messages from their roles' first letters and contents."""
+    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[each[0]], "content": each[1:]} for each in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "shown"),
+    [
+        (SHOWS_ALL, "s1 d2 u3", "[system:1\n\n2][user:3]"),
+        (SHOWS_ALL, "u1 s2 u3", "[user:1][system:2][user:3]"),
+        (FIRST_ONLY, "s0 u1 s2", "[system:0][user:1\n\n2]"),
+        (FIRST_ONLY, "u1 a2 s3 u4", "[user:1][assistant:2][user:3\n\n4]"),
+        (FIRST_ONLY, "u1 a2 t3 s4", "[user:1][assistant:2][tool:3\n\n4]"),
+        (FIRST_ONLY, "u1 a2 d3 a4", "[user:1][assistant:2][user:3][assistant:4]"),
+    ],
+)
+def test_system_messages_reach_templates_that_show_one(
+    source: str, messages: str, shown: str
+) -> None:
+    assert render(source, turns(messages)) == shown
+
+
+def test_a_conversation_with_tools_has_the_template_for_them() -> None:
+    template = ChatTemplate("plain", {}, "{{ tools[0].name }}")
+    assert template.render(turns("u1"), add_generation_prompt=True) == "plain"
+    tools = [{"name": "f"}]
+    assert template.render(turns("u1"), add_generation_prompt=True, tools=tools) == "f"
+    assert template.shows_tools

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from engine.shared.config import ModelConfig
-from server.access.limits import MAX_TEMPLATE
+from server import helper_process
 from server.config import FrontEndConfig, HttpConfig
+from server.limits import MAX_TEMPLATE
 from server.text import request_templates, template_process
 from server.text.chat_template import TemplateFailed
 from server.text.request_templates import RequestTemplates
@@ -85,12 +86,12 @@ def test_the_process_knows_nothing_of_its_parents_environment(
     templates: RequestTemplates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWELL_CLUSTER_KEY", "a secret of the cluster")
-    process = request_templates._start()
+    process = helper_process._start("server.text.template_process")
     try:
         with open(f"/proc/{process.pid}/environ", "rb") as environment:
             assert b"SWELL_CLUSTER_KEY" not in environment.read()
     finally:
-        request_templates._end(process)
+        helper_process._end(process)
 
 
 def trusting(http_of: Any) -> Any:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from engine.shared.config import ModelConfig
 from server.text.tokenizer import ServedTokenizer, TokenizerError
@@ -25,10 +26,10 @@ def load(directory: Path, **fields: Any) -> ServedTokenizer:
     return ServedTokenizer.load(directory, ModelConfig(**fields))
 
 
-def render(tokenizer: ServedTokenizer) -> str:
+def render(tokenizer: ServedTokenizer, **options: Any) -> str:
     assert tokenizer.chat_template is not None
     return tokenizer.chat_template.render(
-        [{"role": "user", "content": "x"}], add_generation_prompt=True
+        [{"role": "user", "content": "x"}], add_generation_prompt=True, **options
     )
 
 
@@ -54,6 +55,46 @@ def test_vocabulary_and_end_come_from_the_models_files(directory: Path) -> None:
     assert load(directory).eos_token_ids == {1, 2}
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
+def test_answers_end_at_the_tokenizers_end_too(
+    directory: Path, backend: Tokenizer, file: str
+) -> None:
+    write(directory, config={"eos_token_id": 0}, generation_config={"eos_token_id": 0})
+    write(directory, **{file: {"eos_token": "<|eos|>"}})
+    assert load(directory).eos_token_ids == {0, id_of(backend, "<|eos|>")}
+
+
+def test_tokens_that_only_the_tokenizer_s_config_has_are_added(
+    directory: Path, backend: Tokenizer
+) -> None:
+    """As AutoTokenizer does, whose texts and numbers are the reference."""
+    count = backend.get_vocab_size()
+    added = {
+        str(count): {"content": "<|call|>", "special": False, "normalized": False},
+        str(count + 1): {"content": "<|hush|>", "special": True, "__type": "AddedToken"},
+    }
+    write(directory, tokenizer_config={"added_tokens_decoder": added})
+    tokenizer = load(directory)
+    text = "a<|call|>b<|hush|>"
+    found = tokenizer.encode(text, add_special_tokens=False)
+    reference: Any = PreTrainedTokenizerFast.from_pretrained(directory)
+    assert found == reference.encode(text, add_special_tokens=False)
+    assert {count, count + 1} <= set(found)
+    assert tokenizer.decode(found, skip_special_tokens=True) == "a<|call|>b"
+    write(directory, tokenizer_config={"added_tokens_decoder": {"x": {"content": "y"}}})
+    with pytest.raises(TokenizerError, match="added_tokens_decoder: invalid literal"):
+        load(directory)
+
+
+def test_texts_are_lowered_where_sentence_transformers_says_so(directory: Path) -> None:
+    cased, lowered = (load(directory).encode(each, add_special_tokens=False) for each in "Aa")
+    assert cased != lowered
+    write(directory, sentence_bert_config={"do_lower_case": True})
+    assert load(directory).encode("A", add_special_tokens=False) == lowered
+    write(directory, sentence_bert_config={"do_lower_case": False})
+    assert load(directory).encode("A", add_special_tokens=False) == cased
+
+
 def test_without_model_files_the_tokenizer_decides(directory: Path, backend: Tokenizer) -> None:
     write(directory, tokenizer_config={"eos_token": {"content": "<|eos|>"}})
     tokenizer = load(directory)
@@ -68,9 +109,13 @@ def test_chat_templates_are_found_in_order_of_preference(directory: Path, tmp_pa
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named"}]
     write(directory, tokenizer_config={"chat_template": named})
     assert render(load(directory)) == "named"
+    assert render(load(directory), tools=[{"name": "f"}]) == "tools"
     write(directory, tokenizer_config={"chat_template": "own {{ bos_token }}", "bos_token": "<s>"})
     assert render(load(directory)) == "own <s>"
     (directory / "chat_template.jinja").write_text("file")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("file for tools")
+    assert render(load(directory), tools=[{"name": "f"}]) == "file for tools"
     assert render(load(directory)) == "file"
     given = tmp_path / "given.jinja"
     given.write_text("given")

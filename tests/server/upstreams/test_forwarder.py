@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from engine.shared.config import ModelConfig
+from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
 from server.observe.metrics import FrontEndMetrics
@@ -41,7 +42,7 @@ class Fleet:
             model=ModelConfig(model="org/other", served_model_name=("other",)), guards=guards
         )
         self.there = stack.enter_context(
-            served(build_app(other, self.engines, tokenizer, FrontEndMetrics(other)))
+            served(build_app(make_services(other, self.engines, tokenizer, FrontEndMetrics(other))))
         )
         self.route(other=self.there)
         here = FrontEndConfig(
@@ -50,7 +51,9 @@ class Fleet:
         self.own_engines = FakeGenerationClient(tokenizer)
         metrics = FrontEndMetrics(here)
         forwarder = Forwarder(ModelRoutes(str(self._routes)), metrics)
-        self.app = build_app(here, self.own_engines, tokenizer, metrics, forwarder=forwarder)
+        self.app = build_app(
+            make_services(here, self.own_engines, tokenizer, metrics, forwarder=forwarder)
+        )
         url = stack.enter_context(served(self.app, forwarder.close))
         self.url = url
         self.http = stack.enter_context(httpx.Client(base_url=url, headers=KEY, timeout=60))
@@ -182,6 +185,31 @@ def test_an_answer_that_breaks_off_is_no_whole_answer(fleet: Fleet) -> None:
         fleet.route(other=url)
         with pytest.raises(httpx.RemoteProtocolError):
             fleet.http.post("/v1/completions", json=ASK)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "last"),
+    [
+        ("/v1/completions", ASK, 'data: {"error":{"message":"The model\'s server'),
+        ("/v1/messages", {**ASK, "messages": []}, 'event: error\ndata: {"type":"error","error":{'),
+    ],
+)
+def test_a_stream_that_breaks_off_between_events_ends_with_an_error(
+    fleet: Fleet, path: str, body: Any, last: str
+) -> None:
+    head = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    with listening(head + b"a\r\ndata: {}\n\n\r\n") as (url, _):
+        fleet.route(other=url)
+        answer = fleet.http.post(path, json={**body, "stream": True})
+        first, second, end = answer.text.split("\n\n")
+        assert (first, end) == ("data: {}", "")
+        assert second.startswith(last)
+    with listening(head + b"5\r\ndata:\r\n") as (url, _):
+        fleet.route(other=url)
+        with pytest.raises(httpx.RemoteProtocolError):
+            fleet.http.post(path, json={**body, "stream": True})
 
 
 def test_bodies_that_wait_for_the_other_server_have_a_bound(fleet: Fleet) -> None:

@@ -66,7 +66,7 @@ def test_models_come_and_go_with_the_file_and_a_bad_one_changes_nothing(
     assert known.current() == {"b": "http://b", "longer": "http://c"}
     path.write_text("b: nonsense of another length\n")
     assert known.current() == {"b": "http://b", "longer": "http://c"}
-    assert "stay as they were" in caplog.text
+    assert "keeping the old model routes" in caplog.text
     path.unlink()
     assert known.current() == {"b": "http://b", "longer": "http://c"}
     path.write_text("")

@@ -3,58 +3,40 @@
 from math import prod
 from pathlib import Path
 
+import gguf
 import msgspec
 import torch
 from torch import Tensor
 
-from engine.models.formats.checkpoint import compare
+from engine.models.families.registry import family_of
+from engine.models.formats.checkpoint import MAX_DRAFT_LAYERS, compare
 from engine.models.formats.fingerprint import weights_fingerprint
-from engine.models.formats.gguf.expansion import INT4_TYPES, expand, int4_codes
+from engine.models.formats.gguf.expansion import INT4_TYPES, expand, int4_codes, mxfp4_parts
 from engine.models.products.int4 import Int4Weights
 from engine.models.products.mxfp4 import Mxfp4Weights
-from engine.models.spec import ModelSpec, RopeSpec
+from engine.models.spec import LatentSpec, ModelSpec, RopeSpec
 from engine.models.weights import (
+    Layout,
     Shape,
     Source,
     WeightMap,
+    decoder_tensors,
     rotated_order,
     stored_tensors,
-    weight_map,
 )
 from engine.shared.gguf.reader import TensorInfo, read_gguf
 
 _AT_ONCE = 1 << 22
 """Elements that are expanded at once, which bounds the memory for it."""
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-_LAYER_NAMES = {
-    "attention_norm": "attn_norm",
-    "mlp_norm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.router": "ffn_gate_inp",
-}
-_EXPERT_NAMES = {
-    "gate_proj": "ffn_gate_exps",
-    "up_proj": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
-}
-_NOT_WEIGHTS = ("rope_freqs.weight",)
+_NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """What has been read with the config."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_INTERLEAVED = ("LlamaForCausalLM", "MixtralForCausalLM")
-"""Architectures whose queries and keys are stored in pairs that rotate together."""
+_PAIRED = ("llama", "granite", "granitemoe", "mistral3", "smollm3")
+"""Architectures whose queries and keys are stored in pairs that rotate together, but not so in
+other files."""
+_KEYS, _VALUES = "attn_k_b", "attn_v_b"
+"""What `kv_b_proj` of DeepSeek is stored as."""
 
 
 class GgufCheckpoint:
@@ -71,12 +53,21 @@ class GgufCheckpoint:
             CheckpointError: tensors are missing, unexpected or of another shape.
             BadGguf: the file is broken.
         """
-        gguf = read_gguf(path)
-        self._digest = gguf.digest
-        self._infos = gguf.tensors
-        self._weights = _sources(spec)
-        found = {name: info.shape for name, info in self._infos.items() if name not in _NOT_WEIGHTS}
-        compare(path, stored_tensors(self._weights), found)
+        file = read_gguf(path)
+        self._digest = file.digest
+        self._spec = spec
+        self._infos = {name: _plain(name, info) for name, info in file.tensors.items()}
+        self._weights = _sources(spec, file.metadata["general.architecture"])
+        draft_layers = tuple(f"blk.{spec.num_layers + i}." for i in range(MAX_DRAFT_LAYERS))
+        found = {
+            name: info.shape
+            for name, info in self._infos.items()
+            if name not in _NOT_WEIGHTS and not name.startswith(draft_layers)
+        }
+        expected = stored_tensors(self._weights)
+        if spec.latent is not None and f"blk.0.{_KEYS}.weight" in found:
+            expected = _divided(expected, spec.num_heads, spec.latent)
+        compare(path, expected, found)
         self._bytes = torch.from_file(
             str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
         )
@@ -90,11 +81,26 @@ class GgufCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the decoder in memory of its own."""
+        source = self._weights[name]
+        if source.name not in self._infos:
+            return self._latent_product(source.name)
         source, info = self._found(name)
-        return source.read(self._expanded(info))
+        if self._spec.norm.adds_one and source.is_norm:
+            return source.read(self._expanded(info, torch.float32)) - 1
+        return source.read(self._expanded(info, self._dtype))
+
+    def _latent_product(self, name: str) -> Tensor:
+        """Return the product of latents by which heads get keys and values: [outputs, rank]."""
+        keys, values = (
+            self._expanded(self._infos[name.replace("attn_kv_b", part)], self._dtype)
+            for part in (_KEYS, _VALUES)
+        )
+        return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 
     def int4(self, name: str) -> Int4Weights | None:
         """Return the codes, scales and zero points of a weight that is stored in 4 bits."""
+        if self._weights[name].name not in self._infos:
+            return None
         source, info = self._found(name)
         if info.storage.name not in INT4_TYPES:
             return None
@@ -104,8 +110,15 @@ class GgufCheckpoint:
         return Int4Weights(codes, scales, zeros)
 
     def mxfp4(self, name: str) -> Mxfp4Weights | None:
-        """None: that type is not read."""
-        return None
+        """Return the blocks and scales of a weight that is stored so."""
+        if self._weights[name].name not in self._infos:
+            return None
+        _, info = self._found(name)
+        if info.storage.name != "MXFP4":
+            return None
+        parts = mxfp4_parts(self._blocks(info))
+        rows = info.shape[0]
+        return Mxfp4Weights(parts.blocks.view(rows, -1, 16), parts.scales.view(rows, -1))
 
     def _found(self, name: str) -> tuple[Source, TensorInfo]:
         """Return a tensor's place; if it is one of a stack, the others are not touched."""
@@ -133,10 +146,10 @@ class GgufCheckpoint:
     def _stored(self, info: TensorInfo) -> Tensor:
         return self._bytes[info.offset : info.offset + info.num_bytes]
 
-    def _expanded(self, info: TensorInfo) -> Tensor:
+    def _expanded(self, info: TensorInfo, dtype: torch.dtype) -> Tensor:
         elements = info.storage.elements
         blocks = self._blocks(info)
-        expanded = torch.empty(prod(info.shape), dtype=self._dtype)
+        expanded = torch.empty(prod(info.shape), dtype=dtype)
         at_once = _AT_ONCE // elements
         for first in range(0, len(blocks), at_once):
             part = blocks[first : first + at_once].clone()  # aligned, whatever the file is
@@ -145,30 +158,56 @@ class GgufCheckpoint:
         return expanded.view(info.shape)
 
 
-def _sources(spec: ModelSpec) -> WeightMap:
-    found = weight_map(spec, lambda name, shape: _place(spec, name, shape))
-    if spec.architecture not in _INTERLEAVED:
-        return found
-    order = rotated_order(RopeSpec(theta=1.0, interleaved=True), spec.head_dim)
-    return {
-        name: msgspec.structs.replace(source, head_order=order)
-        if name.split(".")[-2] in ("q_proj", "k_proj")
-        else source
-        for name, source in found.items()
-    }
+def _plain(name: str, info: TensorInfo) -> TensorInfo:
+    """Take ERNIE's corrections of routers for the lists that they are."""
+    if name.endswith(".bias") and len(info.shape) == 2 and info.shape[0] == 1:
+        return msgspec.structs.replace(info, shape=info.shape[1:])
+    return info
 
 
-def _place(spec: ModelSpec, name: str, shape: Shape) -> Source:
-    parent, _, kind = name.rpartition(".")
-    if parent in _NAMES:
-        return Source(name=f"{_NAMES[parent]}.{kind}", shape=shape)
-    layer, _, part = parent.removeprefix("model.layers.").partition(".")
-    if ".experts." not in part:
-        return Source(name=f"blk.{layer}.{_LAYER_NAMES[part]}.{kind}", shape=shape)
+def _divided(expected: Layout, heads: int, latent: LatentSpec) -> Layout:
+    """Return the tensors of a file with keys and values of latents apart."""
+    divided: Layout = {}
+    for name, shape in expected.items():
+        if ".attn_kv_b." not in name:
+            divided[name] = shape
+            continue
+        divided[name.replace("attn_kv_b", _KEYS)] = (heads, latent.rank, latent.plain_size)
+        divided[name.replace("attn_kv_b", _VALUES)] = (heads, latent.value_size, latent.rank)
+    return divided
+
+
+def _sources(spec: ModelSpec, kind: str) -> WeightMap:
+    """Return where each tensor is: as in other files of the family, but for names and stacks."""
+    (number,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    names = gguf.get_tensor_name_map(number, spec.num_layers)
+    others = family_of(spec.architecture).weights(spec)
+    order = None
+    if kind in _PAIRED:
+        order = rotated_order(RopeSpec(theta=1.0, interleaved=True), spec.head_dim)
+    sources = {}
+    for name, shape in decoder_tensors(spec).items():
+        source = _of_layer(name, shape, spec)
+        if source is None:
+            stored = names.get_name(others[name].name, try_suffixes=(".weight", ".bias"))
+            assert stored is not None, name
+            source = msgspec.structs.replace(others[name], name=stored)
+        if order is not None and name.split(".")[-2] in ("q_proj", "k_proj"):
+            source = msgspec.structs.replace(source, head_order=order)
+        sources[name] = source
+    return sources
+
+
+def _of_layer(name: str, shape: Shape, spec: ModelSpec) -> Source | None:
+    """Return where a tensor is that other files stack otherwise, or name without an ending."""
+    parts = name.split(".")
+    if parts[-1] == "sinks":
+        return Source(name=f"blk.{parts[2]}.attn_sinks.weight", shape=shape)
+    if parts[-1] == "correction":
+        return Source(name=f"blk.{parts[2]}.exp_probs_b.bias", shape=shape)
+    if "experts" not in parts:
+        return None
     assert spec.moe is not None
-    _, _, expert, matrix = part.split(".")
-    return Source(
-        name=f"blk.{layer}.{_EXPERT_NAMES[matrix]}.{kind}",
-        shape=(spec.moe.num_experts, *shape),
-        index=int(expert),
-    )
+    *_, expert, matrix, kind = parts
+    stack = f"blk.{parts[2]}.ffn_{matrix.removesuffix('_proj')}_exps.{kind}"
+    return Source(name=stack, shape=(spec.moe.num_experts, *shape), index=int(expert))

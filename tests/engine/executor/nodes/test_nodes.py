@@ -474,7 +474,7 @@ def test_what_no_node_says_is_dropped(
         Piece(session, 1, "commands", b"answer"),
     )  # fmt: skip
     assert read(worker.commands, 6) == b"answer"
-    peer.say(b"x" * (LARGEST_MESSAGE + 1))
+    peer.say(b"x" * (2 * LARGEST_MESSAGE))
     assert last_words(worker) == "node 1 is lost: its connection has ended"
 
 

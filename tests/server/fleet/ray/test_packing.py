@@ -27,16 +27,21 @@ NODES = [node("head", 2), node("b", 3), node("c", 1), node("d", 4)]
         ("strict", 3, 4, {"b": 3, "d": 1}),
         ("strict", 1, 3, {"head": 1, "b": 1, "c": 1}),
         ("strict", 5, 5, {}),
-        ("fill", 1, 3, {"head": 2, "b": 1}),
-        ("fill", 1, 10, {"head": 2, "b": 3, "c": 1, "d": 4}),
-        ("fill", 1, 11, {"head": 2, "b": 3, "c": 1, "d": 4}),
-        ("span", 1, 6, {"head": 2, "b": 3, "c": 1}),
+        ("fill", None, 3, {"head": 2, "b": 1}),
+        ("fill", None, 10, {"head": 2, "b": 3, "c": 1, "d": 4}),
+        ("fill", None, 11, {"head": 2, "b": 3, "c": 1, "d": 4}),
+        ("span", None, 6, {"head": 2, "b": 3, "c": 1}),
+        ("fill", 1, 5, {"head": 1, "b": 3, "c": 1}),
+        ("fill", 0, 5, {"b": 3, "c": 1, "d": 1}),
+        ("fill", 3, 5, {}),
+        ("strict", None, 3, {"b": 3}),
+        ("strict", None, 5, {}),
     ],
 )
 def test_ranks_are_planned_as_the_strategy_says(
-    strategy: PackStrategy, per_node: int, ranks: int, expected: dict[str, int]
+    strategy: PackStrategy, per_node: int | None, ranks: int, expected: dict[str, int]
 ) -> None:
-    planned = Packing(strategy, NEEDS, per_node).plan(NODES, ranks)
+    planned = Packing(strategy, NEEDS, per_node, "id-head").plan(NODES, ranks)
     assert Counter(each.name for each in planned) == expected
     assert [each.name for each in planned] == sorted(
         (each.name for each in planned), key=["head", "b", "c", "d"].index
@@ -46,7 +51,7 @@ def test_ranks_are_planned_as_the_strategy_says(
 
 def test_a_rank_goes_where_there_is_room_and_last_where_one_was_lost() -> None:
     nodes = [node("head", 2, free=0), node("b", 3, free=1), node("c", 1)]
-    fill = Packing("fill", NEEDS, 1)
+    fill = Packing("fill", NEEDS)
     assert fill.choose(nodes, {}).node == nodes[1]
     assert fill.choose(nodes, {}, avoid={"id-b"}).node == nodes[2]
     assert fill.choose(nodes[:2], {}, avoid={"id-b"}).node == nodes[1]
@@ -56,7 +61,7 @@ def test_what_is_missing_is_what_no_node_has_enough_of() -> None:
     def with_free(cpus: float, slots: float) -> RayNode:
         return node("a", 2)._replace(free={"CPU": cpus, "slot": slots})
 
-    fill = Packing("fill", NEEDS, 1)
+    fill = Packing("fill", NEEDS)
     assert fill.choose([with_free(0, 5), with_free(1, 0)], {}).lacks == "CPU"
     assert fill.choose([with_free(2, 0), with_free(0, 1)], {}).lacks == "CPU, slot"
     assert fill.choose([], {}).lacks == "CPU, slot"
@@ -66,7 +71,7 @@ def test_what_is_missing_is_what_no_node_has_enough_of() -> None:
 def test_ranks_that_ray_does_not_tell_of_yet_count() -> None:
     """What is free is told with a delay: ranks that were just placed are known here."""
     nodes = [node("head", 2), node("b", 1)]
-    fill = Packing("fill", NEEDS, 1)
+    fill = Packing("fill", NEEDS)
     assert fill.choose(nodes, {"id-head": 1}).node == nodes[0]
     assert fill.choose(nodes, {"id-head": 2}).node == nodes[1]
     assert fill.choose(nodes, {"id-head": 2, "id-b": 1}).node is None
@@ -80,13 +85,31 @@ def test_strict_keeps_its_number_for_ranks_that_are_placed_again() -> None:
     assert choice.node is None
     assert "d 8 of 8 CPU and 4 of 4 slot, as many ranks as it may have" in choice.reason
     assert strict.full({"id-d": 2, "id-e": 1}) == ["id-d"]
-    assert Packing("fill", NEEDS, 2).full({"id-d": 9}) == []
+    assert Packing("fill", NEEDS, 2, "id-head").full({"id-d": 9}) == []
+
+
+def test_ranks_that_are_added_later_go_wherever_there_is_room_unless_a_limit_was_given() -> None:
+    nodes = [node("head", 4), node("b", 3)]
+    strict = Packing("strict", NEEDS, None, "id-head")
+    assert strict.choose(nodes, {"id-head": 2}).node == nodes[0]
+    assert strict.full({"id-head": 2}) == []
+    fill = Packing("fill", NEEDS, 2, "id-head")
+    assert fill.choose(nodes, {"id-head": 1}).node == nodes[0]
+    assert fill.choose(nodes, {"id-head": 2}).node == nodes[1]
+    assert fill.full({"id-head": 2, "id-b": 9}) == ["id-head"]
+    assert Packing("fill", NEEDS, 0, "id-head").full({}) == ["id-head"]
+
+
+def test_a_head_without_room_for_its_ranks_is_refused_as_such() -> None:
+    refused = Packing("fill", NEEDS, 3, "id-head").refusal(NODES, 4)
+    assert refused is not None
+    assert "--data-parallel-size-local wants 3 ranks on the supervisor's node" in refused
 
 
 def test_a_refusal_names_what_is_needed_and_free_on_each_node_and_what_to_do() -> None:
     nodes = [node("head", 2, free=1), node("b", 1)]
-    assert Packing("fill", NEEDS, 1).refusal(nodes, 2) is None
-    refused = Packing("fill", NEEDS, 1).refusal(nodes, 3)
+    assert Packing("fill", NEEDS).refusal(nodes, 2) is None
+    refused = Packing("fill", NEEDS).refusal(nodes, 3)
     assert refused is not None
     assert "room for 2 of 3 ranks. Each needs 2 CPU and 1 slot." in refused
     assert "head 2 of 4 CPU and 1 of 2 slot; b 2 of 2 CPU and 1 of 1 slot" in refused
@@ -97,7 +120,7 @@ def test_a_refusal_names_what_is_needed_and_free_on_each_node_and_what_to_do() -
 
 
 def test_a_rank_larger_than_any_node_is_refused_as_such() -> None:
-    refused = Packing("span", {"GPU": 8.0}, 1).refusal(
+    refused = Packing("span", {"GPU": 8.0}).refusal(
         [RayNode("a", "a", {"GPU": 4.0}, {"GPU": 4.0}), RayNode("b", "b", {}, {})], 1
     )
     assert refused is not None
@@ -106,8 +129,8 @@ def test_a_rank_larger_than_any_node_is_refused_as_such() -> None:
 
 def test_a_shortage_in_a_large_cluster_is_told_in_short() -> None:
     nodes = [node(str(number), 1, free=0) for number in range(100)]
-    refused = Packing("fill", {"memory": 2.0**31}, 1).refusal(nodes, 1)
+    refused = Packing("fill", {"memory": 2.0**31}).refusal(nodes, 1)
     assert refused is not None
     assert "Each needs 2.0 GiB memory" in refused
     assert "; 92 more nodes" in refused
-    assert "no nodes at all" in (Packing("fill", NEEDS, 1).refusal([], 1) or "")
+    assert "no nodes at all" in (Packing("fill", NEEDS).refusal([], 1) or "")

@@ -1,1 +1,0 @@
-"""Trains an EAGLE-3 draft head for a model, on what the model itself writes."""

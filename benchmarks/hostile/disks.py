@@ -1,0 +1,105 @@
+"""File systems that are full, and what a server on one answers then."""
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.running_stack import RunningStack
+
+_REQUESTS = 400
+_METADATA = {str(number): "x" * 512 for number in range(16)}
+"""8 KiB, the most that a response keeps without costing an engine anything."""
+
+
+@contextlib.contextmanager
+def small_disk(at: Path, megabytes: int = 4) -> Iterator[Path]:
+    """Mount a file system of this size, which only root can do.
+
+    Raises:
+        OSError: it cannot be mounted here.
+    """
+    at.mkdir()
+    options = f"size={megabytes}m,mode=700"
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(at)]
+    if (done := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
+        raise OSError(f"no file system can be mounted at {at}: {done.stderr.strip()}")
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Fill a file system to the last byte; return the file that does."""
+    path = disk / "fill"
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    try:
+        for size in (1 << 16, 1 << 12, 1 << 9):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.write(file, bytes(size))
+    finally:
+        os.close(file)
+    assert os.statvfs(disk).f_bavail == 0, os.strerror(errno.ENOSPC)
+    return path
+
+
+def full_disk() -> tuple[str, list[str]]:
+    """Keep responses on a disk of 4 MB until it is full, then fill it; a new engine joins.
+
+    Returns:
+        What came of it, and what should not have.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        small_disk(Path(folder) / "disk") as disk,
+        RunningStack(
+            "--executor", "simulated", "--data-parallel-size", "1", "--api-server-count", "2",
+            "--admin-key", "a", "--response-store-bytes", str(disk_bytes := 4 << 20),
+            "--socket-dir", str(disk / "node"), "--log-level", "error",
+        ) as stack,
+    ):  # fmt: skip
+        began = {name: process.pid for name, process in stack.processes().items()}
+        before = _keep(stack.url)
+        fill(disk)
+        _ask(f"{stack.url}/admin/scale", {"data_parallel_size": 2})
+        after = _keep(stack.url)
+        now = {name: process.pid for name, process in stack.processes().items()}
+        died = [name for name, pid in began.items() if now.get(name) != pid]
+    wrong = [f"{name} died" for name in died]
+    for when, statuses in (("before it was full", before), ("on a full disk", after)):
+        wrong += [f"{n} times {what} {when}" for what, n in statuses.items() if what != "kept"]
+    return f"{before['kept'] + after['kept']} kept on {disk_bytes >> 20} MB", wrong
+
+
+def _keep(url: str) -> Counter[str]:
+    """Have responses kept and ask for each; return how often each thing happened."""
+    found: Counter[str] = Counter()
+    body = {"input": "hi", "max_output_tokens": 1, "store": True, "metadata": _METADATA}
+    for _ in range(_REQUESTS):
+        status, text = _ask(f"{url}/v1/responses", body)
+        if status == 200:
+            status, _ = _ask(f"{url}/v1/responses/{json.loads(text)['id']}")
+        found["kept" if status == 200 else str(status)] += 1
+    return found
+
+
+def _ask(url: str, body: object = None) -> tuple[int, bytes]:
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer a"}
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+    except OSError:
+        return 0, b""

@@ -1,0 +1,138 @@
+"""Two tenants in each queue before the engines: how long one waits for the work of the other."""
+
+import json
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from benchmarks.hostile.connections import Address, address_of, exchange, request
+from benchmarks.hostile.watch import processor_waits
+from benchmarks.running_stack import RunningStack
+from server.limits import MAX_TEMPLATE_SECONDS
+
+MAX_WAIT = MAX_TEMPLATE_SECONDS + 1.0
+"""Seconds by which one tenant's work may delay another's: a template that loops is ended first, and
+another process started for the next one."""
+_GREEDY, _OTHER = "key-of-the-greedy", "key-of-the-other"
+_BEFORE, _PATIENCE = 0.5, 120.0
+
+_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "What news?"}], "max_tokens": 1}
+_COMPLETION: dict[str, Any] = {"prompt": "ROMEO:", "max_tokens": 1}
+_LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+class Queue(NamedTuple):
+    """What one tenant asks for many times, and another once."""
+
+    name: str
+    path: str
+    greedy: list[dict[str, Any]]
+    other: dict[str, Any]
+
+
+def _schema(number: int) -> dict[str, Any]:
+    properties = {f"p{number}_{each}": {"type": "string"} for each in range(100)}
+    return {**_COMPLETION, "structured_outputs": {"json": {"properties": properties}}}
+
+
+def _large_schema(number: int) -> dict[str, Any]:
+    """Return a request with a schema whose check would take ten seconds."""
+    properties: dict[str, Any] = {f"{number}_{each}": {} for each in range(9000)}
+    patterns: dict[str, Any] = {f"^(a+)+{each}$": {} for each in range(60)}
+    schema = {"properties": properties, "patternProperties": patterns}
+    return {**_COMPLETION, "structured_outputs": {"json": schema}}
+
+
+QUEUES = (
+    Queue(
+        "20 templates that loop",
+        "/v1/chat/completions",
+        [{**_CHAT, "chat_template": f"{_LOOP}{number}"} for number in range(20)],
+        {**_CHAT, "chat_template": "{{ messages[0].content }}"},
+    ),
+    Queue("40 schemas", "/v1/completions", [_schema(number) for number in range(40)], _schema(40)),
+    Queue(
+        "8 schemas of 110 KB",
+        "/v1/completions",
+        [_large_schema(number) for number in range(8)],
+        _schema(41),
+    ),
+    Queue(
+        "200 texts of 62 KB",
+        "/tokenize",
+        [{"prompt": f"{number} " + "qxzj " * 12_400} for number in range(200)],
+        {"prompt": "What news?"},
+    ),
+    Queue(
+        "40 conversations of 62 KB",
+        "/v1/chat/completions",
+        [
+            {**_CHAT, "messages": [{"role": "user", "content": f"{number} " + "qxzj " * 12_400}]}
+            for number in range(40)
+        ],
+        _CHAT,
+    ),
+    Queue(
+        "40 kept responses of 1 MB",
+        "/v1/responses",
+        [{"input": "hi", "instructions": "x" * 1_000_000, "background": True}] * 40,
+        {"input": "hi", "max_output_tokens": 1, "store": True},
+    ),
+)  # fmt: skip
+
+
+def _seconds(address: Address, key: str, path: str, body: dict[str, Any]) -> tuple[float, int]:
+    wire = request(path, json.dumps(body).encode(), f"Authorization: Bearer {key}")
+    began = time.monotonic()
+    status, _ = exchange(address, wire, _PATIENCE)
+    return time.monotonic() - began, status
+
+
+def _flood(address: Address, queue: Queue, sent: Any, left: Any) -> None:
+    """Send all that the greedy tenant asks for, and count down what is not answered."""
+
+    def ask(body: dict[str, Any]) -> None:
+        _seconds(address, _GREEDY, queue.path, body)
+        with left.get_lock():
+            left.value -= 1
+
+    threads = [threading.Thread(target=ask, args=(body,)) for body in queue.greedy]
+    for thread in threads:
+        thread.start()
+    sent.set()
+    for thread in threads:
+        thread.join()
+
+
+def waits(*flags: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield for each queue its name, what came of it, and what was wrong."""
+    spawned = multiprocessing.get_context("spawn")
+    with RunningStack(
+        "--api-server-count", "1", "--data-parallel-size", "1", "--log-level", "error",
+        "--trust-request-chat-template", "--api-key", _GREEDY, "--api-key", _OTHER, *flags,
+        timeout=300.0,
+    ) as stack:  # fmt: skip
+        address, front_end = address_of(stack.url), stack.processes()["api 0"].pid
+        loop = f"{front_end}/task/{front_end}"
+        for queue in QUEUES:
+            _seconds(address, _OTHER, queue.path, queue.other)  # loads what it needs
+            alone = min(_seconds(address, _OTHER, queue.path, queue.other)[0] for _ in range(3))
+            sent, left = spawned.Event(), spawned.Value("i", len(queue.greedy))
+            flood = spawned.Process(target=_flood, args=(address, queue, sent, left))
+            flood.start()  # apart, so that what it does with its answers delays nobody here
+            sent.wait(_PATIENCE)
+            time.sleep(_BEFORE)
+            waited = processor_waits(loop)
+            beside, status = _seconds(address, _OTHER, queue.path, queue.other)
+            waited, still = processor_waits(loop) - waited, left.value
+            flood.join()
+            wrong = [] if status == 200 else [f"the other tenant was answered {status}"]
+            if beside - waited > alone + MAX_WAIT:
+                wrong.append(f"the other tenant waited {beside:.1f} s")
+            told = (
+                f"{alone * 1e3:.0f} ms alone, {beside * 1e3:.0f} ms beside it, "
+                f"{waited * 1e3:.0f} of them for a processor; {still} left"
+            )
+            yield f"{queue.name} of another tenant", told, wrong

@@ -1,0 +1,194 @@
+"""Random hostile requests of four keys beside eight honest streams, on two front ends and engines.
+
+    python -m benchmarks.hostile.soak --minutes 10
+
+First the streams are measured in peace. Ends with status 1 if one of them was not complete, if the
+99th percentile of the gaps between their tokens is more than twice that in peace, or if a process
+was replaced. What follows `--` are flags of the server.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from benchmarks.hostile.bystanders import Bystanders
+from benchmarks.hostile.connections import ATTACKS, UPGRADES, Address, address_of, exchange, request
+from benchmarks.hostile.large import large_requests
+from benchmarks.hostile.operations import OPERATIONS, keep_something
+from benchmarks.hostile.requests import (
+    costly_requests,
+    grammar_requests,
+    long_requests,
+    pattern_requests,
+)
+from benchmarks.hostile.trial import field_attacks
+from benchmarks.hostile.unread import leave_unread
+from benchmarks.running_stack import RunningStack
+
+GAP_BOUND = 2.0
+"""How many times as long the 99th percentile of honest gaps may be."""
+NUM_STREAMS, NUM_KEYS, AT_ONCE = 8, 4, 2
+_HONEST = "honest-key"
+_SETTLING = 2.0
+
+Send = Callable[[Address, str], str]
+"""Sends one hostile request with a header that authorizes it; returns what came of it."""
+
+
+def _posts(found: Sequence[tuple[str, bytes]]) -> list[Send]:
+    def of(path: str, body: bytes) -> Send:
+        return lambda address, key: str(exchange(address, request(path, body, key), 60.0)[0])
+
+    return [of(path, body) for path, body in found]
+
+
+def hostile_requests(address: Address, document: dict[str, Any]) -> dict[str, list[Send]]:
+    """Return everything that the other commands send one after the other, by kind."""
+
+    def ask(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        key = f"Authorization: Bearer {_HONEST}"
+        found: dict[str, Any] = json.loads(
+            exchange(address, request(path, json.dumps(body).encode(), key))[1]
+        )
+        return found
+
+    fields = field_attacks(
+        [each for each in OPERATIONS.values() if not each.pools], document, keep_something(ask)
+    )
+    made = costly_requests(), pattern_requests(), grammar_requests(), large_requests()
+    kinds = [_posts([(each.path, each.body) for each in requests]) for requests in made]
+    longs = [("/v1/completions", json.dumps(body).encode()) for body in long_requests().values()]
+
+    def unread(address: Address, key: str) -> str:
+        head = f"GET /openapi.json HTTP/1.1\r\nHost: swell\r\n{key}\r\n\r\n".encode()
+        return leave_unread(address, [head] * 50)
+
+    def raw(attack: Callable[[Address], str]) -> Send:
+        return lambda address, _: attack(address)
+
+    return {
+        "fields": [
+            lambda address, key, path=path, body=body: str(  # type: ignore[misc]
+                exchange(address, request(path, body.text.encode(), key), 60.0)[0]
+            )
+            for path, body in fields
+        ],
+        **dict(zip(("costly", "patterns", "grammars", "large"), kinds, strict=True)),
+        "long": _posts(longs),
+        "connections": [raw(attack) for attack in (*ATTACKS, *UPGRADES)],
+        "unread": [unread],
+    }
+
+
+def _attack(
+    address: Address,
+    key: str,
+    kinds: dict[str, list[Send]],
+    seed: int,
+    over: threading.Event,
+    sent: Counter[str],
+) -> None:
+    chance = random.Random(seed)
+    while not over.is_set():
+        kind = chance.choice(list(kinds))
+        with contextlib.suppress(OSError):
+            chance.choice(kinds[kind])(address, f"Authorization: Bearer {key}")
+        sent[kind] += 1
+
+
+def _p99(gaps: list[float]) -> float:
+    return quantiles(gaps, n=100)[98] if len(gaps) > 1 else float("inf")
+
+
+def _unexpected(stack: RunningStack, before: dict[str, int]) -> list[str]:
+    """Return what became of the stack's processes, and what their log shows."""
+    now = {name: process.pid for name, process in stack.processes().items() if name in before}
+    replaced = [name for name in before if now.get(name) != before[name]]
+    found = [f"replaced: {', '.join(replaced)}"] if replaced else []
+    return found + [line for line in stack.lines if "Traceback" in line]
+
+
+def soak(minutes: float, peace: float, seed: int, flags: Sequence[str]) -> list[str]:
+    """Run it; print what came of it, and return what was wrong."""
+    kinds: dict[str, list[Send]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        keys = [f"hostile-key-{number}" for number in range(NUM_KEYS)]
+        file = Path(directory) / "keys"
+        lines = [f"hostile-{number}: {key}" for number, key in enumerate(keys)]
+        file.write_text("\n".join([f"honest: {_HONEST}", *lines]))
+        file.chmod(0o600)
+        with RunningStack(
+            "--api-server-count", "2", "--data-parallel-size", "2", "--log-level", "warning",
+            "--api-key-file", str(file), *flags, timeout=300.0,
+        ) as stack:  # fmt: skip
+            address = address_of(stack.url)
+            asked = urllib.request.Request(
+                f"{stack.url}/openapi.json", headers={"Authorization": f"Bearer {_HONEST}"}
+            )
+            with urllib.request.urlopen(asked, timeout=20) as answer:
+                kinds = hostile_requests(address, json.load(answer))
+            before = {name: process.pid for name, process in stack.processes().items()}
+            sent: Counter[str] = Counter()
+            over = threading.Event()
+            with Bystanders(stack.url, NUM_STREAMS, _HONEST) as honest:
+                time.sleep(_SETTLING)
+                calm = time.monotonic()
+                time.sleep(peace)
+                began = time.monotonic()
+                os.nice(10)  # clients are on machines of their own, but for this trial
+                threads = [
+                    threading.Thread(
+                        target=_attack, args=(address, key, kinds, seed + at, over, sent)
+                    )
+                    for at, key in enumerate(keys * AT_ONCE)
+                ]
+                for thread in threads:
+                    thread.start()
+                time.sleep(minutes * 60)
+                ended = time.monotonic()
+                over.set()
+                for thread in threads:
+                    thread.join()
+            wrong = _unexpected(stack, before)
+    quiet, loud = honest.between(calm, began), honest.between(began, ended)
+    ratio = _p99(loud) / _p99(quiet)
+    print(f"hostile requests: {dict(sent)}, {sent.total()} in all")
+    print(f"honest streams: {honest.complete} complete, {honest.broken} not")
+    print(
+        f"p99 gap: {_p99(quiet) * 1e3:.1f} ms of {len(quiet)} in peace, "
+        f"{_p99(loud) * 1e3:.1f} ms of {len(loud)} beside them, {ratio:.2f} times"
+    )
+    if honest.broken or not honest.complete:
+        wrong.append(f"{honest.broken} honest streams were not complete")
+    if not ratio <= GAP_BOUND:
+        wrong.append(f"the p99 gap is more than {GAP_BOUND} times that of peace")
+    for each in wrong:
+        print(f"wrong: {each}")
+    return wrong
+
+
+def main() -> None:
+    """Parse the arguments and run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--peace", type=float, default=60.0, help="seconds without attacks")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("server", nargs="*", help="flags of the server, after --")
+    arguments = parser.parse_args()
+    sys.exit(bool(soak(arguments.minutes, arguments.peace, arguments.seed, arguments.server)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Swell and a peer server under the same load in turn: servers, cases, loads, report."""

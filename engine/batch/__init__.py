@@ -1,0 +1,1 @@
+"""What the scheduler plans, the executor computes and both exchange."""

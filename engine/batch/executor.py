@@ -1,0 +1,180 @@
+"""The one interface between the engine's loop and whatever computes tokens."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import msgspec
+
+from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.grammars import Grammars
+from engine.models.spec import VisionSpec
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from engine.distributed.engines import EngineGroup
+    from engine.distributed.spec import GroupSpec
+    from engine.lora.store import AdapterStore
+
+
+class ExecutorInfo(msgspec.Struct, frozen=True):
+    """What an executor found out while it loaded the model and sized its KV cache."""
+
+    num_kv_blocks: int
+    max_model_len: int
+    """Longest sequence in tokens, prompt and output together."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    model_fingerprint: str
+    pools: bool = False
+    """Whether sequences get one vector each instead of tokens."""
+    in_one_step: bool = False
+    """Whether all tokens of a sequence have to be computed in the same step."""
+    has_kv: bool = True
+    """False: nothing is kept of a sequence; `num_kv_blocks` then counts sequences."""
+    cache_windows: tuple[int | None, ...] = (None,)
+    """For each group of layers with KV blocks of its own, how far back its tokens attend."""
+    num_stages: int = 1
+    """Steps that are computed at once, each in another part of the model."""
+    is_batch_invariant: bool = False
+    """Whether no token depends on what shares its step."""
+    row_price: float = 0.0
+    """What one more token costs in a step, as a part of a step of one token."""
+    draft_price: float = 0.0
+    """What a draft model or head costs for one token, as a part of the same."""
+    vision: VisionSpec | None = None
+    """What encodes images; None where they are refused."""
+    embedding_bytes: int = 0
+    """What the executor keeps for one token of an image."""
+
+    def check_unchanged(self, fingerprint: str) -> None:
+        """Compare a model that was loaded again with this one.
+
+        Raises:
+            CannotDo: they differ.
+        """
+        if fingerprint != self.model_fingerprint:
+            raise CannotDo("the model's weights have changed: the engine has to be restarted")
+
+
+class CannotDo(Exception):
+    """What an operator asked for cannot be done, for the reason given; nothing has changed."""
+
+
+class PendingResult(Protocol):
+    """A step that was submitted and may still be running."""
+
+    def result(self) -> BatchResult:
+        """Wait for the step; raises whatever went wrong in it."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs batch plans in the order in which they are submitted."""
+
+    @property
+    def info(self) -> ExecutorInfo: ...
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """What makes draws follow the grammars of requests; None where it cannot."""
+        ...
+
+    @property
+    def adapters(self) -> "AdapterStore[Any] | None":
+        """The adapters that plans may put into slots; None where there are none."""
+        ...
+
+    def submit(self, plan: BatchPlan) -> PendingResult:
+        """Start a step. Plans arrive in order; each may refer to tokens of the one before."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Free memory until `wake_up`; no step may be in flight, and none may follow.
+
+        Level 1 frees the KV cache and keeps the weights where they are quick to have again, level
+        2 frees the weights too. Sleeping again, or deeper, is allowed.
+        """
+        ...
+
+    def wake_up(self, *, kv_cache: bool = True) -> None:
+        """Be ready for steps again, with an empty KV cache and no slot in use; idempotent.
+
+        Without `kv_cache` only the weights are there again, and no step may follow.
+
+        Raises:
+            CannotDo: the weights are gone or have changed; it stays asleep.
+        """
+        ...
+
+    def load_weights(self, model: str, revision: str | None) -> None:
+        """Compute with a checkpoint of the same shape from now on, with an empty KV cache.
+
+        No step may be in flight. `info` has its fingerprint afterwards.
+
+        Raises:
+            CannotDo: it cannot be loaded here; everything is as it was.
+        """
+        ...
+
+    def start_profile(self) -> None:
+        """Begin to record what steps do.
+
+        Raises:
+            CannotDo: this executor has nothing to record, or does so already.
+        """
+        ...
+
+    def stop_profile(self, path: Path) -> None:
+        """End the recording and write its trace; the directory is made if it is not there.
+
+        Raises:
+            CannotDo: nothing is being recorded.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """Release the device and any worker processes; idempotent."""
+        ...
+
+
+class ExpertLoads(Protocol):
+    """What an executor knows of how evenly the work of experts is shared out."""
+
+    @property
+    def imbalance(self) -> float | None:
+        """What the fullest process computed, as a multiple of the mean; None: not known yet."""
+        ...
+
+    @property
+    def moved_layers(self) -> int:
+        """How often the experts of a layer have been dealt out anew."""
+        ...
+
+
+@runtime_checkable
+class GroupExecutor(Executor, Protocol):
+    """An executor whose steps hold collectives with other engines.
+
+    It is made for the place that it will probably have. No step may be in flight when it is
+    moved to another; steps need a group, and raise `GroupBroken` when that fails.
+    """
+
+    @property
+    def expert_balance(self) -> ExpertLoads | None:
+        """What is known of the experts' load; None if it is not measured."""
+        ...
+
+    def prepare_group(self, position: int, size: int) -> None:
+        """Load what an engine at this place of a group of `size` holds, and free the rest."""
+        ...
+
+    def join_group(self, spec: "GroupSpec", listener: "socket | None") -> "EngineGroup":
+        """Meet the other engines and take steps with them from now on.
+
+        The place among the engines has been prepared. At rank 0 they meet at the listener.
+
+        Raises:
+            GroupBroken: not everybody came.
+        """
+        ...

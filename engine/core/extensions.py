@@ -1,0 +1,70 @@
+"""Functions of installed packages that operators may call in engines, by name.
+
+A package offers a function as an entry point of the group `swell.worker_extensions`; the setting
+`worker_extensions` says which of them may be called. Nothing else of a call is a name: arguments
+come as JSON and have to be what the function's annotations say, and so goes its result.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from engine.batch.executor import CannotDo, Executor
+from engine.shared.plugins import load_plugin
+
+GROUP = "swell.worker_extensions"
+
+MAX_RESULT = 1 << 20
+"""Maximum bytes of a result, as JSON."""
+
+
+class Worker(NamedTuple):
+    """What a function gets as its first argument."""
+
+    rank: int
+    incarnation: int
+    executor: Executor
+
+
+class Extensions:
+    """The functions that may be called."""
+
+    def __init__(self, names: Sequence[str], worker: Worker) -> None:
+        """Load functions.
+
+        Raises:
+            BadPlugin: no installed package offers one of them, or it fails.
+        """
+        self._worker = worker
+        self._functions: dict[str, Callable[..., Any]] = {
+            name: load_plugin(GROUP, name, "--worker-extensions", lambda found: found)
+            for name in names
+        }
+
+    def call(self, name: str, args: str, kwargs: str) -> str:
+        """Call a function with JSON and return its result as JSON.
+
+        Raises:
+            CannotDo: it may not be called, or not so.
+        """
+        function = self._functions.get(name)
+        if function is None:
+            known = ", ".join(sorted(self._functions)) or "none: see --worker-extensions"
+            raise CannotDo(f"there is no method {name!r} that may be called; there are {known}")
+        signature, hints = inspect.signature(function), get_type_hints(function)
+        try:
+            given = msgspec.json.decode(args, type=list[Any])
+            named = msgspec.json.decode(kwargs, type=dict[str, Any])
+            bound = signature.bind(self._worker, *given, **named)
+            first = next(iter(signature.parameters))
+            for parameter, value in bound.arguments.items():
+                if parameter != first and parameter in hints:
+                    bound.arguments[parameter] = msgspec.convert(value, hints[parameter])
+        except (TypeError, msgspec.DecodeError, StopIteration) as error:
+            raise CannotDo(f"wrong arguments for {name}: {error}") from None
+        result = msgspec.json.encode(function(*bound.args, **bound.kwargs))
+        if len(result) > MAX_RESULT:
+            raise CannotDo(f"{name} returned {len(result)} bytes; {MAX_RESULT} are the most")
+        return result.decode()

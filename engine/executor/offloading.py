@@ -1,0 +1,96 @@
+"""Weights that wait in the host's memory while their engine sleeps."""
+
+import gc
+import logging
+from collections.abc import Iterable, Iterator
+from types import FunctionType, ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class _Copy(NamedTuple):
+    """The bytes of a storage, which stays as it was but for its size."""
+
+    storage: torch.UntypedStorage
+    device: torch.device
+    host: Tensor
+
+
+class OffloadedWeights:
+    """Copies in pinned memory of what tensors held, whose memory on the device is free."""
+
+    def __init__(self, copies: list[_Copy]) -> None:
+        """Take copies, and free what they are of."""
+        self._copies = copies
+        for each in copies:
+            each.storage.resize_(0)
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Fill the same tensors again, at other addresses; the copies are of no use after it."""
+        for storage, device, host in self._copies:
+            storage.resize_(host.nbytes)
+            _bytes_of(storage, device).copy_(host, non_blocking=True)
+        _wait_for({each.device for each in self._copies})
+        self._copies = []
+
+
+@torch.inference_mode()
+def offload(
+    roots: Iterable[object], device: torch.device, kept: Iterable[object] = ()
+) -> OffloadedWeights | None:
+    """Move all tensors on a device that are reachable from some objects to the host.
+
+    Tensors that share memory still do so after it. None if the host has no room for them: then
+    nothing has changed.
+
+    Args:
+        kept: objects that are left as they are, with all that is reachable from them alone.
+    """
+    storages = {}
+    for each in _tensors_of(roots, kept):
+        storage = each.untyped_storage()
+        if each.device.type == device.type and storage.nbytes():
+            storages[storage.data_ptr()] = storage, each.device
+    pins = device.type == "cuda"
+    try:
+        copies = [
+            _Copy(*held, torch.empty(held[0].nbytes(), dtype=torch.uint8, pin_memory=pins))
+            for held in storages.values()
+        ]
+    except RuntimeError as error:
+        logger.warning("weights are not kept in the host's memory: %s", error)
+        return None
+    for storage, on, host in copies:
+        host.copy_(_bytes_of(storage, on), non_blocking=True)
+    _wait_for({each.device for each in copies})
+    return OffloadedWeights(copies)
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _wait_for(devices: set[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _tensors_of(roots: Iterable[object], kept: Iterable[object]) -> Iterator[Tensor]:
+    seen, left = {id(each) for each in kept}, list(roots)
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType):
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, FunctionType):  # its globals are everything
+            left += [each.__closure__, each.__defaults__]
+        else:
+            left += gc.get_referents(each)

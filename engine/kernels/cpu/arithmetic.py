@@ -1,0 +1,109 @@
+"""What kernels compute with: memory by its address, bfloat16, and an exponential in vectors."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from engine.kernels.cpu.compiling import compiled
+
+_NAN = np.uint16(0x7FC0)
+_ROUND, _ODD, _HALF_BITS = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
+_LOWEST, _HIGHEST = np.float32(-87.3), np.float32(88.3)
+"""Between which the exponential is a normal number of 32 bits."""
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_C7, _C6, _C5 = (
+    np.float32(1.9875691500e-4),
+    np.float32(1.3981999507e-3),
+    np.float32(8.3334519073e-3),
+)
+_C4, _C3, _C2 = (
+    np.float32(4.1665795894e-2),
+    np.float32(1.6666665459e-1),
+    np.float32(5.0000001201e-1),
+)
+_ONE, _HALF = np.float32(1), np.float32(0.5)
+_BIAS, _MANTISSA = np.int32(127), np.int32(23)
+
+
+def _cast(source: Any, target: Any, as_llvm: Any) -> Any:
+    """Return an intrinsic that takes a number's bits for another type."""
+
+    def cast(_typing: Any, _value: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], as_llvm)
+
+        return target(source), generate
+
+    return intrinsic(cast)
+
+
+def _pointer(target: Any, as_llvm: Any) -> Any:
+    """Return an intrinsic that makes a pointer of an address."""
+
+    def cast(_typing: Any, _address: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], as_llvm.as_pointer())
+
+        return types.CPointer(target)(types.int64), generate
+
+    return intrinsic(cast)
+
+
+float_of = _cast(types.uint32, types.float32, ir.FloatType())
+"""The float of 32 bits with these bits."""
+float_bits = _cast(types.float32, types.uint32, ir.IntType(32))
+"""The bits of a float of 32."""
+as_uint16 = _pointer(types.uint16, ir.IntType(16))
+"""Pointer to bfloat16, as its bits, at an address; the next are for the other types."""
+as_float32 = _pointer(types.float32, ir.FloatType())
+as_float64 = _pointer(types.float64, ir.DoubleType())
+as_int32 = _pointer(types.int32, ir.IntType(32))
+as_int64 = _pointer(types.int64, ir.IntType(64))
+
+
+@compiled
+def widen(bits: Any) -> Any:
+    """Return a bfloat16 as a float of 32 bits."""
+    return float_of(np.uint32(bits) << _HALF_BITS)
+
+
+@compiled
+def narrow(value: Any) -> Any:
+    """Round a float of 32 bits to the nearest bfloat16, to even in between."""
+    bits = float_bits(value)
+    rounded = np.uint16((bits + _ROUND + ((bits >> _HALF_BITS) & _ODD)) >> _HALF_BITS)
+    return rounded if value == value else _NAN
+
+
+@compiled
+def exponential(x: Any) -> Any:
+    """Return e to the x in float32, within two units in the last place.
+
+    Outside of where that is a normal number, what it is at the nearest end. The polynomial is that
+    of the Cephes library's expf.
+    """
+    if x < _LOWEST:
+        x = _LOWEST
+    if x > _HIGHEST:
+        x = _HIGHEST
+    power = np.floor(x * _LOG2_E + _HALF)
+    rest = x - power * _LN2_HIGH - power * _LN2_LOW
+    sum_ = ((((_C7 * rest + _C6) * rest + _C5) * rest + _C4) * rest + _C3) * rest + _C2
+    sum_ = sum_ * rest * rest + rest + _ONE
+    return sum_ * float_of(np.uint32((np.int32(power) + _BIAS) << _MANTISSA))
+
+
+@compiled
+def silu(x: Any) -> Any:
+    """Return x times its logistic function."""
+    return x / (_ONE + exponential(-x))
+
+
+@compiled
+def bfloat16_row(address: int, row: int, width: int) -> Any:
+    """Return one of rows that lie side by side."""
+    return carray(as_uint16(address + 2 * row * width), (width,))

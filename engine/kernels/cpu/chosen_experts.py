@@ -1,0 +1,225 @@
+"""A kernel of a layer's experts, on processors that add pairs of bfloat16.
+
+Each expert computes the tokens that chose it. Weights of an expert that none did are not read.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from engine.kernels.cpu.arithmetic import as_float32, as_int64, bfloat16_row, narrow, silu
+from engine.kernels.cpu.avx512 import LANES, LINE, floats_at, stack_memory, store_rounded
+from engine.kernels.cpu.compiling import (
+    FIRST,
+    MAX_ARGUMENTS,
+    Kernel,
+    compiled,
+    own_shares,
+    wait_for_others,
+)
+from engine.kernels.cpu.pair_product import BLOCK, ROWS, add_rows
+from engine.kernels.cpu.pair_sums import GROUP, SUMS_BYTES
+from engine.kernels.cpu.results import part_of
+
+_scratch = stack_memory(2 * ROWS * SUMS_BYTES)
+_ZERO = np.float32(0)
+_SUMS_TOGETHER = 1 << 18
+"""Bytes of sums that stay in a cache of the second level beside weights."""
+
+
+@compiled
+def _sort(chosen: Any, firsts: Any, order: Any, pairs: int, experts: int) -> None:
+    """List the pairs of one expert after the other, and where those of each begin."""
+    for expert in range(experts + 1):
+        firsts[expert] = 0
+    for pair in range(pairs):
+        firsts[chosen[pair] + 1] += 1
+    for expert in range(experts):
+        firsts[expert + 1] += firsts[expert]
+    for pair in range(pairs):
+        expert = chosen[pair]
+        order[firsts[expert]] = pair
+        firsts[expert] += 1
+    for expert in range(experts, 0, -1):
+        firsts[expert] = firsts[expert - 1]
+    firsts[0] = 0
+
+
+@compiled
+def _gather(own: Any, order: Any, first: int, rows: int, target: int) -> None:
+    """Copy the inputs of some pairs next to each other."""
+    x, wanted, hidden = own[0], own[9], own[10]
+    for row in range(rows):
+        source = bfloat16_row(x, order[first + row] // wanted, hidden)
+        copy = bfloat16_row(target, row, hidden)
+        for i in range(hidden):
+            copy[i] = source[i]
+
+
+@compiled
+def _gate(own: Any, order: Any, first: int, rows: int, block: int, sums: int) -> None:
+    """Store silu(gate) * up * weight of some pairs, one block of gates and ups being summed up."""
+    inner = own[11]
+    weights = carray(as_float32(own[4]), (own[8] * own[9],))
+    for row in range(rows):
+        share = weights[order[first + row]]
+        gate = carray(as_float32(sums + row * SUMS_BYTES), (BLOCK,))
+        up = carray(as_float32(sums + (ROWS + row) * SUMS_BYTES), (BLOCK,))
+        out = bfloat16_row(own[6] + 2 * BLOCK * block, first + row, inner)
+        for i in range(BLOCK):
+            out[i] = narrow(silu(gate[i]) * up[i] * share)
+
+
+@compiled
+def _inner(own: Any, firsts: Any, order: Any, thread: int, threads: int, rows_at: int) -> None:
+    """Compute this thread's part of what lies between the products of all experts."""
+    hidden, inner, experts = own[10], own[11], own[12]
+    addresses = carray(as_int64(own[1]), (experts,))
+    sums, blocks, size = _scratch(), inner // BLOCK, 2 * BLOCK * hidden
+    others = sums + ROWS * SUMS_BYTES
+    total = 0
+    for expert in range(experts):
+        total += (firsts[expert + 1] - firsts[expert] + GROUP - 1) // GROUP
+    begin, end = part_of(total * blocks, thread, threads)
+    before = 0  # of what all threads have to do
+    for expert in range(experts):
+        first, last = firsts[expert], firsts[expert + 1]
+        groups = (last - first + GROUP - 1) // GROUP
+        if groups:
+            block = max(0, (begin - before + groups - 1) // groups)
+            end_block = min(blocks, (end - before + groups - 1) // groups)
+            if block < end_block:
+                for top in range(first, last, ROWS):
+                    rows = min(ROWS, last - top)
+                    _gather(own, order, top, rows, rows_at)
+                    for each in range(block, end_block):
+                        gates = addresses[expert] + 2 * each * size
+                        add_rows(rows_at, 2 * hidden, gates, hidden // 2, sums, rows)
+                        add_rows(rows_at, 2 * hidden, gates + size, hidden // 2, others, rows)
+                        _gate(own, order, top, rows, each, sums)
+            before += groups * blocks
+
+
+@compiled
+def _outputs(own: Any, firsts: Any, order: Any, block: int, end_block: int, totals: int) -> None:
+    """Compute some blocks of outputs of all tokens, which add up their experts in one order."""
+    tokens, wanted, hidden, inner, experts = own[8], own[9], own[10], own[11], own[12]
+    addresses = carray(as_int64(own[2]), (experts,))
+    sums, size = _scratch(), SUMS_BYTES * tokens
+    cleared = carray(as_float32(totals), ((end_block - block) * tokens * BLOCK,))
+    for i in range(len(cleared)):
+        cleared[i] = _ZERO
+    for expert in range(experts):
+        last = firsts[expert + 1]
+        for top in range(firsts[expert], last, ROWS):
+            rows = min(ROWS, last - top)
+            for each in range(block, end_block):
+                weights = addresses[expert] + 2 * BLOCK * each * inner
+                add_rows(own[6] + 2 * top * inner, 2 * inner, weights, inner // 2, sums, rows)
+                for row in range(rows):
+                    token = order[top + row] // wanted
+                    at = totals + (each - block) * size + SUMS_BYTES * token
+                    total = carray(as_float32(at), (BLOCK,))
+                    added = carray(as_float32(sums + row * SUMS_BYTES), (BLOCK,))
+                    for i in range(BLOCK):
+                        total[i] += added[i]
+    for each in range(block, end_block):
+        for token in range(tokens):
+            for i in range(0, BLOCK, LANES):
+                at = totals + (each - block) * size + SUMS_BYTES * token + 4 * i
+                target = own[5] + 2 * (token * hidden + each * BLOCK + i)
+                store_rounded(target, floats_at(at))
+
+
+def _compute(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    tokens, wanted, hidden, experts = own[8], own[9], own[10], own[12]
+    _, thread, threads = own_shares(arguments)
+    pairs = tokens * wanted
+    scratch = own[7] + thread * own[13]
+    rows_at = scratch + own[14] * SUMS_BYTES * tokens
+    sorted_at = rows_at + 2 * ROWS * hidden
+    firsts = carray(as_int64(sorted_at), (experts + 1,))
+    order = carray(as_int64(sorted_at + 8 * (experts + 1)), (pairs,))
+    _sort(carray(as_int64(own[3]), (pairs,)), firsts, order, pairs, experts)
+    _inner(own, firsts, order, thread, threads, rows_at)
+    wait_for_others(arguments)
+    begin, end = part_of(hidden // BLOCK, thread, threads)
+    for block in range(begin, end, own[14]):
+        _outputs(own, firsts, order, block, min(end, block + own[14]), scratch)
+
+
+compute = Kernel(_compute)
+"""Of bfloat16, where nothing else is said: x [tokens, hidden]; for each expert the addresses of
+[inner / BLOCK, 2, hidden / 2, BLOCK, 2], each block of gates before its ups, and of
+[hidden / BLOCK, inner / 2, BLOCK, 2]; chosen experts [tokens, wanted] in int64 and their weights in
+float32; target [tokens, hidden]; memory for [tokens * wanted, inner], and some of each thread's
+own; tokens, wanted, hidden, inner, experts; how many bytes are a thread's own, and how many blocks
+of outputs are computed together (see `own_memory`)."""
+
+
+def own_memory(tokens: int, wanted: int, hidden: int, experts: int) -> tuple[int, int]:
+    """Return how many bytes a thread needs of its own, in whole lines, and for how many blocks.
+
+    They hold sums of these blocks, gathered rows and sorted pairs. Of few tokens all blocks are
+    computed together, so that an expert's weights are read in the order of memory.
+    """
+    blocks = min(hidden // BLOCK, max(1, _SUMS_TOGETHER // (SUMS_BYTES * tokens)))
+    needed = blocks * SUMS_BYTES * tokens + 2 * ROWS * hidden + 8 * (experts + 1 + tokens * wanted)
+    return -(-needed // LINE) * LINE, blocks
+
+
+class ChosenExperts:
+    """A layer's experts, gated by silu, in one call; a row's result depends on that row alone."""
+
+    def __init__(self, hidden: int, inner: int, experts: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Lay out anew of one expert after the other [2 * inner, hidden] and [hidden, inner]."""
+        self._hidden, self._inner = hidden, inner
+        self._weights = [(_packed(gate_up, parts=2), _packed(down)) for gate_up, down in experts]
+        addresses = [[each.data_ptr() for each in expert] for expert in self._weights]
+        self._addresses = torch.tensor(addresses).T.contiguous()
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts."""
+        tokens, wanted = chosen.shape
+        out = torch.empty_like(x)
+        if not tokens:
+            return out
+        x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
+        experts, threads = self._addresses.shape[1], torch.get_num_threads()
+        num_bytes, blocks = own_memory(tokens, wanted, self._hidden, experts)
+        own = torch.empty(threads * num_bytes, dtype=torch.uint8)
+        between = torch.empty(tokens * wanted, self._inner, dtype=x.dtype)
+        compute(
+            threads,
+            x.data_ptr(),
+            *(each.data_ptr() for each in self._addresses),
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+            between.data_ptr(),
+            own.data_ptr(),
+            tokens,
+            wanted,
+            self._hidden,
+            self._inner,
+            experts,
+            num_bytes,
+            blocks,
+        )
+        return out
+
+
+def _packed(weight: Tensor, parts: int = 1) -> Tensor:
+    """Lay out parts [outputs, inputs], one below the other, as the kernel reads them.
+
+    Returns:
+        [outputs / BLOCK, parts, inputs / 2, BLOCK, 2]
+    """
+    inputs = weight.shape[1]
+    return weight.view(parts, -1, BLOCK, inputs // 2, 2).permute(1, 0, 3, 2, 4).contiguous()

@@ -1,0 +1,90 @@
+"""A kernel that draws a token of each row of logits.
+
+The search has two levels, chunks of the vocabulary first, so that only sums of chunks are kept of a
+row. Sums of chunks are added up in 64 bits.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from engine.kernels.cpu.arithmetic import as_float32, as_float64, as_int32, as_int64
+from engine.kernels.cpu.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_rows
+from engine.kernels.cpu.logits import (
+    LOWEST_ORDER,
+    logit_of,
+    order_of,
+    row_at,
+    weigh_chunk,
+    widen_chunk,
+)
+
+CHUNK = 128
+"""Tokens whose weights are added up first."""
+
+_ZERO = np.float32(0)
+
+
+@compiled
+def _largest(row: int, is_wide: int, vocab: int, chunk: Any, bits: Any) -> Any:
+    """Return the largest logit of a row; zero if nothing may be drawn."""
+    largest = LOWEST_ORDER
+    for first in range(0, vocab, CHUNK):
+        count = min(CHUNK, vocab - first)
+        widen_chunk(row, is_wide, first, count, chunk)
+        for i in range(count):
+            largest = max(largest, order_of(bits[i]))
+    value = logit_of(largest)
+    return value if np.isfinite(value) else _ZERO
+
+
+@compiled
+def _first_above(values: Any, count: int, before: float, target: float) -> tuple[int, float]:
+    """Return where the sum of values passes a target, else the last one that adds anything, and
+    the sum before it."""
+    found, found_before = 0, before
+    for i in range(count):
+        if values[i] > _ZERO:
+            found, found_before = i, before
+            before += np.float64(values[i])
+            if before > target:
+                break
+    return found, found_before
+
+
+def _draw(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    logits, is_wide, scales, uniforms, target = own[0], own[1], own[2], own[3], own[4]
+    scratch, stride, rows, vocab = own[5], own[6], own[7], own[8]
+    scale, uniform = carray(as_float32(scales), (rows,)), carray(as_float64(uniforms), (rows,))
+    drawn = carray(as_int64(target), (rows,))
+    first_row, end = own_rows(arguments, rows)
+    chunks = (vocab + CHUNK - 1) // CHUNK
+    held = scratch + 4 * stride * first_row
+    chunk, bits = carray(as_float32(held), (CHUNK,)), carray(as_int32(held), (CHUNK,))
+    sums = carray(as_float32(held + 4 * CHUNK), (chunks,))
+    for row in range(first_row, end):
+        values = row_at(logits, is_wide, vocab, row)
+        largest = _largest(values, is_wide, vocab, chunk, bits)
+        total = 0.0
+        for index in range(chunks):
+            count = min(CHUNK, vocab - index * CHUNK)
+            widen_chunk(values, is_wide, index * CHUNK, count, chunk)
+            sums[index] = weigh_chunk(count, largest, scale[row], chunk)
+            total += np.float64(sums[index])
+        goal = total * uniform[row]
+        index, before = _first_above(sums, chunks, 0.0, goal)
+        count = min(CHUNK, vocab - index * CHUNK)
+        widen_chunk(values, is_wide, index * CHUNK, count, chunk)
+        weigh_chunk(count, largest, scale[row], chunk)
+        found, _ = _first_above(chunk, count, before, goal)
+        drawn[row] = index * CHUNK + found
+
+
+draw = Kernel(_draw)
+"""Of logits [rows, vocab] in bfloat16, or in float32 if what follows is 1; scales [rows] in float32
+that they are multiplied with; uniform numbers [rows] in float64; target [rows] int64; scratch
+[rows, stride] in float32, of which each thread uses what begins at its first row; stride, at least
+a chunk and a number for each chunk; rows, vocab."""

@@ -1,0 +1,238 @@
+"""A kernel that draws a token of each row of logits from what top-k, top-p and min-p leave.
+
+Only the tokens that they can leave, the *candidates* of a row, are weighed. At least k tokens are
+as likely as the k-th largest of the maxima of the vocabulary's chunks, so what is below that is not
+among the k largest. A cut is found by bisection of the orders of logits, with a pass over the
+candidates for each bit: nothing is sorted, and equal logits are cut off together.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from engine.kernels.cpu.arithmetic import as_float32, as_float64, as_int32, as_int64
+from engine.kernels.cpu.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.kernels.cpu.logits import (
+    LOWEST_ORDER,
+    logit_of,
+    order_of,
+    order_of_logit,
+    row_at,
+    weigh_chunk,
+    widen_chunk,
+)
+
+CHUNK = 64
+"""Tokens of which the largest is found first."""
+_NUCLEUS = 256
+"""Candidates, at least, that are tried for top-p before all tokens are."""
+BLOCK = 128
+"""Candidates whose weights are added up in 32 bits before their sum is in 64."""
+_ZERO = np.float32(0)
+_LOWEST_FINITE = np.int32(-0x7F800000)
+"""Order of the smallest number; what is below is forbidden."""
+
+
+@compiled
+def _count_from(orders: Any, count: int, least: Any) -> int:
+    """Count what is not below an order."""
+    found = 0
+    for i in range(count):
+        found += orders[i] >= least
+    return found
+
+
+@compiled
+def _mass_from(orders: Any, weights: Any, count: int, least: Any) -> float:
+    """Add up the weights of what is not below an order; their last block is filled up."""
+    total = 0.0
+    for block in range((count + BLOCK - 1) // BLOCK):
+        part = _ZERO
+        for i in range(BLOCK):
+            place = block * BLOCK + i
+            part += weights[place] if orders[place] >= least else _ZERO
+        total += np.float64(part)
+    return total
+
+
+@compiled
+def _middle(below: int, above: int, is_wide: int) -> int:
+    """Return an order between two, or the lower one where nothing lies between them.
+
+    Of orders of bfloat16 the upper 16 bits tell them apart: one of those with no others set.
+    """
+    middle = (below + above) >> 1
+    if is_wide:
+        return middle
+    middle = (middle >> 16) << 16
+    if middle <= below:
+        middle += 1 << 16
+    return middle if middle < above else below
+
+
+@compiled
+def _cut(
+    orders: Any,
+    weights: Any,
+    count: int,
+    wanted: float,
+    low: int,
+    high: int,
+    by_mass: int,
+    is_wide: int,
+) -> int:
+    """Return the largest order, between two, that enough are not below; else the lower one.
+
+    Enough is so much mass, or so many.
+    """
+    below, above = low, high + 1
+    middle = _middle(below, above, is_wide)
+    while middle > below:
+        if by_mass:
+            found = _mass_from(orders, weights, count, np.int32(middle))
+        else:
+            found = np.float64(_count_from(orders, count, np.int32(middle)))
+        if found >= wanted:
+            below = middle
+        else:
+            above = middle
+        middle = _middle(below, above, is_wide)
+    return below
+
+
+@compiled
+def _find_maxima(row: int, is_wide: int, vocab: int, chunk: Any, bits: Any, maxima: Any) -> Any:
+    """Keep the order of each chunk's largest logit; return the largest."""
+    largest = LOWEST_ORDER
+    for index in range((vocab + CHUNK - 1) // CHUNK):
+        count = min(CHUNK, vocab - index * CHUNK)
+        widen_chunk(row, is_wide, index * CHUNK, count, chunk)
+        highest = LOWEST_ORDER
+        for i in range(count):
+            highest = max(highest, order_of(bits[i]))
+        maxima[index] = highest
+        largest = max(largest, highest)
+    return np.int32(largest)
+
+
+@compiled
+def _collect(
+    row: int,
+    is_wide: int,
+    vocab: int,
+    least: Any,
+    maxima: Any,
+    orders: Any,
+    tokens: Any,
+    chunk: Any,
+    bits: Any,
+) -> int:
+    """Collect what is not below an order, in the order of the vocabulary; return how many."""
+    taken = 0
+    for index in range((vocab + CHUNK - 1) // CHUNK):
+        if maxima[index] >= least:
+            count = min(CHUNK, vocab - index * CHUNK)
+            widen_chunk(row, is_wide, index * CHUNK, count, chunk)
+            for i in range(count):
+                order = np.int32(order_of(bits[i]))
+                orders[taken] = order
+                tokens[taken] = index * CHUNK + i
+                taken += order >= least
+    return taken
+
+
+@compiled
+def _weigh(count: int, largest: Any, scale: Any, orders: Any, weights: Any) -> None:
+    """Weigh candidates, of which the largest has a weight of 1, and fill up their last block."""
+    for i in range(count):
+        weights[i] = logit_of(orders[i])
+    weigh_chunk(count, largest, scale, weights)
+    for i in range(count, (count + BLOCK - 1) // BLOCK * BLOCK):
+        orders[i], weights[i] = LOWEST_ORDER, _ZERO
+
+
+@compiled
+def _mass_of_row(row: int, is_wide: int, vocab: int, largest: Any, scale: Any, chunk: Any) -> float:
+    """Add up the weights of all tokens."""
+    total = 0.0
+    for first in range(0, vocab, CHUNK):
+        count = min(CHUNK, vocab - first)
+        widen_chunk(row, is_wide, first, count, chunk)
+        total += np.float64(weigh_chunk(count, largest, scale, chunk))
+    return total
+
+
+@compiled
+def _search(orders: Any, weights: Any, count: int, least: Any, uniform: float) -> int:
+    """Return where the sum of weights from an order on passes a part, else the last of them."""
+    goal = _mass_from(orders, weights, count, least) * uniform
+    found, before = 0, 0.0
+    for i in range(count):
+        if orders[i] >= least and weights[i] > _ZERO:
+            found = i
+            before += np.float64(weights[i])
+            if before > goal:
+                break
+    return found
+
+
+def _draw(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    logits, is_wide, rows, vocab = own[0], own[1], own[2], own[3]
+    scales, uniforms = carray(as_float32(own[4]), (rows,)), carray(as_float64(own[5]), (rows,))
+    top_k, top_p = carray(as_int64(own[6]), (rows,)), carray(as_float64(own[7]), (rows,))
+    depths, drawn = carray(as_float32(own[8]), (rows,)), carray(as_int64(own[9]), (rows,))
+    _, thread, threads = own_shares(arguments)
+    chunks, room = (vocab + CHUNK - 1) // CHUNK, vocab + BLOCK
+    held = own[10] + 4 * own[11] * thread
+    chunk, bits = carray(as_float32(held), (CHUNK,)), carray(as_int32(held), (CHUNK,))
+    maxima = carray(as_int32(held + 4 * CHUNK), (chunks,))
+    held += 4 * (CHUNK + chunks)
+    orders, tokens = carray(as_int32(held), (room,)), carray(as_int32(held + 4 * room), (room,))
+    weights = carray(as_float32(held + 8 * room), (room,))
+    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+        values = row_at(logits, is_wide, vocab, row)
+        high = _find_maxima(values, is_wide, vocab, chunk, bits, maxima)
+        largest, scale, k = logit_of(high), scales[row], top_k[row]
+        if not np.isfinite(largest):
+            drawn[row] = -1
+            continue
+        lowest = max(_LOWEST_FINITE, order_of_logit(largest - depths[row]))
+        is_bounded = k > 0 or np.isfinite(depths[row])
+        least, wanted = lowest, k if is_bounded else _NUCLEUS
+        if 0 < wanted <= chunks:
+            least = _cut(maxima, weights, chunks, wanted, lowest, high, 0, is_wide)
+        total = 0.0
+        if not is_bounded:
+            total = _mass_of_row(values, is_wide, vocab, largest, scale, chunk)
+        while True:
+            count = _collect(values, is_wide, vocab, least, maxima, orders, tokens, chunk, bits)
+            _weigh(count, largest, scale, orders, weights)
+            mass = _mass_from(orders, weights, count, least)
+            if is_bounded or least == lowest or mass >= top_p[row] * total:
+                break
+            least = lowest
+        if not is_bounded:
+            mass = total
+        elif k > 0:
+            least = _cut(orders, weights, count, k, least, high, 0, is_wide)
+            mass = _mass_from(orders, weights, count, least)
+        if top_p[row] < 1:
+            mass *= top_p[row]
+            least = _cut(orders, weights, count, mass, least, high, 1, is_wide)
+        drawn[row] = tokens[_search(orders, weights, count, least, uniforms[row])]
+
+
+draw = Kernel(_draw)
+"""Of logits [rows, vocab] in bfloat16, or in float32 if what follows is 1; rows, vocab; scales
+[rows] in float32 that logits are multiplied with; uniform numbers [rows] in float64; top-k [rows]
+in int64, 0 for all; top-p [rows] in float64; depths [rows] in float32, by how much a logit may be
+below the largest of its row; target [rows] in int64, -1 where the largest is no number; scratch
+[threads, stride] in float32; stride, at least `scratch_size`."""
+
+
+def scratch_size(vocab: int) -> int:
+    """Return how many numbers a thread keeps."""
+    return CHUNK + -(-vocab // CHUNK) + 3 * (vocab + BLOCK)

@@ -1,0 +1,82 @@
+"""How keys and values of a KV cache become columns of `engine.kernels.cpu.pair_sums`.
+
+Scores add up over pairs of a head's dimensions, so that keys are transposed; results add up over
+pairs of keys, so that neighbours' values are interleaved.
+"""
+
+from numba import carray
+
+from engine.kernels.cpu.arithmetic import as_int32, as_int64
+from engine.kernels.cpu.avx512 import LANES, interleave, transposition
+from engine.kernels.cpu.compiling import compiled
+from engine.kernels.cpu.pair_sums import PAIR_BYTES, WIDTH
+
+STRIP = LANES
+"""Keys that are transposed together."""
+CHUNK = LANES
+"""Values of a head that are interleaved together; its dimensions are whole chunks."""
+
+_transpose = transposition(LANES, PAIR_BYTES)
+_transpose_half = transposition(LANES // 2, PAIR_BYTES)
+"""What it reads behind the half belongs to the same token."""
+
+
+@compiled
+def find_keys(
+    addresses: int, table: int, block_size: int, first: int, count: int, head: int, row: int
+) -> None:
+    """Write down where the keys of a tile lie, up to a whole strip: the last one again.
+
+    Args:
+        addresses: where to, [keys] int64
+        table: address of the row's block table, int32
+        block_size: tokens in a block
+        first: position of the first key
+        count: keys of the tile, one at least
+        head: address of the head's first key in the cache
+        row: bytes that are stored of a token
+    """
+    found = carray(as_int64(addresses), (count + STRIP,))
+    blocks = carray(as_int32(table), (first // block_size + count + 1,))
+    block, at = first // block_size, first % block_size
+    here = head + (blocks[block] * block_size + at) * row
+    for key in range(count):
+        if at == block_size:
+            block += 1
+            at = 0
+            here = head + blocks[block] * block_size * row
+        found[key] = here
+        at += 1
+        here += row
+    for key in range(count, (count + STRIP - 1) // STRIP * STRIP):
+        found[key] = found[count - 1]
+
+
+@compiled
+def pack_keys(addresses: int, count: int, head_dim: int, packed: int) -> None:
+    """Transpose keys, whose addresses are given, to [keys / WIDTH, head_dim / 2, WIDTH, 2].
+
+    What is not in a whole strip behind them stays as it is.
+    """
+    for strip in range((count + STRIP - 1) // STRIP):
+        block, column = strip * STRIP // WIDTH, strip * STRIP % WIDTH
+        target = packed + 2 * block * WIDTH * head_dim + 4 * column
+        keys, whole = addresses + 8 * strip * STRIP, head_dim // 32 * 32
+        for first in range(0, whole, 32):
+            _transpose(keys, 2 * first, target + PAIR_BYTES * first // 2)
+        if whole < head_dim:
+            _transpose_half(keys, 2 * whole, target + PAIR_BYTES * whole // 2)
+
+
+@compiled
+def pack_values(
+    addresses: int, behind: int, count: int, most: int, head_dim: int, packed: int
+) -> None:
+    """Interleave values, which lie `behind` the keys, to [head_dim / WIDTH, most / 2, WIDTH, 2]."""
+    found = carray(as_int64(addresses), (count + STRIP,))
+    for key in range(0, count, 2):
+        one, other = found[key] + behind, found[key + 1] + behind
+        for chunk in range(head_dim // CHUNK):
+            block, column = chunk * CHUNK // WIDTH, chunk * CHUNK % WIDTH
+            target = packed + PAIR_BYTES * (block * most + key) // 2 + 4 * column
+            interleave(one + 2 * chunk * CHUNK, other + 2 * chunk * CHUNK, target)

@@ -1,0 +1,90 @@
+"""A kernel of products with weights in oneDNN's blocks, on processors that add pairs of bfloat16.
+
+Weights are read from memory at all times: while some rows are multiplied with a chunk of them, the
+next one is read ahead, into a cache of the second level.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from engine.kernels.cpu.arithmetic import as_float32
+from engine.kernels.cpu.avx512 import LINE, stack_memory
+from engine.kernels.cpu.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled_apart, own_shares
+from engine.kernels.cpu.pair_sums import GROUP, PAIR_BYTES, SUMS_BYTES, WIDTH, adder
+from engine.kernels.cpu.results import part_of, store_results
+
+BLOCK = WIDTH
+"""Outputs whose weights lie together, [inputs / 2, BLOCK, 2]."""
+_CHUNK = 512
+"""Pairs of a chunk: two of them fit a cache of the second level."""
+ROWS = 8 * GROUP
+"""Rows that share a chunk."""
+_AHEAD = 8 * PAIR_BYTES
+"""How far ahead a single group reads."""
+_add_alone = adder(lines=PAIR_BYTES // LINE)
+_add_and_read_half = adder(lines=PAIR_BYTES // LINE // 2, continues=True)
+_add_and_read_quarter = adder(lines=PAIR_BYTES // LINE // 4, continues=True)
+_add = adder(continues=True)
+_scratch = stack_memory(ROWS * SUMS_BYTES)
+_ZERO = np.float32(0)
+
+
+@compiled_apart
+def add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int) -> None:
+    """Add up at most `ROWS` rows of a block into sums [rows, WIDTH] float32.
+
+    Args:
+        x: address of the first row's inputs, `stride` bytes before the next one's
+        columns: address of the block's weights
+        pairs: inputs by two
+    """
+    groups = (rows + GROUP - 1) // GROUP
+    if groups == 1:
+        _add_alone(rows, x, stride, columns, pairs, sums, columns + _AHEAD)
+        return
+    start = carray(as_float32(sums), (rows * WIDTH,))
+    for i in range(rows * WIDTH):
+        start[i] = _ZERO
+    each = (rows + groups - 1) // groups
+    for first in range(0, pairs, _CHUNK):
+        count = min(_CHUNK, pairs - first)
+        here, quarter = columns + PAIR_BYTES * first, PAIR_BYTES * count // 4
+        left = 4  # quarters of the next chunk that are still to be read
+        for group in range(groups):
+            top = each * group
+            some = min(each, rows - top)
+            inputs, of_rows = x + top * stride + 4 * first, sums + top * SUMS_BYTES
+            ahead = here + (8 - left) * quarter
+            if left > groups - group:
+                _add_and_read_half(some, inputs, stride, here, count, of_rows, ahead)
+                left -= 2
+            elif left:
+                _add_and_read_quarter(some, inputs, stride, here, count, of_rows, ahead)
+                left -= 1
+            else:
+                _add(some, inputs, stride, here, count, of_rows, 0)
+
+
+def _product(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    x, weights, rows, inputs = own[0], own[1], own[6], own[7]
+    outputs, column_parts, row_parts = own[8], own[9], own[10]
+    num_shares, thread, threads = own_shares(arguments)
+    sums = _scratch()
+    for share in range(thread, num_shares, threads):
+        begin, end = part_of(outputs // BLOCK, share % column_parts, column_parts)
+        group, end_group = part_of((rows + GROUP - 1) // GROUP, share // column_parts, row_parts)
+        end_row = min(end_group * GROUP, rows)
+        for block in range(begin, end):
+            of_block = weights + 2 * BLOCK * block * inputs
+            for top in range(group * GROUP, end_row, ROWS):
+                count = min(ROWS, end_row - top)
+                add_rows(x + 2 * top * inputs, 2 * inputs, of_block, inputs // 2, sums, count)
+                store_results(own, sums, SUMS_BYTES, top, count, block * BLOCK, BLOCK)
+
+
+product = Kernel(_product)
+"""See `engine.kernels.cpu.products`; weights are [outputs / BLOCK, inputs / 2, BLOCK, 2]."""

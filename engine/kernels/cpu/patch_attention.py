@@ -1,0 +1,311 @@
+"""A kernel of attention for prompts and decodes alike, straight from the blocks of the KV cache.
+
+A patch is some tokens of a row with the queries of the heads that share a KV head. Keys are taken
+in tiles that begin at multiples of a fixed number of positions, so that a query is computed in the
+same order in any patch, chunk of a prompt or step. Scores and sums are float32, weights are rounded
+to bfloat16 as keys and values are.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray
+
+from engine.kernels.cpu.arithmetic import as_float32, as_int64, as_uint16, float_of
+from engine.kernels.cpu.avx512 import LANES, LINE
+from engine.kernels.cpu.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.kernels.cpu.packing import CHUNK, STRIP, find_keys, pack_keys, pack_values
+from engine.kernels.cpu.pair_sums import GROUP, SUMS_BYTES, WIDTH, adder
+from engine.kernels.cpu.softmax import (
+    LOWEST,
+    add_scaled,
+    cap_scores,
+    raise_maximum,
+    settle_maximum,
+    store_averages,
+    store_weights,
+)
+
+KEYS = 128
+"""Keys of a tile: packed, with their values, they stay in a cache of the second level."""
+_QUERIES = 96
+"""Queries of a patch, about: they share what packing a tile costs."""
+NO_WINDOW = 1 << 40
+_ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(LOWEST)
+_SCORES_BYTES = GROUP * SUMS_BYTES
+"""Of a group of queries with a block of columns."""
+
+
+_add_up = adder()
+
+
+class _Shape(NamedTuple):
+    """Of the heads, as constants of a kernel."""
+
+    group: int
+    head_dim: int
+    padded: int
+    """Columns of results: whole blocks."""
+    row_bytes: int
+    """Of a token in the cache of a layer."""
+
+
+class _Scores(NamedTuple):
+    """What becomes of scores, and the keys that a query sees."""
+
+    window: int
+    scale: float
+    cap: float
+    power: float
+
+
+class _Memory(NamedTuple):
+    """What a thread keeps: bytes of each thing, or their addresses."""
+
+    found: int
+    """Addresses of a tile's keys."""
+    keys: int
+    """Packed, as the values are."""
+    values: int
+    queries: int
+    results: int
+    """Weighted sums of values."""
+    sums: int
+    """Of weights, in lanes, as the maximums are."""
+    maximums: int
+    scores: int
+    """Of a group of queries for a tile, as all that follows."""
+    weights: int
+    parts: int
+    """What a tile adds to results."""
+    lanes: int
+    """Maximums of a query."""
+    factors: int
+    """Of what was added up before."""
+
+
+def fits(head_dim: int) -> bool:
+    """Whether the kernel takes heads of this size."""
+    return head_dim % CHUNK == 0
+
+
+def tokens_of_patch(group: int) -> int:
+    """Return how many tokens at most a patch has, with `group` query heads to each KV head."""
+    return max(1, _QUERIES // group)
+
+
+def _shape(group: int, head_dim: int, kv_heads: int) -> _Shape:
+    return _Shape(group, head_dim, -(-head_dim // WIDTH) * WIDTH, 4 * kv_heads * head_dim)
+
+
+def _sizes(shape: _Shape) -> _Memory:
+    queries = shape.group * tokens_of_patch(shape.group)
+    return _Memory(
+        found=8 * (KEYS + STRIP),
+        keys=2 * KEYS * shape.head_dim,
+        values=2 * KEYS * shape.padded,
+        queries=-(-2 * queries * shape.head_dim // LINE) * LINE,
+        results=4 * queries * shape.padded,
+        sums=LINE * queries,
+        maximums=LINE * queries,
+        scores=KEYS // WIDTH * _SCORES_BYTES,
+        weights=2 * GROUP * KEYS,
+        parts=shape.padded // WIDTH * _SCORES_BYTES,
+        lanes=LINE,
+        factors=LINE * GROUP,
+    )
+
+
+def scratch_bytes(group: int, head_dim: int) -> int:
+    """Return the memory that a thread needs, in whole lines of a cache."""
+    return sum(_sizes(_shape(group, head_dim, 1)))
+
+
+@compiled
+def _begin(at: Any, shape: Any, queries: int, stride: int, tokens: int, sinks: int) -> None:
+    """Copy the queries of a patch side by side; nothing is added up yet."""
+    width, rows = shape.group * shape.head_dim, tokens * shape.group
+    for token in range(tokens):
+        source = carray(as_uint16(queries + 2 * token * stride), (width,))
+        target = carray(as_uint16(at.queries + 2 * token * width), (width,))
+        for i in range(width):
+            target[i] = source[i]
+    results = carray(as_float32(at.results), (rows * shape.padded,))
+    for i in range(rows * shape.padded):
+        results[i] = _ZERO
+    sums = carray(as_float32(at.sums), (rows * LANES,))
+    maximums = carray(as_float32(at.maximums), (rows * LANES,))
+    for row in range(rows):
+        maximum = _LOWEST
+        if sinks:
+            maximum = carray(as_float32(sinks), (shape.group,))[row % shape.group]
+        for lane in range(LANES):
+            sums[row * LANES + lane] = _ZERO
+            maximums[row * LANES + lane] = maximum
+        if sinks:
+            sums[row * LANES] = _ONE
+
+
+@compiled
+def _weigh(at: Any, query: int, slot: int, first: int, end: int, scale: Any) -> None:
+    """Make weights of the scores of a query, in its group's slot, for keys between two."""
+    maximum, sums = at.maximums + LINE * query, at.sums + LINE * query
+    scores, weights = at.scores + SUMS_BYTES * slot, at.weights + 2 * KEYS * slot
+    lanes = carray(as_float32(at.lanes), (LANES,))
+    known = carray(as_float32(maximum), (LANES,))
+    for lane in range(LANES):
+        lanes[lane] = known[lane]
+    for here in range(0, end, WIDTH):
+        of_block = scores + here // WIDTH * _SCORES_BYTES
+        raise_maximum(of_block, at.lanes, first - here, end - here)
+    settle_maximum(at.lanes, maximum, sums, at.factors + LINE * slot, scale)
+    for here in range(0, end, WIDTH):
+        of_block = scores + here // WIDTH * _SCORES_BYTES
+        store_weights(of_block, weights + 2 * here, maximum, sums, scale, first - here, end - here)
+
+
+@compiled
+def _attend_group(
+    at: Any, shape: Any, score: Any, top: int, count: int, position: int, tile: int
+) -> None:
+    """Add what some queries get of a packed tile; `position` is that of the patch."""
+    seen = min(KEYS, position + (top + count - 1) // shape.group + 1 - tile)
+    queries = at.queries + 2 * top * shape.head_dim
+    for here in range(0, seen, WIDTH):
+        columns = at.keys + 2 * here * shape.head_dim
+        scores = at.scores + here // WIDTH * _SCORES_BYTES
+        _add_up(count, queries, 2 * shape.head_dim, columns, shape.head_dim // 2, scores, 0)
+        if score.cap > 0:
+            for slot in range(count):
+                cap_scores(scores + SUMS_BYTES * slot, score.cap, score.power)
+    for slot in range(count):
+        own = position + (top + slot) // shape.group + 1 - tile
+        end = max(0, min(seen, own))
+        _weigh(at, top + slot, slot, max(0, own - score.window), end, score.scale)
+        weights = carray(as_uint16(at.weights + 2 * KEYS * slot), (KEYS,))
+        for i in range((end + WIDTH - 1) // WIDTH * WIDTH, (seen + 1) // 2 * 2):
+            weights[i] = 0
+    for chunk in range(shape.padded // WIDTH):
+        columns = at.values + 2 * chunk * KEYS * WIDTH
+        parts = at.parts + chunk * _SCORES_BYTES
+        _add_up(count, at.weights, 2 * KEYS, columns, (seen + 1) // 2, parts, 0)
+        for slot in range(count):
+            results = at.results + 4 * ((top + slot) * shape.padded + chunk * WIDTH)
+            add_scaled(results, at.factors + LINE * slot, parts + SUMS_BYTES * slot)
+
+
+@compiled
+def _attend_patch(
+    at: Any,
+    shape: Any,
+    score: Any,
+    head: int,
+    table: int,
+    block_size: int,
+    position: int,
+    tokens: int,
+) -> None:
+    """Attend with what `_begin` copied; `head` is the address of the head's first key."""
+    end, rows = position + tokens, tokens * shape.group
+    groups = (rows + GROUP - 1) // GROUP
+    each = (rows + groups - 1) // groups
+    for tile in range(max(0, position + 1 - score.window) // KEYS * KEYS, end, KEYS):
+        count = min(KEYS, end - tile)
+        find_keys(at.found, table, block_size, tile, count, head, shape.row_bytes)
+        pack_keys(at.found, count, shape.head_dim, at.keys)
+        pack_values(at.found, shape.row_bytes // 2, count, KEYS, shape.head_dim, at.values)
+        for top in range(0, rows, each):
+            some = min(each, rows - top)
+            first = position + top // shape.group
+            last = position + (top + some - 1) // shape.group
+            if last >= tile and first + 1 - score.window < tile + KEYS:
+                _attend_group(at, shape, score, top, some, position, tile)
+
+
+@compiled
+def _store(at: Any, shape: Any, tokens: int, heads: int, target: int) -> None:
+    """Store the averages of a patch, from where its first token and head are on."""
+    for query in range(tokens * shape.group):
+        of_query = query // shape.group * heads + query % shape.group
+        store_averages(
+            at.results + 4 * query * shape.padded,
+            at.sums + LINE * query,
+            shape.head_dim // LANES,
+            target + 2 * of_query * shape.head_dim,
+        )
+
+
+@cache
+def patch_attention(group: int, head_dim: int, kv_heads: int) -> Kernel:
+    """Return the kernel for a shape of heads: `group` query heads to each KV head.
+
+    A task is one KV head of one patch. Arguments, addresses first:
+
+    - queries [tokens, group * kv_heads, head_dim] bfloat16, the tokens' `query_stride` values apart
+    - the layer's KV cache [blocks, block_size, 2, kv_heads, head_dim] bfloat16
+    - result [tokens, group * kv_heads * head_dim] bfloat16
+    - sinks [group * kv_heads] float32, divided by the scale of scores, or 0
+    - block tables [rows, table_width] int32
+    - patches [patches, 4] int64: row, first token, its position, number of tokens
+    - the first task of each share, and the end, int64
+    - scratch memory, `scratch` bytes for each share
+    - query_stride, table_width, block_size, scratch
+    - keys that a query sees including its own, `NO_WINDOW` for all; scale of scores times the
+      logarithm of e to base 2, of capped ones without the scale; what `softmax.cap_scores` asks
+      for, or 0 and 0
+    """
+    heads, (_, _, padded, row_bytes) = group * kv_heads, _shape(group, head_dim, kv_heads)
+    sizes = _sizes(_shape(group, head_dim, kv_heads))
+    to = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+
+    def attend(pointer: Any) -> None:
+        arguments = carray(pointer, (MAX_ARGUMENTS,))
+        own = arguments[FIRST:]
+        num_shares, thread, threads = own_shares(arguments)
+        begins = carray(as_int64(own[6]), (num_shares + 1,))
+        shape = _Shape(group, head_dim, padded, row_bytes)
+        scale, cap, power = own[13], own[14], own[15]
+        score = _Scores(
+            own[12],
+            float_of(np.uint32(scale)),
+            float_of(np.uint32(cap)),
+            float_of(np.uint32(power)),
+        )
+        for share in range(thread, num_shares, threads):
+            held = own[7] + share * own[11]
+            at = _Memory(
+                held + to[0],
+                held + to[1],
+                held + to[2],
+                held + to[3],
+                held + to[4],
+                held + to[5],
+                held + to[6],
+                held + to[7],
+                held + to[8],
+                held + to[9],
+                held + to[10],
+                held + to[11],
+            )
+            for task in range(begins[share], begins[share + 1]):
+                head = task % kv_heads
+                patch = carray(as_int64(own[5] + 32 * (task // kv_heads)), (4,))
+                row, token, position, tokens = patch[0], patch[1], patch[2], patch[3]
+                sinks = own[3] + 4 * head * group if own[3] else 0
+                asked = own[0] + 2 * (token * own[8] + head * group * head_dim)
+                _begin(at, shape, asked, own[8], tokens, sinks)
+                _attend_patch(
+                    at,
+                    shape,
+                    score,
+                    own[1] + 2 * head * head_dim,
+                    own[4] + 4 * row * own[9],
+                    own[10],
+                    position,
+                    tokens,
+                )
+                at_head = token * heads + head * group
+                _store(at, shape, tokens, heads, own[2] + 2 * at_head * head_dim)
+
+    return Kernel(attend)

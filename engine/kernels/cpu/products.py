@@ -1,0 +1,174 @@
+"""Products of weights in oneDNN's blocks by kernels of our own.
+
+A row gets the same bits among any number of rows. Weights are read as fast as memory gives them,
+which few rows wait for.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu import pair_product, pair_sums, tile_product
+from engine.kernels.cpu.amx import TILE_ROWS, has_tiles, palette
+from engine.kernels.cpu.avx512 import has_pairs
+from engine.kernels.cpu.compiling import Kernel
+from engine.kernels.processor import Kind, kind
+from engine.kernels.trust import is_close, trusted
+
+_CHUNK = 256
+"""Inputs for which rows, weights and sums of two patches of tiles stay in a cache of the first
+level. Few rows have no use for that, and read weights in the order of memory."""
+
+_agreed: dict[tuple[Kernel, int, int, bool], bool] = {}
+"""Whether a kernel computes the same, by outputs, inputs, and whether there is no bias."""
+
+
+class ProductKernel(NamedTuple):
+    """A kernel, and what it asks of a product.
+
+    Its arguments are rows [rows, inputs], packed weights, bias [outputs] or 0, addends
+    [rows, outputs] or 0, target [rows, outputs], a palette of tiles; rows, inputs, outputs, in how
+    many parts columns and groups of rows are divided, and inputs that are added up at once. All
+    values are bfloat16.
+    """
+
+    compute: Kernel
+    block: int
+    """Outputs whose weights lie together."""
+    input_block: int
+    """Inputs are a multiple of it."""
+    group: int
+    """Rows that are computed together."""
+    palette_of: Callable[[int], int]
+    """Returns the address of the palette for so many rows, 0 without tiles."""
+
+
+def product_kernel() -> ProductKernel | None:
+    """Return the kernel for this kind of processor, if there is one."""
+    return _kernel_for(kind())
+
+
+@cache
+def _kernel_for(which: Kind) -> ProductKernel | None:
+    if which is Kind.AMX and has_tiles():
+        return ProductKernel(
+            tile_product.product,
+            tile_product.BLOCK,
+            tile_product.BLOCK,
+            tile_product.GROUP,
+            lambda rows: palette(min(rows, TILE_ROWS)).ctypes.data,
+        )
+    if which is Kind.AMD_AVX512_BF16 and has_pairs():
+        return ProductKernel(
+            pair_product.product,
+            pair_product.BLOCK,
+            2,
+            pair_sums.GROUP,
+            lambda _: 0,
+        )
+    return None
+
+
+class CompiledProduct:
+    """A product with packed weights of bfloat16."""
+
+    def __init__(
+        self,
+        kernel: ProductKernel,
+        packed: Tensor,
+        outputs: int,
+        inputs: int,
+        bias: Tensor | None,
+    ) -> None:
+        """Take what `_reorder_linear_weight` makes of [outputs, inputs].
+
+        Raises:
+            RuntimeError: it has not the layout that the kernel reads.
+        """
+        if torch.ops.mkldnn._nbytes(packed) != 2 * outputs * inputs:
+            raise RuntimeError(f"weights [{outputs}, {inputs}] are packed in other blocks")
+        self._kernel = kernel
+        self._held = packed, bias
+        self._weights = torch.ops.mkldnn.data_ptr(packed)
+        self._bias = 0 if bias is None else bias.data_ptr()
+        self._outputs, self._inputs = outputs, inputs
+
+    def __call__(self, x: Tensor, addends: Tensor | None = None) -> Tensor:
+        """Map [rows, inputs] to [rows, outputs], plus addends of that shape, rounded once."""
+        x, rows, kernel = x.contiguous(), len(x), self._kernel
+        addends = None if addends is None else addends.contiguous()
+        out = torch.empty(rows, self._outputs, dtype=x.dtype)
+        if not rows:
+            return out
+        blocks, groups = self._outputs // kernel.block, -(-rows // kernel.group)
+        columns, parts = _divided(blocks, groups, torch.get_num_threads())
+        kernel.compute(
+            columns * parts,
+            x.data_ptr(),
+            self._weights,
+            self._bias,
+            0 if addends is None else addends.data_ptr(),
+            out.data_ptr(),
+            kernel.palette_of(rows),
+            rows,
+            self._inputs,
+            self._outputs,
+            columns,
+            parts,
+            self._inputs if rows <= kernel.group else _CHUNK,
+        )
+        return out
+
+
+def compiled_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> CompiledProduct | None:
+    """Return a product with what oneDNN packed [outputs, inputs] into, if there is a kernel for it.
+
+    It takes whole blocks. Each shape is compared once with oneDNN's own product.
+    """
+    kernel = product_kernel()
+    if weight.dtype != torch.bfloat16 or kernel is None:
+        return None
+    outputs, inputs = weight.shape
+    if outputs % kernel.block or inputs % kernel.input_block:
+        return None
+    key = kernel.compute, outputs, inputs, bias is None
+    if _agreed.get(key) is False:
+        return None
+    made = trusted(
+        lambda: CompiledProduct(kernel, packed, outputs, inputs, bias),
+        lambda product: key in _agreed or _agrees(product, packed, weight, bias),
+        f"products with [{outputs}, {inputs}]",
+    )
+    _agreed[key] = made is not None
+    return made
+
+
+def _agrees(product: CompiledProduct, packed: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Compare a product of few rows, and of more with addends."""
+    generator = torch.Generator().manual_seed(0)
+    x, addends = (
+        torch.randn(33, size, generator=generator).bfloat16() for size in weight.shape[::-1]
+    )
+    operator = torch.ops.mkldnn._linear_pointwise
+    few = operator.default(x[:3], packed, bias, "none", [], "")
+    return is_close(product(x[:3]), few) and is_close(
+        product(x, addends), operator.binary(x, addends.clone(), packed, bias, "add")
+    )
+
+
+@cache
+def _divided(blocks: int, groups: int, threads: int) -> tuple[int, int]:
+    """Return in how many parts to divide columns and rows, so that no thread has much more work.
+
+    Columns first, so that weights are read by one thread.
+    """
+
+    def price(parts: int) -> int:
+        columns = min(blocks, threads // parts)
+        return -(-blocks // columns) * -(-groups // parts)
+
+    parts = min(range(1, min(groups, threads) + 1), key=price)
+    return min(blocks, threads // parts), parts

@@ -1,0 +1,129 @@
+"""A softmax over tiles of keys, in vectors: what was added up before is scaled to a new maximum.
+
+The sums that are kept of a row are one for each lane, the maximum is in all lanes. Keys that a
+query does not see have no part in either; a tile without any that it sees changes nothing.
+Addresses of scores are those of a block's, four vectors.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from engine.kernels.cpu.avx512 import (
+    LANES,
+    LINE,
+    floats_at,
+    lanes_between,
+    largest_lane,
+    maximum,
+    minimum,
+    multiply_add,
+    nearest_whole,
+    spread,
+    store_floats,
+    store_rounded,
+    sum_of_lanes,
+    times_power_of_two,
+    where,
+)
+from engine.kernels.cpu.compiling import compiled, compiled_apart
+
+LOWEST = -3e38
+"""Maximum of no scores."""
+_LOWEST = np.float32(LOWEST)
+_LEAST_POWER = np.float32(-200)
+"""Two to it is zero in float32."""
+_MOST = np.float32(100)
+"""Two to it, plus one, is itself in float32."""
+_T0, _T1, _T2, _T3, _T4, _T5 = (np.float32(math.log(2) ** n / math.factorial(n)) for n in range(6))
+"""Of two to a power of up to a half, within 3e-6."""
+_ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
+_VECTORS = 4
+"""Of a block of columns."""
+
+
+@compiled
+def _power_of_two(x: Any) -> Any:
+    """Return two to the powers of a vector, none of them above `_MOST`."""
+    x = maximum(x, spread(_LEAST_POWER))
+    whole = nearest_whole(x)
+    rest = x - whole
+    result = multiply_add(spread(_T5), rest, spread(_T4))
+    result = multiply_add(result, rest, spread(_T3))
+    result = multiply_add(result, rest, spread(_T2))
+    result = multiply_add(result, rest, spread(_T1))
+    result = multiply_add(result, rest, spread(_T0))
+    return times_power_of_two(result, whole)
+
+
+@compiled_apart
+def cap_scores(scores: int, cap: Any, power: Any) -> None:
+    """Bend a block's scores s to cap * tanh(s * scale / cap).
+
+    `power` is scale / cap times twice the logarithm of e to base 2.
+    """
+    for vector in range(_VECTORS):
+        at = scores + LINE * vector
+        x = minimum(floats_at(at) * spread(power), spread(_MOST))
+        tanh = spread(_ONE) - spread(_TWO) / (_power_of_two(x) + spread(_ONE))
+        store_floats(at, spread(cap) * tanh)
+
+
+@compiled_apart
+def raise_maximum(scores: int, maximums: int, first: int, end: int) -> None:
+    """Raise the maximum of each lane to a block's scores of the keys between two."""
+    largest = floats_at(maximums)
+    for vector in range(_VECTORS):
+        seen = lanes_between(first - LANES * vector, end - LANES * vector)
+        values = where(seen, floats_at(scores + LINE * vector), spread(_LOWEST))
+        largest = maximum(values, largest)
+    store_floats(maximums, largest)
+
+
+@compiled_apart
+def settle_maximum(lanes: int, settled: int, sums: int, factor: int, scale: Any) -> None:
+    """Make the maximum one for all lanes, and scale the sums to it.
+
+    Addresses are of the lanes' maximum, the row's, which is replaced, its sums, and where to store
+    the factor for what else is added up; `scale` is what scores are multiplied by.
+    """
+    largest = largest_lane(floats_at(lanes))
+    scaling = _power_of_two((floats_at(settled) - largest) * spread(scale))
+    store_floats(settled, largest)
+    store_floats(factor, scaling)
+    store_floats(sums, floats_at(sums) * scaling)
+
+
+@compiled_apart
+def store_weights(
+    scores: int, weights: int, settled: int, sums: int, scale: Any, first: int, end: int
+) -> None:
+    """Make weights in bfloat16 of a block's scores, and add them to the sums before they are
+    rounded; keys that are not between two have none."""
+    largest, total = floats_at(settled), floats_at(sums)
+    for vector in range(_VECTORS):
+        power = (floats_at(scores + LINE * vector) - largest) * spread(scale)
+        seen = lanes_between(first - LANES * vector, end - LANES * vector)
+        weight = where(seen, _power_of_two(power), spread(_ZERO))
+        total = total + weight
+        store_rounded(weights + LINE // 2 * vector, weight)
+    store_floats(sums, total)
+
+
+@compiled_apart
+def add_scaled(sums: int, factor: int, added: int) -> None:
+    """Multiply a block of sums by a factor and add another one to it."""
+    scaling = floats_at(factor)
+    for vector in range(_VECTORS):
+        at = LINE * vector
+        store_floats(sums + at, multiply_add(floats_at(sums + at), scaling, floats_at(added + at)))
+
+
+@compiled_apart
+def store_averages(weighted: int, sums: int, vectors: int, target: int) -> None:
+    """Divide weighted sums, so many vectors, by the sum of the weights; store them in bfloat16."""
+    total = sum_of_lanes(floats_at(sums))
+    for vector in range(vectors):
+        average = floats_at(weighted + LINE * vector) / total
+        store_rounded(target + LINE // 2 * vector, average)

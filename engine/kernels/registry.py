@@ -1,0 +1,311 @@
+"""The kernels that models, attention and products call, and torch's operators where there is none.
+
+`engine.kernels.reference` has these operators. A kernel serves if its kind of processor was
+measured (`engine.kernels.processor.MEASURED`), it can be compiled here, and it agrees with them.
+What compiles kernels is imported when one is asked for.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from importlib import import_module
+from typing import Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.processor import float32_is_faster
+from engine.kernels.reference import (
+    ChooseExperts,
+    Experts,
+    GateChosen,
+    choose_experts,
+    gating,
+    rotate,
+    swiglu,
+    weighted_experts,
+)
+from engine.kernels.trust import is_close, trusted
+
+logger = logging.getLogger(__name__)
+
+_Built = TypeVar("_Built")
+
+_COMPILERS: Mapping[str, tuple[str, tuple[torch.dtype, ...]]] = {
+    "cpu": ("numba", (torch.bfloat16,)),
+    "cuda": ("triton", (torch.bfloat16, torch.float16)),
+}
+"""By type of device, with the types of values."""
+_PROBED_EXPERTS = 4, 2, 60
+"""How many experts are compared, how many of them a token has, and tokens."""
+
+
+class AddingProduct(Protocol):
+    """A product that adds to its result what it is given."""
+
+    def __call__(self, x: Tensor, addends: Tensor | None = None) -> Tensor:
+        """Map [rows, in] to [rows, out], plus addends of that shape."""
+        ...
+
+
+MakeExperts = Callable[[Iterable[tuple[Tensor, Tensor]]], Experts]
+"""Lays out anew of one expert after the other [2 * inner, hidden] and [hidden, inner]."""
+
+
+class FusedKernels(Protocol):
+    """What lies between a decoder's products, in bfloat16, on CUDA in float16 too.
+
+    Each row is computed by itself, in float32, and rounded once.
+    """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Scale rows [rows, width] to a root mean square of one, then by weights in float32."""
+        ...
+
+    def rms_norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Do the same with heads, in place, and return them.
+
+        Args:
+            heads: [tokens, heads, head_dim], those of a token side by side
+            weight: [heads, head_dim] float32
+        """
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up for [.., 2 * inner] with the gates in the first half."""
+        ...
+
+    def rotate_and_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
+    ) -> None:
+        """Rotate queries and keys in place, then store keys and values.
+
+        Args:
+            qkv: [tokens, (heads + 2 * kv_heads) * head_dim]
+            cos, sin: [tokens, 1, head_dim] from `engine.models.attention.rotary.rotation`
+            cache: [blocks, block_size, 2, kv_heads, head_dim]
+            slots: [tokens] int64, flat slots of the cache
+        """
+        ...
+
+
+def fused_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels | None:
+    """Return the kernels for activations of this type, each compared with torch's operators.
+
+    None where there are none: for other types and devices, without what compiles them (Numba, on
+    CUDA Triton), or if it cannot compile them here.
+    """
+    replaced = "operators between products"
+    if not can_compile(dtype, device, replaced):
+        return None
+    build = _compiled_for_cpus if device.type == "cpu" else _compiled_for_cuda
+    return trusted(build, lambda built: _agree(built, dtype, device), replaced)
+
+
+def can_compile(dtype: torch.dtype, device: torch.device, replaced: str) -> bool:
+    """Whether there may be kernels for values of this type on this device.
+
+    Where only what compiles them is missing, the log says that what would be `replaced` stays.
+    """
+    compiler, types = _COMPILERS.get(device.type, ("", ()))
+    if dtype not in types:
+        return False
+    try:
+        import_module(compiler)
+    except ImportError as error:  # not installed, or not made for the others' versions
+        logger.info("%s are torch's own, without %s: %s", replaced, compiler, error)
+        return False
+    return True
+
+
+def _compiled_for_cpus() -> FusedKernels:
+    from engine.kernels.cpu.rows import CompiledKernels
+
+    return CompiledKernels()
+
+
+def _compiled_for_cuda() -> FusedKernels:
+    from engine.kernels.cuda.fused import CudaKernels
+
+    return CudaKernels()
+
+
+def compiled_for_cpu(
+    stock: _Built,
+    build: Callable[[], _Built],
+    agrees: Callable[[_Built], bool],
+    replaced: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Built:
+    """Return what computes with kernels, where that is trusted, else what they would replace.
+
+    Only for values of this type on a CPU; the other arguments are those of `trusted`.
+    """
+    if device.type != "cpu" or not can_compile(dtype, device, replaced):
+        return stock
+    return trusted(build, agrees, replaced) or stock
+
+
+def _agree(kernels: FusedKernels, dtype: torch.dtype, device: torch.device) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+    x, weight, width = normal(3, 72), normal(72), 72
+    normed = kernels.rms_norm(x, weight.float(), 1e-6)
+    heads, weights = normal(3, 4, 18)[:, :3], normal(3, 18)
+    expected = F.rms_norm(heads, (18,), None, 1e-6) * weights
+    gate, up = x.float().chunk(2, dim=-1)
+    return (
+        is_close(normed, F.rms_norm(x, (width,), weight, 1e-6))
+        and is_close(kernels.rms_norm_heads(heads, weights.float(), 1e-6), expected)
+        and is_close(kernels.swiglu(x), F.silu(gate) * up)
+        and _stores_agree(kernels, x, (normal(3, 1, 18), normal(3, 1, 18)))
+    )
+
+
+def _stores_agree(kernels: FusedKernels, qkv: Tensor, factors: tuple[Tensor, Tensor]) -> bool:
+    """Compare what becomes of three tokens with two query heads and one KV head."""
+    cache = torch.zeros(2, 2, 2, 1, 18, dtype=qkv.dtype, device=qkv.device)
+    slots = torch.tensor([2, 0, 3], device=qkv.device)
+    expected = qkv.clone().view(3, 4, 18)
+    expected[:, :3] = rotate(expected[:, :3], *factors)
+    rotated = qkv.clone()
+    kernels.rotate_and_store(rotated, *factors, cache, slots)
+    stored = cache.view(4, 2, 18)
+    return (
+        is_close(rotated.view(3, 4, 18), expected)
+        and is_close(stored[slots], expected[:, 2:])
+        and not stored[1].any()
+    )
+
+
+@cache
+def choosing(dtype: torch.dtype, device: torch.device) -> ChooseExperts:
+    """Return what chooses experts by scores of this type on this device."""
+
+    def build() -> ChooseExperts:
+        from engine.kernels.cpu.experts import choose_experts as by_kernel
+
+        return by_kernel
+
+    return compiled_for_cpu(
+        choose_experts, build, _choose_alike, "choices of experts", dtype=dtype, device=device
+    )
+
+
+@cache
+def swiglu_of_chosen(dtype: torch.dtype, device: torch.device) -> GateChosen:
+    """Return what gates the chosen experts of a layer, by silu, in this type on this device."""
+
+    def build() -> GateChosen:
+        from engine.kernels.cpu.experts import swiglu_of_chosen as by_kernel
+
+        return by_kernel
+
+    return compiled_for_cpu(
+        gating(swiglu), build, _gate_alike, "gates of chosen experts", dtype=dtype, device=device
+    )
+
+
+def has_experts_kernel(hidden: int, inner: int) -> bool:
+    """Whether one kernel computes all experts of this shape; it may not be compiled yet.
+
+    Raises:
+        ImportError: there is nothing that compiles kernels.
+    """
+    from engine.kernels.cpu.pair_product import BLOCK, product
+    from engine.kernels.cpu.products import product_kernel
+
+    kernel = product_kernel()
+    is_by_pairs = kernel is not None and kernel.compute is product
+    return is_by_pairs and not hidden % BLOCK and not inner % BLOCK
+
+
+def experts_kernel(hidden: int, inner: int) -> MakeExperts | None:
+    """Return what makes a layer's experts of this shape, if one kernel computes all of them."""
+    return _experts_of(hidden, inner) if has_experts_kernel(hidden, inner) else None
+
+
+@cache
+def _experts_of(hidden: int, inner: int) -> MakeExperts | None:
+    """Compare the kernel by random experts."""
+    from engine.kernels.cpu.chosen_experts import ChosenExperts
+
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    number, per_token, tokens = _PROBED_EXPERTS
+    experts = [
+        (some(2 * inner, hidden) * hidden**-0.5, some(hidden, inner) * inner**-0.5)
+        for _ in range(number)
+    ]
+
+    def agrees(made: ChosenExperts) -> bool:
+        x, scores = some(tokens, hidden), some(tokens, number)
+        weights, chosen = scores.float().softmax(-1).topk(per_token)
+        return is_close(made(x, chosen, weights), weighted_experts(x, chosen, weights, experts))
+
+    make = partial(ChosenExperts, hidden, inner)
+    name = f"experts of [{hidden}, {inner}]"
+    return make if trusted(lambda: make(experts), agrees, name) is not None else None
+
+
+def product_block() -> int:
+    """Return how many outputs a kernel of products computes together; 0 where there is none.
+
+    Raises:
+        ImportError: there is nothing that compiles kernels.
+    """
+    from engine.kernels.cpu.products import product_kernel
+
+    kernel = product_kernel()
+    return 0 if kernel is None else kernel.block
+
+
+def product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> AddingProduct | None:
+    """Return a product with what oneDNN packed [outputs, inputs] into, if there is a kernel for it.
+
+    Raises:
+        ImportError: there is nothing that compiles kernels.
+    """
+    from engine.kernels.cpu.products import compiled_product
+
+    return compiled_product(packed, weight, bias)
+
+
+def attends_by_pairs(head_dim: int) -> bool:
+    """Whether, on this CPU, one kernel attends from prompts and decodes, each token by itself.
+
+    Raises:
+        ImportError: there is nothing that compiles kernels.
+    """
+    from engine.kernels.cpu import patch_attention
+    from engine.kernels.cpu.avx512 import has_pairs
+
+    return has_pairs() and not float32_is_faster() and patch_attention.fits(head_dim)
+
+
+def _choose_alike(choose: ChooseExperts) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(3, 12, generator=generator).bfloat16()[:, :10]
+    for normalize in (False, True):
+        (experts, weights), (others, expected) = (
+            function(scores, 3, normalize=normalize) for function in (choose, choose_experts)
+        )
+        if not torch.equal(experts, others) or not is_close(weights, expected):
+            return False
+    return True
+
+
+def _gate_alike(gate: GateChosen) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    gate_up = torch.randn(3, 4, 20, generator=generator).bfloat16()
+    chosen, weights = torch.tensor([[0, 3], [2, 1], [3, 0]]), torch.rand(3, 2, generator=generator)
+    return is_close(gate(gate_up, chosen, weights), gating(swiglu)(gate_up, chosen, weights))

@@ -1,0 +1,1 @@
+"""Tells others which KV blocks an engine holds, in vLLM's events."""

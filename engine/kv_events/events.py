@@ -1,0 +1,120 @@
+"""What became of an engine's KV blocks, as vLLM 0.32 encodes it.
+
+Subscribers decode the messages with vLLM's own types (`vllm.distributed.kv_events`), so names,
+order and tags are theirs.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from engine.shared.messages import ROOT_SIZE
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
+    """Blocks that follow each other can be found from now on."""
+
+    block_hashes: list[bytes]
+    """The digest of all tokens up to each block's end, 16 bytes."""
+    parent_block_hash: bytes | None
+    """Of the block before; None at the beginning of a sequence."""
+    token_ids: list[int]
+    """Of all these blocks."""
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
+    """For each block, in hexadecimal digits: the root that its digests begin with, where it is that
+    of an adapter, a tenant or a `cache_salt`; then what it shows of each image."""
+    group_idx: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
+    """Blocks cannot be found any more."""
+
+    block_hashes: list[bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True):
+    """No block can be found any more."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KvEventLog:
+    """Collects the events of a step for a publisher. Used by the engine's thread alone."""
+
+    def __init__(
+        self, block_size: int, medium: str, publish: Callable[[list[Event]], None]
+    ) -> None:
+        self._block_size = block_size
+        self._medium = medium
+        self._publish = publish
+        self._events: list[Event] = []
+
+    def stored(
+        self,
+        group: int,
+        root: bytes,
+        digests: Sequence[bytes],
+        start: int,
+        token_ids: Sequence[int],
+        shown: Sequence[bytes] = (),
+    ) -> None:
+        """Note a new block.
+
+        Args:
+            group: of layers, whose block it is.
+            root: what the digests of its sequence begin with.
+            digests: of the block before, if there is one, and of this one.
+            start: index of its first token.
+            token_ids: of the sequence.
+            shown: what its digest says of images beside its tokens.
+        """
+        tokens = list(token_ids[start : start + self._block_size])
+        own = [] if root == bytes(ROOT_SIZE) else [root]
+        extra = [each.hex() for each in (*own, *shown)] or None
+        last = self._events[-1] if self._events else None
+        parent = digests[-2] if len(digests) > 1 else None
+        if (
+            isinstance(last, BlockStored)
+            and parent == last.block_hashes[-1]
+            and (last.group_idx, last.extra_keys is None) == (group, extra is None)
+        ):
+            last.block_hashes.append(digests[-1])
+            last.token_ids.extend(tokens)
+            if last.extra_keys is not None:
+                last.extra_keys.append(extra)
+            return
+        self._events.append(
+            BlockStored(
+                [digests[-1]],
+                parent,
+                tokens,
+                self._block_size,
+                None,
+                self._medium,
+                None,
+                None if extra is None else [extra],
+                group,
+            )
+        )
+
+    def removed(self, group: int, digest: bytes) -> None:
+        """Note that a block's content is about to be overwritten."""
+        self._events.append(BlockRemoved([digest], self._medium, group))
+
+    def cleared(self) -> None:
+        """Note that all blocks were forgotten, and publish it at once."""
+        self._events = [AllBlocksCleared()]
+        self.flush()
+
+    def flush(self) -> None:
+        """Publish what was collected."""
+        if self._events:
+            self._publish(self._events)
+            self._events = []

@@ -1,0 +1,166 @@
+"""A directory of KV blocks, one file each, shared by all engines that can write to it.
+
+In `/dev/shm` the directory is host memory that the engines of a node share; on a disk it outlives
+them. A file is written beside its place and renamed, and begins with a digest of its name and its
+content: one that is torn, truncated or of another origin is taken for missing and removed. Who can
+write to the directory can still forge blocks, so it is private to its user.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from hashlib import blake2b
+from pathlib import Path
+
+from engine.shared.node_directory import make_private
+
+MODEL_SIZE = 16
+"""Bytes at the beginning of a key that name the model."""
+
+_MAGIC = b"swell kv block 1"
+_DIGEST_SIZE = 16
+_HEADER = len(_MAGIC) + _DIGEST_SIZE
+_SUFFIX = ".kv"
+_LOW_WATER = 0.9
+"""Share of the limit that is left when the least recently used files have been removed."""
+_SCAN_SHARE = 32
+"""The directory is measured again when this part of the limit was written: others write, too."""
+
+
+class BlockStore:
+    """Keeps the newest blocks that fit into a number of bytes. Methods may block on the disk.
+
+    Args:
+        root: made if it is not there; it has to be private to this user.
+        max_bytes: limit for all files below the root, of all models.
+        outlives_users: False: the last engine that closes it removes the directory.
+
+    Raises:
+        OSError: the directory cannot be used; a PermissionError if others could get at it.
+    """
+
+    def __init__(self, root: Path, max_bytes: int, *, outlives_users: bool) -> None:
+        make_private(root)
+        self._root = root
+        self._max_bytes = max_bytes
+        self._outlives_users = outlives_users
+        self._size = self._remove_oldest()
+        self._unscanned = 0
+        self._user_lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._user_lock, fcntl.LOCK_SH)
+
+    def read(self, key: bytes) -> bytes | None:
+        """Return a block's content, or None if it is not there.
+
+        Raises:
+            BadBlock: it is not what was written, and has been removed.
+            OSError: the file system fails.
+        """
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        content = data[_HEADER:]
+        if data[:_HEADER] != self._header(key, content):
+            path.unlink(missing_ok=True)
+            raise BadBlock(f"{path} is damaged or was not written by this program: removed")
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the least recently used ones are removed first
+        return content
+
+    def write(self, key: bytes, content: bytes) -> bool:
+        """Keep a block; the least recently used ones make room for it.
+
+        Returns:
+            Whether it was written; not if it is there, or larger than all room.
+
+        Raises:
+            OSError: the file system is full or fails.
+        """
+        path = self._path(key)
+        size = _HEADER + len(content)
+        if path.exists() or size > self._max_bytes:
+            return False
+        self._unscanned += size
+        is_due = self._unscanned * _SCAN_SHARE > self._max_bytes
+        if is_due or self._size + self._unscanned > self._max_bytes:
+            self._size, self._unscanned = self._remove_oldest(size), size
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.stem}.{os.getpid()}.new")
+        try:
+            with temporary.open("wb") as file:
+                file.write(self._header(key, content))
+                file.write(content)
+            temporary.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        return True
+
+    def clear(self, model: bytes) -> None:
+        """Remove all blocks of a model, whose name their keys begin with."""
+        shutil.rmtree(self._root / model.hex(), ignore_errors=True)
+
+    def close(self) -> None:
+        """End the use; idempotent."""
+        if self._user_lock < 0:
+            return
+        if not self._outlives_users:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._user_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(self._root, ignore_errors=True)
+        os.close(self._user_lock)
+        self._user_lock = -1
+
+    def _path(self, key: bytes) -> Path:
+        model, name = key[:MODEL_SIZE].hex(), key[MODEL_SIZE:].hex()
+        return self._root / model / name[-2:] / (name + _SUFFIX)
+
+    def _header(self, key: bytes, content: bytes) -> bytes:
+        digest = blake2b(key, digest_size=_DIGEST_SIZE)
+        digest.update(content)
+        return _MAGIC + digest.digest()
+
+    def _remove_oldest(self, wanted: int = 0) -> int:
+        """Measure the directory; remove the least recently used files if too much is there.
+
+        Returns:
+            The bytes that are left.
+        """
+        found: list[tuple[float, int, str]] = []
+        for directory, _, names in os.walk(self._root):
+            for name in names:
+                path = os.path.join(directory, name)
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(path, follow_symlinks=False)
+                    if not name.endswith(_SUFFIX):
+                        if not _is_being_written(name):
+                            os.unlink(path)
+                        continue
+                    found.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in found)
+        if total + wanted <= self._max_bytes:
+            return total
+        for _, size, path in sorted(found):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= size
+            if total + wanted <= _LOW_WATER * self._max_bytes:
+                break
+        return total
+
+
+def _is_being_written(name: str) -> bool:
+    """Whether the process lives that writes a file of this name.
+
+    One of another container may be taken for dead; its block is then not stored.
+    """
+    process = name.split(".")[-2:][0]
+    return process.isdigit() and Path("/proc", process).exists()
+
+
+class BadBlock(Exception):
+    """A file was not what its name says."""

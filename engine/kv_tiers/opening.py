@@ -1,0 +1,108 @@
+"""Opens the tiers that an engine is started with."""
+
+import os
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from engine.kv_tiers.block_store import MODEL_SIZE, BlockStore
+from engine.kv_tiers.tiers import KvTiers
+from engine.shared.config import EngineConfig
+from engine.shared.version import SWELL_VERSION
+
+MEMORY_TIERS = Path("/dev/shm")
+
+
+class BadTiers(ValueError):
+    """The tiers do not go with other settings, or cannot be opened."""
+
+
+@runtime_checkable
+class KvMemory(Protocol):
+    """An executor whose KV blocks can be copied."""
+
+    @property
+    def device_type(self) -> str: ...
+
+    @property
+    def block_format(self) -> str: ...
+
+    def read_block(self, block_id: int) -> bytes: ...
+
+    def write_block(self, block_id: int, content: bytes) -> None: ...
+
+
+def check_tiers(config: EngineConfig, *, pools: bool) -> None:
+    """Refuse settings that tiers do not work with.
+
+    Args:
+        config: all settings.
+        pools: whether the model makes vectors in place of tokens.
+
+    Raises:
+        BadTiers: naming the setting to change.
+    """
+    asking = _asking(config)
+    if asking is None:
+        return
+    parallel = config.parallel
+    refused = {
+        "leave out --no-enable-prefix-caching": not config.cache.enable_prefix_caching,
+        "leave --tensor-parallel-size at 1": parallel.tensor_parallel_size > 1,
+        "leave --pipeline-parallel-size at 1": parallel.pipeline_parallel_size > 1,
+        "leave out --enable-expert-parallel": parallel.enable_expert_parallel,
+        "leave out --speculative-model and --speculative-method": (
+            config.scheduler.drafts_with_model
+        ),
+        "leave out --executor simulated": config.executor.executor == "simulated",
+        "serve a model that generates": pools,
+    }
+    reasons = [reason for reason, asked in refused.items() if asked]
+    if reasons:
+        raise BadTiers(f"{asking}: {'; '.join(reasons)}")
+
+
+def open_tiers(config: EngineConfig, executor: KvMemory, fingerprint: str) -> KvTiers | None:
+    """Return the tiers of an engine, or None if it is started without.
+
+    Args:
+        config: all settings.
+        executor: holds the KV cache that blocks are copied from and to.
+        fingerprint: of the model's weights.
+
+    Raises:
+        BadTiers: a directory cannot be used.
+    """
+    cache, asking = config.cache, _asking(config)
+    if asking is None:
+        return None
+    if executor.device_type != "cpu":
+        raise BadTiers(f"{asking} needs --device cpu: blocks are copied from host memory only")
+    wanted = [
+        (MEMORY_TIERS / f"swell-kv-{os.geteuid()}", cache.kv_memory_tier_bytes, False),
+        (cache.kv_disk_tier_dir and Path(cache.kv_disk_tier_dir), cache.kv_disk_tier_bytes, True),
+    ]
+    stores = []
+    for root, max_bytes, outlives_users in wanted:
+        if not root or not max_bytes:
+            continue
+        try:
+            stores.append(BlockStore(root, max_bytes, outlives_users=outlives_users))
+        except OSError as error:
+            raise BadTiers(f"{asking}: {error}") from error
+    tiers = KvTiers(stores, cache.kv_tier_policy, executor.read_block, executor.write_block)
+    tiers.model = model_name(executor, fingerprint)
+    return tiers
+
+
+def model_name(executor: KvMemory, fingerprint: str) -> bytes:
+    """Return what blocks are stored for: weights, shape and type, and how they are computed."""
+    described = f"{fingerprint}\n{executor.block_format}\n{SWELL_VERSION}"
+    return blake2b(described.encode(), digest_size=MODEL_SIZE).digest()
+
+
+def _asking(config: EngineConfig) -> str | None:
+    """Return the setting that asks for tiers."""
+    if config.cache.kv_disk_tier_dir:
+        return "--kv-disk-tier-dir"
+    return "--kv-memory-tier-bytes" if config.cache.kv_memory_tier_bytes else None

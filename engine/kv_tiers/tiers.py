@@ -1,0 +1,244 @@
+"""Copies KV blocks to the stores and back, beside the steps of the engine.
+
+A block is copied out of the KV cache in the engine's thread, while nothing writes to it, and stored
+by another thread. Blocks that a prompt could use are read while its request waits, and copied into
+the KV cache when it is admitted.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Literal
+
+from engine.kv_tiers.block_store import BadBlock, BlockStore
+from engine.shared.messages import EngineCounters
+
+MAX_UNWRITTEN_BYTES = 256 << 20
+"""Copies that wait to be written; blocks that come while there are more are not stored."""
+MAX_FETCHED_BYTES = 512 << 20
+"""Contents that wait for their requests to be admitted; what is beyond them is computed."""
+FETCH_TIMEOUT = 5.0
+"""Seconds for which a request waits for its blocks; then it is computed with what has come."""
+
+_NUM_READERS = 2
+_MAX_RECENT = 1 << 16
+_SECONDS_BETWEEN_WARNINGS = 60.0
+
+logger = logging.getLogger(__name__)
+
+BlockName = tuple[int, bytes]
+"""Group of layers, and digest of all tokens up to the block's end."""
+
+
+@dataclass(eq=False)
+class Fetch:
+    """Blocks that are read for one request."""
+
+    read_wanted: Callable[[Callable[[BlockName], bool]], None]
+    """Calls its argument for each block that is of use; that returns whether the block is had."""
+    generation: int
+    """Of the prefix cache that they are for."""
+    blocks: list[tuple[BlockName, bytes]] = field(default_factory=list)
+    settled: bool = False
+    """Whether no more blocks are coming."""
+    model: bytes = b""
+    deadline: float = 0.0
+    num_bytes: int = 0
+
+
+class KvTiers:
+    """The stores of one engine, fastest first. All methods but `shutdown` return at once.
+
+    Args:
+        stores: a block is written to each, and read from the first that has it.
+        policy: what is stored: all full blocks, or those that leave the KV cache.
+        read_block: returns the content of a block of the KV cache.
+        write_block: replaces it.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[BlockStore],
+        policy: Literal["all", "evicted"],
+        read_block: Callable[[int], bytes],
+        write_block: Callable[[int, bytes], None],
+    ) -> None:
+        self.model = b""
+        """Names what blocks of other weights, formats and versions must not be mixed with."""
+        self.on_settled: Callable[[], None] = lambda: None
+        """Called by another thread when a fetch is settled."""
+        self.stores_all = policy == "all"
+        self.write_block = write_block
+        self.counters = EngineCounters()
+        """Of the engine that it belongs to."""
+        self._stores = stores
+        self._read_block = read_block
+        self._changed = threading.Condition()
+        self._unwritten: deque[tuple[bytes, bytes | None]] = deque()
+        """Keys and contents; without one, all blocks of the model are to be removed."""
+        self._unwritten_bytes = self._fetched_bytes = 0
+        self._recent: OrderedDict[bytes, None] = OrderedDict()
+        """Blocks stored last, by this engine."""
+        self._requested: SimpleQueue[Fetch | None] = SimpleQueue()
+        self._unsettled: deque[Fetch] = deque()
+        self._is_over = False
+        self._warned_at = -_SECONDS_BETWEEN_WARNINGS
+        self._threads = [
+            threading.Thread(target=run, name=f"kv-tiers-{number}", daemon=True)
+            for number, run in enumerate(
+                [self._write_blocks, self._end_late_fetches, *[self._read_blocks] * _NUM_READERS]
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def store(self, name: BlockName, block_id: int) -> None:
+        """Store the content that a block of the KV cache has now."""
+        key = _key(self.model, name)
+        if key in self._recent:
+            return
+        if self._unwritten_bytes > MAX_UNWRITTEN_BYTES:
+            self.counters.kv_tier_dropped_blocks += 1
+            return
+        content = self._read_block(block_id)
+        self._recent[key] = None
+        if len(self._recent) > _MAX_RECENT:
+            self._recent.popitem(last=False)
+        with self._changed:
+            self._unwritten.append((key, content))
+            self._unwritten_bytes += len(content)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Remove all blocks of the model, also those that other engines stored."""
+        self._recent.clear()
+        with self._changed:
+            self._unwritten.append((self.model, None))
+            self._changed.notify_all()
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Begin to read blocks; it is settled in time, whatever the stores do."""
+        fetch.model = self.model
+        fetch.deadline = time.monotonic() + FETCH_TIMEOUT
+        with self._changed:
+            self._unsettled.append(fetch)
+            self._changed.notify_all()
+        self._requested.put(fetch)
+
+    def discard(self, fetch: Fetch) -> None:
+        """The blocks of a fetch have been used, or will not be."""
+        with self._changed:
+            fetch.settled = True
+            self._fetched_bytes -= fetch.num_bytes
+            fetch.num_bytes = 0
+            fetch.blocks = []
+            self._changed.notify_all()
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Store what waits to be, in bounded time, and end the threads; idempotent."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        for _ in range(_NUM_READERS):
+            self._requested.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for store in self._stores:
+            store.close()
+
+    # -- threads ---------------------------------------------------------------------------------
+
+    def _write_blocks(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unwritten or self._is_over)
+                if not self._unwritten:
+                    return
+                key, content = self._unwritten[0]
+            if content is None:
+                for store in self._stores:
+                    store.clear(key)
+            else:
+                self._write(key, content)
+            with self._changed:
+                self._unwritten.popleft()
+                self._unwritten_bytes -= len(content or b"")
+
+    def _write(self, key: bytes, content: bytes) -> None:
+        for store in self._stores:
+            try:
+                if store.write(key, content):
+                    self.counters.kv_tier_stored_bytes += len(content)
+            except OSError as error:
+                self.counters.kv_tier_dropped_blocks += 1
+                self._warn("a KV block was not stored: %s", error)
+
+    def _read_blocks(self) -> None:
+        while (fetch := self._requested.get()) is not None:
+            fetch.read_wanted(lambda name, fetch=fetch: self._read(fetch, name))  # type: ignore[misc]
+            self._settle(fetch)
+
+    def _read(self, fetch: Fetch, name: BlockName) -> bool:
+        if fetch.settled or self._fetched_bytes > MAX_FETCHED_BYTES:
+            return False
+        content = self._find(_key(fetch.model, name))
+        with self._changed:
+            if content is None or fetch.settled:
+                return False
+            fetch.blocks.append((name, content))
+            fetch.num_bytes += len(content)
+            self._fetched_bytes += len(content)
+        return True
+
+    def _find(self, key: bytes) -> bytes | None:
+        for store in self._stores:
+            try:
+                content = store.read(key)
+            except (OSError, BadBlock) as error:
+                self._warn("a KV block is computed anew: %s", error)
+                continue
+            if content is not None:
+                return content
+        return None
+
+    def _end_late_fetches(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsettled or self._is_over)
+                if self._is_over:
+                    return
+                oldest = self._unsettled.popleft()
+                while not (oldest.settled or self._is_over):
+                    left = oldest.deadline - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+            if not oldest.settled:
+                self._warn("KV blocks were not read within %.0f s", FETCH_TIMEOUT)
+            self._settle(oldest)
+
+    def _settle(self, fetch: Fetch) -> None:
+        with self._changed:
+            if fetch.settled:
+                return
+            fetch.settled = True
+            self._changed.notify_all()
+        self.on_settled()
+
+    def _warn(self, message: str, *arguments: object) -> None:
+        """Count an error, and log one a minute."""
+        self.counters.kv_tier_errors += 1
+        now = time.monotonic()
+        if now - self._warned_at >= _SECONDS_BETWEEN_WARNINGS:
+            self._warned_at = now
+            logger.warning(message, *arguments)
+
+
+def _key(model: bytes, name: BlockName) -> bytes:
+    group, digest = name
+    return model + bytes([group]) + digest

@@ -1,0 +1,138 @@
+"""A decoded config.json over the defaults of its class, which notes the keys that are read."""
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from engine.models.spec import UnsupportedModel
+
+logger = logging.getLogger(__name__)
+
+HARMLESS = frozenset(
+    (
+        # what a file is of, and what wrote it
+        "_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype",
+        "transformers_version", "quantization_config", "unsloth_fixed", "unsloth_version",
+        "_attn_implementation", "_attn_implementation_autoset", "_experts_implementation",
+        # read elsewhere, or by nothing that generates text
+        "bos_token_id", "eos_token_id", "pad_token_id", "is_encoder_decoder", "is_decoder",
+        "id2label", "label2id", "problem_type", "num_labels", "classifier_dropout",
+        "return_dict", "output_attentions", "output_hidden_states", "use_return_dict",
+        "generation_config", "tokenizer_class", "cache_implementation", "use_cache",
+        "chunk_size_feed_forward", "task_specific_params", "prefix", "finetuning_task",
+        "add_cross_attention", "cross_attention_hidden_size", "decoder_start_token_id",
+        "pruned_heads", "sep_token_id", "tf_legacy_loss", "tie_encoder_decoder", "torchscript",
+        "use_bfloat16", "model_max_length", "compression_config", "use_flash_attention",
+        # defaults of sampling, which generation_config.json has today
+        "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample",
+        "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+        "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length",
+        "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+        "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty",
+        "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p",
+        "typical_p",
+        # of training
+        "initializer_range", "attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout",
+        "aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef",
+        "router_jitter_noise", "pretraining_tp", "ep_size", "gradient_checkpointing",
+        # how many layers draft tokens
+        "num_mtp_layers", "num_nextn_predict_layers",
+    )
+)  # fmt: skip
+"""Keys of which what a model computes does not depend."""
+
+
+class Config(dict[str, Any]):
+    """Keys of a config.json, or else their defaults."""
+
+    def __init__(self, values: dict[str, Any], read: set[str] | None = None) -> None:
+        """Take the values; `read` receives the keys that are asked for."""
+        super().__init__(values)
+        self.read_keys: set[str] = set() if read is None else read
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, and note that it was asked for."""
+        self.read_keys.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a value that is there, and note that it was asked for."""
+        self.read_keys.add(key)
+        return super().__getitem__(key)
+
+    def but(self, **changes: Any) -> "Config":
+        """Return a config with other values, which notes in the same place."""
+        return Config({**self, **changes}, self.read_keys)
+
+
+def with_defaults(architecture: str, given: dict[str, Any]) -> Config:
+    """Return what a config says, in the class's own names, and its defaults for the rest."""
+    known = _known(architecture, given)
+    aliases = known["aliases"]
+    return Config(known["keys"] | {aliases.get(key, key): value for key, value in given.items()})
+
+
+def check_unread(
+    architecture: str, given: dict[str, Any], config: Config, ignored: tuple[str, ...]
+) -> None:
+    """Warn of keys that nothing has read.
+
+    Args:
+        given: the part of config.json that describes the text model.
+        config: the same, of which a family has read what it knows.
+        ignored: keys that the class of transformers does not read either.
+
+    Raises:
+        UnsupportedModel: such a key changes what the model computes.
+    """
+    known, unknown = _known(architecture, given), []
+    for name in given:
+        key = known["aliases"].get(name, name)
+        if key in config.read_keys or key in HARMLESS or key in ignored:
+            continue
+        if key not in known["keys"]:
+            unknown.append(name)
+            continue
+        default = known["keys"][key]
+        if given[name] != default and (given[name] or default):
+            raise UnsupportedModel(
+                f"config.json: {name} {given[name]!r} is not supported for {architecture}, "
+                f"only {default!r}"
+            )
+    if unknown:
+        _warn(architecture, ", ".join(sorted(unknown)))
+
+
+@cache
+def _warn(architecture: str, names: str) -> None:
+    logger.warning(
+        "config.json has keys that are not read for %s: %s; if they change what the model "
+        "computes, its answers are wrong",
+        architecture,
+        names,
+    )
+
+
+def _known(architecture: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of the class of a text model, and their aliases."""
+    kind = given.get("model_type")
+    if architecture == "Mistral3ForConditionalGeneration":
+        name = "Ministral3ForCausalLM" if kind == "ministral3" else "MistralForCausalLM"
+    elif architecture.startswith(("SmolVLM", "Idefics3")):
+        name = "LlamaForCausalLM"
+    else:
+        name = architecture.replace("ForConditionalGeneration", "ForCausalLM")
+    known = _classes().get(name)
+    # Of a plugin's class nothing is known: its family reads what it needs, with its own defaults.
+    return {"keys": {}, "aliases": {}} if known is None else known
+
+
+@cache
+def _classes() -> dict[str, dict[str, Any]]:
+    """Return what scripts/write_family_defaults.py has found out."""
+    content: dict[str, dict[str, Any]] = json.loads(
+        (Path(__file__).parent / "defaults.json").read_text(encoding="utf-8")
+    )
+    return content

@@ -1,0 +1,80 @@
+"""SmolVLM and Idefics 3: a Llama that sees images through a vision encoder of SigLIP's kind."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from engine.models.families.family import Config, Family
+from engine.models.families.placing import llama_weights
+from engine.models.families.reading import integer, llama_spec, number
+from engine.models.spec import ModelSpec, UnsupportedModel, VisionSpec
+
+_TEXT_TYPES = (None, "llama", "smolvlm", "idefics3")
+"""Of the text model; without a type of its own it is Llama's."""
+_VISION_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+"""Of both configuration classes of transformers."""
+
+
+def _spec(config: Config) -> ModelSpec:
+    kind = config.get("model_type")
+    if kind not in _TEXT_TYPES:
+        raise UnsupportedModel(
+            f"config.json: a text_config of model_type {kind!r} is not supported"
+        )
+    return replace(llama_spec(config), vision=_vision(config))
+
+
+def _vision(config: Config) -> VisionSpec | None:
+    own = config.get("vision_config")
+    if own is None:
+        return None
+    given = {**_VISION_DEFAULTS, **own}
+    if given["num_channels"] != 3:
+        raise UnsupportedModel("config.json: num_channels of vision_config has to be 3")
+    spec = VisionSpec(
+        token_id=integer({"image_token_id": 128257, **config}, "image_token_id"),
+        image_size=integer(given, "image_size"),
+        patch_size=integer(given, "patch_size"),
+        scale_factor=integer({"scale_factor": 2, **config}, "scale_factor"),
+        hidden_size=integer(given, "hidden_size"),
+        intermediate_size=integer(given, "intermediate_size"),
+        num_layers=integer(given, "num_hidden_layers"),
+        num_heads=integer(given, "num_attention_heads"),
+        activation=given["hidden_act"],
+        eps=number(given, "layer_norm_eps", 1e-6),
+    )
+    if not spec.num_tokens(spec.image_size, spec.image_size):
+        raise UnsupportedModel(
+            f"config.json: image_size {spec.image_size} is no multiple of patch_size "
+            f"{spec.patch_size} times scale_factor {spec.scale_factor}"
+        )
+    return spec
+
+
+FAMILY = Family(
+    architectures=("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration"),
+    spec=_spec,
+    weights=llama_weights,
+    ignored=(
+        "_flash_attn_2_enabled",
+        "is_llama_config",
+        "neftune_noise_alpha",
+        "perceiver_config",
+        "pixel_shuffle_factor",
+        "qk_layer_norms",
+        "transformers.js_config",
+        "use_resampler",
+    ),
+    text_prefixes=("model.text_model.",),
+    not_text=("model.vision_model.", "model.connector."),
+)

@@ -1,0 +1,215 @@
+"""Which images are encoded in a step, and which the executor keeps encoded.
+
+The embeddings of an image are needed by the steps that compute the tokens which stand for it. They
+are made in the first of these and kept, by the image's digest, for as long as there is room: so an
+image that comes again, or whose sequence is preempted, is not encoded again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from engine.batch.executor import ExecutorInfo
+from engine.scheduler.request import Request
+from engine.shared.messages import EncoderInput, EngineCounters
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The embeddings of an image."""
+
+    num_tokens: int
+    step: int
+    """The newest step that needs them."""
+    users: int = 0
+    """Sequences that are in the middle of it."""
+
+
+@dataclass(slots=True)
+class _Pixels:
+    """What sequences that are not over show, once for all of them."""
+
+    content: bytes
+    users: int = 0
+
+
+class EncoderCache:
+    """Says what is encoded, kept and forgotten; the least recently used goes first.
+
+    Args:
+        executor: says how large images are.
+        step_tokens: tokens of the images that are encoded in one step.
+        num_bytes: for what is kept. Both are enough for the largest image at least.
+    """
+
+    def __init__(
+        self,
+        executor: ExecutorInfo,
+        counters: EngineCounters,
+        *,
+        step_tokens: int,
+        num_bytes: int,
+    ) -> None:
+        vision = executor.vision
+        largest = 0 if vision is None else vision.max_tokens
+        self._patches_per_token = 0 if vision is None else vision.scale_factor**2
+        self._step_tokens = max(step_tokens, largest)
+        self._max_tokens = max(num_bytes // max(1, executor.embedding_bytes), largest)
+        self._counters = counters
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
+        """The least recently used one first."""
+        self._num_tokens = 0
+        self._staying: set[bytes] = set()
+        """What the step that is being planned needs, or a sequence is in the middle of."""
+        self._pixels: dict[bytes, _Pixels] = {}
+        self._step = 0
+        self._left = 0
+        """Tokens that may still be encoded in the step that is being planned."""
+        self._encoded: list[EncoderInput] = []
+        self._forgotten: list[bytes] = []
+
+    # -- sequences come and go -------------------------------------------------------------------
+
+    def come(self, request: Request) -> None:
+        """A request has come; pixels that are here already are not held twice."""
+        for place, image in enumerate(request.images):
+            pixels = self._pixels.setdefault(image.digest, _Pixels(image.pixels))
+            pixels.users += 1
+            if pixels.content == image.pixels:
+                request.images[place] = replace(image, pixels=pixels.content)
+
+    def leave(self, request: Request) -> None:
+        """A request is over."""
+        for image in request.images:
+            pixels = self._pixels[image.digest]
+            pixels.users -= 1
+            if not pixels.users:
+                del self._pixels[image.digest]
+
+    def stop(self, request: Request) -> None:
+        """A request runs no longer: it is in the middle of no image."""
+        if request.image is None:
+            return
+        kept = self._kept[request.image.digest]
+        kept.users -= 1
+        if not kept.users and kept.step != self._step:
+            self._staying.discard(request.image.digest)
+        request.image = None
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Begin to plan a step."""
+        self._step += 1
+        self._left = self._step_tokens
+        self._staying = {digest for digest in self._staying if self._kept[digest].users}
+
+    def reach(self, images: Sequence[EncoderInput], start: int, count: int) -> int:
+        """Return how many of a sequence's next tokens this step can compute.
+
+        That is all of them, or those before an image that cannot be encoded now.
+
+        Args:
+            images: of the sequence, by position.
+            start: its first token that is not computed.
+            count: what would be computed without images.
+        """
+        staying = sum(self._kept[digest].num_tokens for digest in self._staying)
+        left, room, seen = self._left, self._max_tokens - staying, self._staying.copy()
+        for image in images:
+            if image.position >= start + count:
+                break
+            if image.position + image.num_tokens <= start or image.digest in seen:
+                continue
+            needed = 0 if image.digest in self._kept else image.num_tokens
+            if needed > left or image.num_tokens > room:
+                return max(0, image.position - start)
+            left -= needed
+            room -= image.num_tokens
+            seen.add(image.digest)
+        return count
+
+    def take(self, request: Request, count: int) -> None:
+        """A step computes as many of a sequence's next tokens as `reach` said, or fewer."""
+        start = request.num_computed_tokens
+        end = start + count
+        shown = [
+            image
+            for image in request.images
+            if image.position < end and image.position + image.num_tokens > start
+        ]
+        # First what is there, so that it is not forgotten for what is not.
+        self._staying.update(image.digest for image in shown if image.digest in self._kept)
+        for image in shown:
+            self._use(image, goes_on=image is request.image)
+        unfinished = next((i for i in shown if i.position + i.num_tokens > end), None)
+        if unfinished is not request.image:
+            self.stop(request)
+            request.image = unfinished
+            if unfinished is not None:
+                self._kept[unfinished.digest].users += 1
+
+    def take_changes(self) -> tuple[list[EncoderInput], list[bytes]]:
+        """Return what the step encodes, and what is forgotten before."""
+        encoded, self._encoded = self._encoded, []
+        forgotten, self._forgotten = self._forgotten, []
+        return encoded, forgotten
+
+    @property
+    def max_patches(self) -> int:
+        """Maximum patches of images that the next step encodes; 0 while nobody shows any."""
+        return self._step_tokens * self._patches_per_token if self._pixels else 0
+
+    def reset(self) -> int:
+        """Forget all images that no sequence is in the middle of; return how many."""
+        unused = [digest for digest, kept in self._kept.items() if not kept.users]
+        for digest in unused:
+            self._forget(digest)
+        return len(unused)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _use(self, image: EncoderInput, *, goes_on: bool) -> None:
+        """Have the embeddings of an image for this step; `goes_on`: from the step before."""
+        kept = self._kept.get(image.digest)
+        if not goes_on:
+            self._counters.encoder_cache_queries += 1
+            self._counters.encoder_cache_hits += kept is not None
+        if kept is None:
+            self._make_room(image.num_tokens)
+            kept = self._kept[image.digest] = _Kept(image.num_tokens, self._step)
+            self._num_tokens += image.num_tokens
+            self._left -= image.num_tokens
+            self._encoded.append(image)
+            self._counters.encoded_images += 1
+        kept.step = self._step
+        self._staying.add(image.digest)
+        self._kept.move_to_end(image.digest)
+
+    def _make_room(self, num_tokens: int) -> None:
+        for digest in [each for each in self._kept if each not in self._staying]:
+            if self._num_tokens + num_tokens <= self._max_tokens:
+                return
+            self._forget(digest)
+
+    def _forget(self, digest: bytes) -> None:
+        self._num_tokens -= self._kept.pop(digest).num_tokens
+        self._staying.discard(digest)
+        self._forgotten.append(digest)
+
+    def check_integrity(self, requests: Sequence[Request], running: Sequence[Request]) -> None:
+        """Compare with all requests, and with those that run.
+
+        Raises:
+            AssertionError: something is leaked or counted wrongly.
+        """
+        assert self._num_tokens == sum(each.num_tokens for each in self._kept.values())
+        assert self._num_tokens <= self._max_tokens, "more is kept than there is room for"
+        in_use = sorted(r.image.digest for r in running if r.image is not None)
+        counted = [d for d, kept in self._kept.items() for _ in range(kept.users)]
+        assert sorted(counted) == in_use, "users of images are counted wrongly"
+        shown = sorted(image.digest for r in requests for image in r.images)
+        held = [d for d, pixels in self._pixels.items() for _ in range(pixels.users)]
+        assert sorted(held) == shown, "pixels are leaked"

@@ -1,0 +1,161 @@
+"""Parties that share steps, requests of clients or tenants: a part of `Fairness`."""
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
+
+from engine.scheduler.request import Request
+from engine.scheduler.step_costs import StepCosts
+
+
+class Parties:
+    """Parties of one kind, and what each may still have in the step that is being planned.
+
+    While others decode, the rows of a party may only add a fraction to the step's cost without
+    them; its sequences then take turns, the ones that have waited longest first. A row that costs
+    more than the party may have in one step is saved up for, as in deficit round robin (Shreedhar
+    and Varghese, 1996). A party that is alone is not limited, and none gets fewer rows than the
+    smallest other party has.
+
+    Args:
+        key: returns the party of a sequence.
+        fraction: what a party may add to a step, as a fraction of its cost without the party.
+    """
+
+    def __init__(self, key: Callable[[Request], int], costs: StepCosts, fraction: float) -> None:
+        self._key = key
+        self._costs = costs
+        self._fraction = fraction
+        self._credit: dict[int, float] = {}
+        """Rows that each may have: its share of this step and what it has saved."""
+        self._refilled: set[int] = set()
+        """Parties that have got their share of this step."""
+        self._saving: set[int] = set()
+        """Parties with held sequences, which keep their credit for the next step."""
+        self._mixing: set[int] = set()
+        """Parties with prompt tokens in this step, which have paid the mixed cost."""
+        self._planned = 0.0
+        self._ready: Collection[int] = ()
+
+    def free(self) -> None:
+        """Begin a step without limits."""
+        self._ready = ()
+        self._refilled.clear()
+        self._credit.clear()
+        self._saving.clear()
+        self._mixing.clear()
+
+    def hold(
+        self, ready: Sequence[Request], weights: dict[int, float], turn: int, *, alone: bool = False
+    ) -> set[int]:
+        """Begin a step; return the ids of the ready sequences that are held back in it.
+
+        Args:
+            ready: the sequences that could be decoded.
+            weights: cost in rows, by id, where it is not 1.
+            turn: number of the step.
+            alone: whether a party is limited even if no other is ready.
+        """
+        parties: dict[int, list[Request]] = {}
+        for request in ready:
+            parties.setdefault(self._key(request), []).append(request)
+        self._begin(parties)
+        wants = {
+            party: sum([weights.get(each.id, 1.0) for each in members])
+            for party, members in parties.items()
+        }
+        smallest_first = sorted(parties, key=wants.__getitem__)
+        if len(parties) == 1 and not alone:
+            self._planned = wants[smallest_first[0]]
+            return set()
+        held: set[int] = set()
+        for place, party in enumerate(smallest_first):
+            smallest_other = smallest_first[:1] if place else smallest_first[1:2]
+            minimum = wants[smallest_other[0]] if smallest_other else 1.0
+            credit, members = self._refill(party, minimum), parties[party]
+            if wants[party] > credit:
+                members = _next_turns(members, weights, credit)
+                if not members and not smallest_other:
+                    members = parties[party][:1]  # rather than an empty step
+                for each in members:
+                    each.last_turn = turn
+                held.update({each.id for each in parties[party]} - {each.id for each in members})
+                self._saving.add(party)
+            granted = sum([weights.get(each.id, 1.0) for each in members])
+            self._credit[party] -= granted
+            self._planned += granted
+        return held
+
+    def tokens(self, request: Request) -> int:
+        """Return how many prompt tokens may be computed now for the party of a sequence.
+
+        A party that would spend most of its credit on the mixed cost saves up instead.
+        """
+        if not self._limits(request):
+            return sys.maxsize
+        party = self._key(request)
+        if party in self._saving:
+            return 0
+        mixed = self._mixed_cost(party)
+        credit = self._refill(party) - 1 - mixed
+        if mixed and credit < mixed:
+            self._saving.add(party)
+            return 0
+        return max(0, int(credit / self._costs.prefill))
+
+    def prefill(self, request: Request, tokens: int) -> None:
+        """Charge the party of a sequence for prompt tokens."""
+        party = self._key(request)
+        self.take(request, 1 + self._mixed_cost(party) + tokens * self._costs.prefill)
+        self._mixing.add(party)
+
+    def rows(self, request: Request) -> int:
+        """Return how many rows the party of a sequence may have beside its decodes."""
+        if not self._limits(request):
+            return sys.maxsize
+        return max(0, int(self._refill(self._key(request))))
+
+    def take(self, request: Request, rows: float) -> None:
+        """Charge the party of a sequence for rows beside its decode."""
+        if self._limits(request):
+            self._refill(self._key(request))
+            self._credit[self._key(request)] -= rows
+
+    def _limits(self, request: Request) -> bool:
+        """Whether sequences of other parties are decoded in this step."""
+        return any(party != self._key(request) for party in self._ready)
+
+    def _begin(self, ready: Collection[int]) -> None:
+        kept = 1.0 + self._costs.prefill
+        self._credit = {
+            party: self._credit[party] if party in self._saving else min(self._credit[party], kept)
+            for party in self._refilled
+        }
+        self._ready = ready
+        self._planned = 0.0
+        self._refilled.clear()
+        self._saving.clear()
+        self._mixing.clear()
+
+    def _mixed_cost(self, party: int) -> float:
+        """Return the extra cost of a party's first prompt tokens in a step."""
+        return 0.0 if party in self._mixing else self._costs.mixed
+
+    def _refill(self, party: int, minimum: float = 0.0) -> float:
+        """Return a party's credit; its share, or `minimum` rows, is added once per step."""
+        if party not in self._refilled:
+            self._refilled.add(party)
+            share = self._fraction * (self._costs.base + self._planned)
+            self._credit[party] = self._credit.get(party, 0.0) + max(share, minimum)
+        return self._credit[party]
+
+
+def _next_turns(members: list[Request], weights: dict[int, float], credit: float) -> list[Request]:
+    """Return the sequences of a party that have waited longest, as far as the credit goes."""
+    running: list[Request] = []
+    for request in sorted(members, key=attrgetter("last_turn")):
+        credit -= weights.get(request.id, 1.0)
+        if credit < 0:
+            break
+        running.append(request)
+    return running

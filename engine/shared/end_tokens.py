@@ -1,0 +1,67 @@
+"""The tokens that end an answer, by all files of a model that name one."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] = {}
+
+
+class _Tokenizer(msgspec.Struct):
+    added_tokens: list[_Added] = []
+    model: _Vocabulary = msgspec.field(default_factory=_Vocabulary)
+
+
+def named_end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    """Return the end tokens that the decoded generation_config.json or else config.json names."""
+    eos = generation.get("eos_token_id")
+    eos = config.get("eos_token_id") if eos is None else eos
+    return tuple(each for each in (eos if isinstance(eos, list) else [eos]) if each is not None)
+
+
+def end_token_ids(
+    directory: Path, config: dict[str, Any], generation: dict[str, Any]
+) -> tuple[int, ...]:
+    """Return the end tokens of a model, those of its tokenizer's files among them.
+
+    The other files of fine-tuned models often name the base model's end only, which these models
+    do not write.
+    """
+    ids = (*named_end_tokens(config, generation), *_of_tokenizer(directory))
+    return tuple(dict.fromkeys(ids))
+
+
+def _of_tokenizer(directory: Path) -> tuple[int, ...]:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = (_decoded(directory / name, dict[str, Any]) or {}).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            return _ids(directory / "tokenizer.json", text)
+    return ()
+
+
+def _ids(path: Path, text: str) -> tuple[int, ...]:
+    tokenizer = _decoded(path, _Tokenizer)
+    if tokenizer is None:
+        return ()
+    vocabulary = tokenizer.model.vocab
+    if isinstance(vocabulary, list):  # of unigram models: pairs of a text and its score
+        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary) if entry}
+    found = {**vocabulary, **{each.content: each.id for each in tokenizer.added_tokens}}.get(text)
+    return () if found is None else (found,)
+
+
+def _decoded(path: Path, type: Any) -> Any:
+    """Return a decoded file, None without one or where it holds something else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=type)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,1 @@
+"""vLLM's engine core as what an engine process hosts. Only here is vLLM imported."""

@@ -1,0 +1,109 @@
+"""vLLM's arguments for the settings of an engine."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from engine.shared.config import EngineConfig, Section
+
+MAPPED = {
+    "model": "model", "revision": "revision", "dtype": "dtype", "load_format": "load_format",
+    "max_model_len": "max_model_len", "seed": "seed", "block_size": "block_size",
+    "num_kv_blocks": "num_gpu_blocks_override", "kv_cache_memory_bytes": "kv_cache_memory_bytes",
+    "gpu_memory_utilization": "gpu_memory_utilization", "kv_cache_dtype": "kv_cache_dtype",
+    "enable_prefix_caching": "enable_prefix_caching", "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens", "scheduling_policy": "scheduling_policy",
+    "long_prefill_token_threshold": "long_prefill_token_threshold",
+    "async_scheduling": "async_scheduling", "enforce_eager": "enforce_eager",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+}  # fmt: skip
+"""vLLM's names of the settings that both have; one that is left at its default is vLLM's choice."""
+
+_OURS = frozenset({
+    "served_model_name", "generation_config", "override_generation_config", "chat_template",
+    "engine_backend", "engine_python", "engine_args", "threads", "cpu_bind", "step_timeout",
+    "device", "enable_expert_parallel",
+})  # fmt: skip
+"""Settings that hold whatever the engine is, or that are checked by themselves."""
+
+_OWN = frozenset({"disable_log_stats", "data_parallel_size", "distributed_executor_backend"})
+"""Arguments of vLLM that this process decides."""
+
+_PARALLEL = ("nnodes", "enable_eplb", "pipeline_layer_partition")
+"""The only settings of the layout that no vLLM engine has; the others are the cluster's."""
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Refuse settings that a vLLM engine would not heed.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if config.parallel.enable_expert_parallel and config.parallel.data_parallel_size > 1:
+        raise ValueError(
+            "--enable-expert-parallel over several engines needs --engine-backend swell: vLLM's "
+            "engine core reserves its collectives for its own data-parallel processes; use "
+            "--data-parallel-size 1, or leave it out"
+        )
+    sections: tuple[Section, ...] = (config.model, config.cache, config.scheduler,
+                                     config.executor, config.lora)  # fmt: skip
+    heeded = _OURS | set(MAPPED)
+    names = [each for section in sections for each in _changed(section) if each not in heeded]
+    names += [name for name in _changed(config.parallel) if name in _PARALLEL]
+    if names:
+        flag = "--" + names[0].replace("_", "-")
+        raise ValueError(
+            f"{flag} needs --engine-backend swell: leave it out, or set vLLM's own argument in "
+            "--engine-args"
+        )
+
+
+def engine_arguments(config: EngineConfig, known: frozenset[str]) -> dict[str, Any]:
+    """Return vLLM's arguments; `known` are the names that the installed version has.
+
+    Raises:
+        ValueError: the settings cannot be served, or --engine-args is wrong.
+    """
+    check_settings(config)
+    arguments: dict[str, Any] = {"model": config.model.model}
+    for section in (config.model, config.cache, config.scheduler, config.executor, config.parallel):
+        for name, value in _changed(section).items():
+            if name in MAPPED:
+                arguments[MAPPED[name]] = value
+    if config.parallel.enable_expert_parallel:
+        arguments["enable_expert_parallel"] = True
+    for name, value in _given(config.executor.engine_args).items():
+        if name in _OWN or name in MAPPED.values():
+            ours = next((each for each, theirs in MAPPED.items() if theirs == name), name)
+            raise ValueError(f"--engine-args: {name}: use --{ours.replace('_', '-')}")
+        if name not in known:
+            raise ValueError(f"--engine-args: this version of vLLM has no argument {name!r}")
+        arguments[name] = value
+    return arguments
+
+
+def _given(text: str) -> dict[str, Any]:
+    try:
+        is_file = Path(text).is_file()
+    except OSError:  # too long for a path
+        is_file = False
+    try:
+        given = yaml.safe_load(Path(text).read_text() if is_file else text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--engine-args is neither YAML nor JSON: {error}") from error
+    if not isinstance(given or {}, dict):
+        raise ValueError("--engine-args has to be an object of vLLM's arguments")
+    return {str(name).replace("-", "_"): value for name, value in (given or {}).items()}
+
+
+def _changed(section: Section) -> dict[str, Any]:
+    """Return the fields that are not at their defaults."""
+    default = type(section)()
+    return {
+        name: value
+        for name, value in msgspec.structs.asdict(section).items()
+        if value != getattr(default, name)
+    }

@@ -1,0 +1,461 @@
+"""One vLLM engine core in this process, as what the process hosts."""
+
+import dataclasses
+import hashlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+
+from engine.batch.executor import CannotDo
+from engine.core.events import (
+    AdaptersSettled,
+    CoreEvent,
+    FrontEndJoined,
+    FrontEndLeft,
+    PrerequisitesSettled,
+    Rejoined,
+)
+from engine.core.halting import FLEET, Halting
+from engine.core.outbox import CoreStep, Outbox
+from engine.core.receive_counts import FrontEndCounts, News
+from engine.core.steps import StepFailed
+from engine.core.utilities import carry_out
+from engine.core.wave_clock import OwnClock
+from engine.scheduler.refusal import refusal
+from engine.shared.config import EngineConfig
+from engine.shared.messages import (
+    ASLEEP_TAGS,
+    AbortRequests,
+    AddRequest,
+    EngineCounters,
+    EngineSetup,
+    EngineStats,
+    FleetOrder,
+    HoldAdapters,
+    PauseMode,
+    RequestOutput,
+    SleepMode,
+    StartDpWave,
+    UtilityCall,
+    WeightsSource,
+)
+from engine.vllm.arguments import engine_arguments
+from engine.vllm.outputs import Sequence
+from engine.vllm.requests import NotOffered, continue_grammar, core_request
+
+logger = logging.getLogger(__name__)
+
+UTILITIES = (
+    "info", "is_sleeping", "pause", "reset_prefix_cache", "resume", "sleep", "wake_up",
+)  # fmt: skip
+TESTED = ("0.32.",)
+"""Beginnings of the versions that the tests run with."""
+
+
+class VllmCore:
+    """A `HostedEngine`: requests wait in vLLM's scheduler, and its executor computes them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        rank: int,
+        incarnation: int,
+        clock: OwnClock,
+        on_failure: Callable[[str], None],
+        weight_version: str = "",
+    ) -> None:
+        """Load the model; `on_failure` is called, in another thread, when a worker dies.
+
+        Raises:
+            ValueError: vLLM, or this engine, cannot serve the settings.
+        """
+        if not vllm.__version__.startswith(TESTED):
+            logger.warning(
+                "vLLM %s is not a version that is tested: %s are",
+                vllm.__version__,
+                ", ".join(f"{each}x" for each in TESTED),
+            )
+        # Engines of one node share its cores, which each would else bind its threads to.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        known = frozenset(field.name for field in dataclasses.fields(EngineArgs))
+        arguments = EngineArgs(**engine_arguments(config, known))
+        self._config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        model = self._config.model_config
+        self._generation = model.try_get_generation_config()
+        self._tokenizer = cached_tokenizer_from_config(model)
+        self._core = EngineCore(
+            self._config,
+            Executor.get_class(self._config),
+            log_stats=True,
+            executor_fail_callback=lambda: on_failure("a process of vLLM's executor has died"),
+        )
+        self.vocab_size: int = model.get_vocab_size()
+        self.halting = Halting()
+        self.weights = WeightsSource(config.model.model, config.model.revision, weight_version)
+        self.weight_updates = 0
+        self.setup = self._setup(config)
+        self._rank, self._incarnation, self._clock = rank, incarnation, clock
+        self._front_ends = FrontEndCounts()
+        self._outbox = Outbox()
+        self._counters = EngineCounters()
+        self._sequences: dict[int, Sequence] = {}
+        self._held: deque[Any] = deque()
+        """Requests of vLLM that wait for one that runs alone, or to run alone."""
+        self._admits = True
+        """Whether waiting requests begin."""
+        self._alone = self._alone_steps = 0
+        self._uncomputed = 0
+        """Prompt tokens of sequences without an output."""
+        self._num_steps = self._version = 0
+
+    def _setup(self, config: EngineConfig) -> EngineSetup:
+        cache, model = self._config.cache_config, self._config.model_config
+        name = f"vllm {vllm.__version__} {model.model} {model.revision} {model.dtype}"
+        return EngineSetup(
+            cache.num_gpu_blocks or 0,
+            cache.block_size,
+            model.max_model_len,
+            f"vllm-{hashlib.sha256(name.encode()).hexdigest()[:12]}",
+            self._config.scheduler_config.max_num_seqs,
+            bool(cache.enable_prefix_caching),
+            cache.gpu_memory_utilization,
+            cache.num_gpu_blocks_override,
+            cache.kv_cache_memory_bytes,
+            kv_cache_dtype=str(cache.cache_dtype),
+            utilities=UTILITIES,
+        )
+
+    def shutdown(self) -> None:
+        """End vLLM's processes and give all memory back."""
+        self._core.shutdown()
+
+    # -- questions -------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to compute or to send."""
+        if self._outbox or self._core.batch_queue or self._core.scheduler.has_requests():
+            return True
+        return bool(self._held) and self._admits and not self.halting.is_halted
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there are requests, or answers to be sent; those of a halted engine wait."""
+        return bool(self._outbox or (self._sequences and not self.halting.is_halted))
+
+    @property
+    def has_front_ends(self) -> bool:
+        """Whether anybody is there who could send requests."""
+        return self._front_ends.any_present
+
+    @property
+    def next_tokens(self) -> int:
+        """Maximum tokens that the next step can compute."""
+        most: int = self._config.scheduler_config.max_num_batched_tokens
+        return min(len(self._sequences) + self._uncomputed, most)
+
+    def stats(self) -> EngineStats:
+        """Return load and counters as of now, newer than all stats returned before."""
+        self._version += 1
+        running = len(self._core.scheduler.running)
+        return EngineStats(
+            self._rank,
+            self._incarnation,
+            self._version,
+            self._clock.wave,
+            self._num_steps,
+            max(0, len(self._sequences) - running),
+            running,
+            self._core.scheduler.get_kv_cache_usage(),
+            self._uncomputed,
+            self._front_ends.received(),
+            self._counters.snapshot(),
+            halted=self._is_halted,
+            alone=self._alone,
+            hands_over=self.halting.hands_over,
+            sleep_level=self.halting.sleep_level,
+            weight_version=self.weights.version,
+        )
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def handle(self, event: CoreEvent) -> None:
+        """Take one event; an error in a message is reported to its sender only."""
+        match event:
+            case AddRequest():
+                self._add(event)
+            case AbortRequests():
+                self._abort([each for each in event.ids if each in self._sequences])
+            case UtilityCall(_, front_end) if front_end != FLEET and (
+                not self._front_ends.is_present(front_end)
+            ):
+                pass
+            case UtilityCall() | FleetOrder():
+                self._outbox.results += carry_out(self, event, self._rank)
+                self._follow_halting()
+            case FrontEndJoined(index, incarnation):
+                if self._front_ends.joined(index, incarnation):
+                    self._drop(index)
+            case FrontEndLeft(index):
+                if self._front_ends.left(index):
+                    self._drop(index)
+            case StartDpWave():
+                self._clock.start_ordered(event)
+            case Rejoined(wave):
+                self._clock.welcomed(wave)
+            case HoldAdapters() | PrerequisitesSettled() | AdaptersSettled():
+                pass  # there are none
+
+    def _add(self, message: AddRequest) -> None:
+        if not self._front_ends.is_present(message.front_end):
+            logger.warning("%s dropped: its front end is not there", message.request_id)
+            return
+        self._front_ends.count_request(message)
+        if message.id in self._sequences:
+            return
+        answer = self._queue(message)
+        if answer is not None:
+            self._outbox.address(message.front_end).append(answer)
+
+    def _queue(self, message: AddRequest) -> RequestOutput | None:
+        """Give a request to vLLM's scheduler; return the answer to one that cannot run."""
+        most = self.setup.max_model_len
+        reason = refusal(message, max_model_len=most, vocab_size=self.vocab_size)
+        if reason is not None:
+            return RequestOutput(message.id, [], "error", error=reason)
+        if len(message.output_token_ids) >= message.sampling.max_tokens or (
+            message.num_tokens >= most
+        ):
+            return RequestOutput(message.id, [], "length")
+        try:
+            wanted = core_request(message, self._generation, self._eos())
+            wanted.sampling_params.verify(
+                self._config.model_config,
+                self._config.speculative_config,
+                self._config.structured_outputs_config,
+                self._tokenizer,
+            )
+            request, _ = self._core.preprocess_add_request(wanted)
+        except (NotOffered, VLLMValidationError, ValueError) as error:
+            param = error.param if isinstance(error, NotOffered) else None
+            param = getattr(error, "parameter", param)
+            return RequestOutput(
+                message.id, [], "error", error=str(error), refused=True, error_param=param
+            )
+        except Exception as error:  # nothing of it has been queued: it fails alone
+            logger.exception("request %s could not be queued", message.request_id)
+            return RequestOutput(message.id, [], "error", error=type(error).__name__)
+        continue_grammar(request, message.output_token_ids)
+        self._counters.grammar_requests += message.sampling.grammar is not None
+        self._sequences[message.id] = Sequence(message, time.monotonic())
+        self._uncomputed += message.num_tokens
+        if message.alone or self._alone or self._held:
+            self._held.append(request)
+        else:
+            self._core.add_request(request)
+        return None
+
+    def _eos(self) -> int | None:
+        return None if self._tokenizer is None else self._tokenizer.eos_token_id
+
+    def _drop(self, front_end: int) -> None:
+        of_it = [i for i, each in self._sequences.items() if each.message.front_end == front_end]
+        self._abort(of_it)
+        self._outbox.drop(front_end)
+
+    def _abort(self, ids: list[int]) -> None:
+        names = {str(each) for each in ids}
+        self._held = deque(each for each in self._held if each.request_id not in names)
+        self._core.abort_requests(list(names))
+        for each in ids:
+            self._forget(each)
+
+    def _forget(self, request_id: int) -> None:
+        sequence = self._sequences.pop(request_id)
+        if sequence.first is None:
+            self._uncomputed -= sequence.message.num_tokens
+
+    # -- what operators want ---------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; vLLM does not say how many blocks they had.
+
+        Raises:
+            CannotDo: requests are being computed.
+        """
+        if not self._core.reset_prefix_cache():
+            raise CannotDo("vLLM forgets prefixes only while nothing is computed: pause it first")
+        return 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing runs until `resume`."""
+        runs_any = self._core.scheduler.get_num_unfinished_requests() > 0
+        return self.halting.is_paused or not (self._admits or runs_any)
+
+    @property
+    def _is_halted(self) -> bool:
+        """Whether no request begins."""
+        return self.halting.is_halted or not self._admits
+
+    def pause(self, mode: PauseMode) -> None:
+        """Launch no step, or with `wait` no request: the pause begins when those that run end."""
+        if mode == "wait":
+            self._admits = False
+            return
+        self._end_all(mode)
+        self.halting.pause(hand_over=mode == "move")
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._admits = True
+        self.halting.resume()
+
+    def _end_all(self, mode: PauseMode | SleepMode) -> None:
+        if mode == "abort":
+            for each in list(self._sequences.values()):
+                answer = RequestOutput(each.message.id, [], "abort")
+                self._outbox.address(each.message.front_end).append(answer)
+            self._abort(list(self._sequences))
+
+    def sleep(self, level: int, mode: SleepMode = "keep") -> None:
+        """Give the memory back; requests wait and will be computed again.
+
+        Raises:
+            CannotDo: vLLM was not started for it.
+            StepFailed: a step in flight failed.
+        """
+        if level and not self._config.model_config.enable_sleep_mode:
+            raise CannotDo("start the engines with --engine-args 'enable_sleep_mode: true'")
+        began = time.monotonic()
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while self._core.batch_queue:
+            self._advance()
+        self._end_all(mode)
+        self.halting.sleep(level, hand_over=mode == "move")
+        if level:
+            self._core.sleep(level, mode="keep")
+            self._counters.count_sleep(time.monotonic() - began)
+
+    def wake_up(self, tags: set[str] | None = None) -> None:
+        """Have back what the tags name, by default everything; with the last of it a sleep ends."""
+        wanted = set(ASLEEP_TAGS) if tags is None else tags
+        if back := self.halting.asleep & wanted:
+            began = time.monotonic()
+            self._core.wake_up(sorted(back))
+            self._counters.count_wake_up(time.monotonic() - began)
+        self.halting.wake_up(wanted)
+
+    def _follow_halting(self) -> None:
+        wanted = PauseState.UNPAUSED if self._admits else PauseState.PAUSED_NEW
+        if self.halting.is_halted:
+            wanted = PauseState.PAUSED_ALL
+        if self._core.scheduler.pause_state != wanted:
+            self._core.scheduler.set_pause_state(wanted)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def step(self) -> CoreStep:
+        """Compute a step, and return everything there is to send.
+
+        Raises:
+            StepFailed: the engine cannot go on.
+        """
+        if self._settle_alone():
+            return self._take(changes_alone=True)
+        self._advance()
+        return self._take()
+
+    def _advance(self) -> None:
+        core = self._core
+        if not (core.batch_queue or core.scheduler.has_requests()):
+            return
+        try:
+            outputs, executed = core.step_fn()
+            core.post_step(executed)
+        except Exception as error:
+            logger.exception("vLLM's step failed with %d sequences", len(self._sequences))
+            raise StepFailed(f"engine {self._rank}: {type(error).__name__} in a step") from error
+        self._num_steps += executed
+        computed = 0
+        for of_client in (outputs or {}).values():
+            self._count(of_client.scheduler_stats)
+            for each in of_client.outputs:
+                computed += self._output(each)
+        if executed:
+            self._counters.count_step(computed)
+
+    def _output(self, output: Any) -> int:
+        """Pass on what a step adds to a sequence; return the tokens that were computed for it."""
+        request_id = int(output.request_id)
+        sequence = self._sequences.get(request_id)
+        if sequence is None:  # aborted while it was computed
+            return 0
+        was_first = sequence.first is None
+        result = sequence.take(output, self._counters)
+        if result is None:
+            return 0
+        computed = len(result.token_ids)
+        if was_first and sequence.first is not None:
+            self._uncomputed -= sequence.message.num_tokens
+            computed += sequence.message.num_tokens - result.num_cached_tokens
+        self._outbox.address(sequence.message.front_end).append(result)
+        if result.finish_reason is not None:
+            self._forget(request_id)
+        if request_id == self._alone:
+            self._alone_steps -= 1
+        return computed
+
+    def _count(self, stats: Any) -> None:
+        if stats is None:
+            return
+        self._counters.prefix_cache_queries += stats.prefix_cache_stats.queries
+        self._counters.prefix_cache_hits += stats.prefix_cache_stats.hits
+        drafts = stats.spec_decoding_stats
+        if drafts is not None:
+            counters, places = self._counters, drafts.num_accepted_tokens_per_pos
+            counters.spec_drafts += drafts.num_drafts
+            counters.spec_draft_tokens += drafts.num_draft_tokens
+            counters.spec_accepted_tokens += drafts.num_accepted_tokens
+            counters.spec_accepted_at += [0] * (len(places) - len(counters.spec_accepted_at))
+            for place, accepted in enumerate(places):
+                counters.spec_accepted_at[place] += accepted
+
+    def _settle_alone(self) -> bool:
+        """Let held requests run if they may; return whether another one runs alone now.
+
+        Who runs alone is told before anything of it is computed.
+        """
+        if self._alone and (self._alone not in self._sequences or self._alone_steps <= 0):
+            self._alone = 0
+            return True
+        while self._held and self._admits and not self._alone:
+            message = self._sequences[int(self._held[0].request_id)].message
+            if message.alone:
+                if len(self._sequences) > len(self._held) or self._core.batch_queue:
+                    return False
+                self._alone, self._alone_steps = message.id, message.alone
+            self._core.add_request(self._held.popleft())
+        return bool(self._alone) and self._front_ends.told.alone != self._alone
+
+    def _take(self, *, changes_alone: bool = False) -> CoreStep:
+        news = News(self._is_halted, self.halting.hands_over, self._alone)
+        for front_end in self._front_ends.to_tell(news):
+            self._outbox.address(front_end)
+        outputs, results = self._outbox.take()
+        for front_end in outputs:
+            self._front_ends.count_outputs(front_end)
+        return CoreStep(outputs, results, self.stats(), changes_alone)

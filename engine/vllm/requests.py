@@ -1,0 +1,183 @@
+"""Requests as vLLM's engine core takes them, and what a vLLM engine refuses."""
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams as VllmSampling
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest
+
+from engine.shared.grammar_schema import prepared
+from engine.shared.messages import (
+    AddRequest,
+    ChoiceGrammar,
+    GrammarSpec,
+    JsonObjectGrammar,
+    JsonSchemaGrammar,
+    LarkGrammar,
+    RegexGrammar,
+    SamplingParams,
+)
+
+_SEEDS = 2**63 - 1
+
+
+class NotOffered(Exception):
+    """A request asks for what vLLM engines cannot do, by the parameter's name."""
+
+    def __init__(self, param: str, reason: str) -> None:
+        super().__init__(f"{param}: {reason}")
+        self.param = param
+
+
+def core_request(message: AddRequest, generation: dict[str, Any], eos: int | None) -> Any:
+    """Return the `EngineCoreRequest` of a message.
+
+    What was generated elsewhere follows the prompt: limits count from there.
+
+    Args:
+        generation: the model's generation config, which names its end tokens.
+        eos: the end token of the model's tokenizer.
+
+    Raises:
+        NotOffered: vLLM cannot do it.
+        ValueError: vLLM says that a parameter is wrong.
+    """
+    _check(message)
+    sampling, done = message.sampling, len(message.output_token_ids)
+    params = VllmSampling(
+        max_tokens=max(1, sampling.max_tokens - done),
+        min_tokens=max(0, sampling.min_tokens - done),
+        # Greedy sequences draw nothing, and a generator for each is what costs in vLLM.
+        seed=sampling.seed & _SEEDS if sampling.temperature else None,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=list(sampling.stop_token_ids),
+        logit_bias=dict(sampling.logit_bias) or None,
+        logprobs=sampling.logprobs,
+        logprob_token_ids=list(sampling.logprob_token_ids) or None,
+        prompt_logprobs=None if done else sampling.prompt_logprobs,
+        allowed_token_ids=_listed(sampling.allowed_token_ids),
+        structured_outputs=structured(sampling.grammar),
+        detokenize=False,
+    )
+    if sampling.bad_words:
+        params._bad_words_token_ids = [list(word) for word in sampling.bad_words]
+    params.update_from_generation_config(generation, eos)
+    return EngineCoreRequest(
+        request_id=str(message.id),
+        prompt_token_ids=[*message.prompt_token_ids, *message.output_token_ids],
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.monotonic(),
+        lora_request=None,
+        cache_salt=message.cache_root.hex() or None,
+        data_parallel_rank=None,
+        priority=message.priority,
+    )
+
+
+def continue_grammar(request: Any, token_ids: list[int]) -> None:
+    """Let the grammar of a vLLM request know what was generated elsewhere, once it is compiled."""
+    wanted = request.structured_output_request
+    if wanted is None or not token_ids:
+        return
+    continued: Future[Any] = Future()
+
+    def advance(compiled: "Future[Any]") -> None:
+        try:
+            grammar = compiled.result()
+            if not grammar.accept_tokens(request.request_id, token_ids):
+                raise ValueError("the grammar does not allow the output so far")
+            continued.set_result(grammar)
+        except Exception as error:  # the scheduler ends the request with it
+            continued.set_exception(error)
+
+    pending = wanted._grammar
+    if not isinstance(pending, Future):
+        compiled: Future[Any] = Future()
+        compiled.set_result(pending)
+        pending = compiled
+    wanted.grammar = continued
+    pending.add_done_callback(advance)
+
+
+def _check(message: AddRequest) -> None:
+    sampling = message.sampling
+    if message.pooling is not None:
+        raise NotOffered("model", "vLLM engines make no vectors here")
+    if message.encoder_inputs:
+        raise NotOffered("messages", "vLLM engines take no images here")
+    if message.adapter:
+        raise NotOffered("model", "vLLM engines serve no adapters here")
+    if sampling.grammar is not None and (
+        sampling.grammar_after or sampling.grammar_opening or sampling.grammar_budget
+    ):
+        raise NotOffered(
+            "response_format", "vLLM engines do not take a grammar that begins after free text"
+        )
+    if message.output_token_ids:
+        _check_moved(sampling)
+
+
+def _check_moved(sampling: SamplingParams) -> None:
+    """Refuse what counts the tokens of the output, of which vLLM would take some for the prompt."""
+    counted = {
+        "presence_penalty": sampling.presence_penalty != 0,
+        "frequency_penalty": sampling.frequency_penalty != 0,
+        "bad_words": any(len(word) > 1 for word in sampling.bad_words),
+    }
+    for name, is_set in counted.items():
+        if is_set:
+            raise NotOffered(
+                name, "vLLM engines cannot go on with it after the sequence was moved here"
+            )
+
+
+def structured(grammar: GrammarSpec | None) -> Any:
+    """Return vLLM's structured outputs for a grammar.
+
+    Raises:
+        NotOffered: vLLM cannot do it.
+    """
+    match grammar:
+        case None:
+            return None
+        case JsonSchemaGrammar() | JsonObjectGrammar() if grammar.whitespace is not None:
+            raise NotOffered(
+                "whitespace_pattern",
+                "vLLM engines have one rule for all requests, disable_any_whitespace of "
+                "structured_outputs_config in --engine-args",
+            )
+        case JsonSchemaGrammar(schema, _, lenient):
+            return StructuredOutputsParams(json=_lenient(schema) if lenient else schema)
+        case JsonObjectGrammar():
+            return StructuredOutputsParams(json_object=True)
+        case RegexGrammar(pattern):
+            return StructuredOutputsParams(regex=pattern)
+        case ChoiceGrammar(choices):
+            return StructuredOutputsParams(choice=list(choices))
+        case LarkGrammar(text):
+            return StructuredOutputsParams(grammar=text)
+
+
+def _lenient(schema: str) -> str:
+    """Return a schema of which vLLM's guidance backend ignores what it cannot enforce."""
+    decoded = msgspec.json.decode(schema)
+    if not isinstance(decoded, dict):
+        return schema
+    options = {"lenient": True, "coerce_one_of": True}
+    return msgspec.json.encode({**prepared(decoded, lenient=True), "x-guidance": options}).decode()
+
+
+def _listed(ids: tuple[int, ...] | None) -> list[int] | None:
+    return None if ids is None else list(ids)

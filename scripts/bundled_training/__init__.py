@@ -1,1 +1,0 @@
-"""Trains, measures and writes the small language model of ``engine/bundled_model``."""

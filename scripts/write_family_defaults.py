@@ -1,0 +1,71 @@
+"""Writes engine/models/families/defaults.json: what absent keys of a config.json mean.
+
+That is what the configuration classes of transformers say, for every architecture with a family:
+their defaults, and other names of a key. A key of these classes that a family does not read may
+have no other value.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from engine.models.families.config import HARMLESS
+from engine.models.families.registry import FAMILIES
+
+TARGET = Path(__file__).parent.parent / "engine" / "models" / "families" / "defaults.json"
+
+
+def configuration_class(architecture: str) -> Any:
+    """Return transformers' class of a text model's configuration."""
+    model: Any = getattr(transformers, architecture)
+    return model.config_class
+
+
+def class_defaults(architecture: str) -> dict[str, Any]:
+    """Return what the class says of keys that change what a model computes, and their aliases."""
+    made = configuration_class(architecture)
+    base = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
+    fields = {
+        field.name: field.default
+        for field in dataclasses.fields(made)
+        if field.name not in base | HARMLESS
+    }
+    aliases = {name: key for name, key in made.attribute_map.items() if key not in HARMLESS}
+    keys = {aliases.get(name, name): value for name, value in fields.items()}
+    return {"aliases": aliases, "keys": dict(sorted((keys | _rope(made)).items()))}
+
+
+def _rope(made: Any) -> dict[str, Any]:
+    """Return the rotary embedding where there is none, and what one has that leaves a key out."""
+    absent = made().rope_parameters
+    if "full_attention" in absent:
+        # The class gives both kinds of layers their bases.
+        whole, local = absent["full_attention"], absent["sliding_attention"]
+        bases = {"rope_theta": whole["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
+        return {"rope_parameters": None, **bases}
+    plain = made(rope_parameters={"rope_type": "default"}).rope_parameters
+    keys = {key: value for key, value in plain.items() if key != "rope_type"}
+    if absent == plain:
+        return {**keys, "rope_parameters": None}
+    # What depends on another key is not a default.
+    depends = {"max_position_embeddings"}
+    if made(rope_theta=1.0).rope_parameters["rope_theta"] == 1.0:
+        depends.add("rope_theta")
+    return {
+        **keys,
+        "rope_parameters": {key: each for key, each in absent.items() if key not in depends},
+    }
+
+
+def render() -> str:
+    """Return the file, an architecture a line."""
+    names = [name for name in FAMILIES if not name.endswith("ForConditionalGeneration")]
+    lines = [f"{json.dumps(name)}: {json.dumps(class_defaults(name))}" for name in names]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")

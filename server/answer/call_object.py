@@ -1,0 +1,205 @@
+"""One JSON object that names a function and holds its arguments, read as it is written."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+from server.answer.json_value import JsonValue, is_unicode, json_text
+
+_WHITESPACE = " \t\r\n"
+_NAME_KEYS = ("name", "tool_name", "function")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class CallObject:
+    """Reads `{"name": ..., "arguments": {...}}` piece by piece.
+
+    The call is known (`name` is set) once both its name and the beginning of its arguments have
+    come, or the object has ended without arguments. Up to then it may still turn out to be
+    something else; `raw` is what was read of it.
+    """
+
+    def __init__(
+        self, *, accepts: Callable[[str], bool] = bool, arguments_required: bool = False
+    ) -> None:
+        """Make a reader of one object.
+
+        Args:
+            accepts: whether a name may be called.
+            arguments_required: an object without arguments is no call.
+        """
+        self._accepts = accepts
+        self._arguments_required = arguments_required
+        self._expect: Callable[[str, int], int] = self._object_begin
+        self._value: JsonValue | None = None
+        self._text: list[str] = []
+        self._key = ""
+        self.candidate: str | None = None
+        """The name that was read, even if there may still be no call."""
+        self._arguments: list[str] = []
+        """What has come of the arguments and has not been taken."""
+        self._has_arguments = False
+        self._raw: list[str] = []
+        self.name: str | None = None
+        self.state: Literal["open", "done", "broken", "refused"] = "open"
+
+    @property
+    def raw(self) -> str:
+        """What was read before the call was known."""
+        return "".join(self._raw)
+
+    def push(self, text: str) -> str:
+        """Add text; return what comes behind the object, or behind what could be one."""
+        position = 0
+        while position < len(text) and self.state == "open":
+            position = self._expect(text, position)
+        if self.name is None:
+            self._raw.append(text[:position])
+        if self.state == "done" and self.candidate is not None:
+            self._end_without_arguments()
+        return text[position:]
+
+    def finish(self) -> None:
+        """End: an object that has not ended stays as it is."""
+
+    def take_arguments(self) -> str:
+        """Return the arguments' text that has come since this was last called."""
+        if self.name is None:
+            return ""
+        taken, self._arguments = "".join(self._arguments), []
+        return taken
+
+    # Each of these looks at the text from a position on, and returns the next position.
+
+    def _object_begin(self, text: str, position: int) -> int:
+        if text[position] == "{":
+            self._expect = self._key_begin
+        elif text[position] not in _WHITESPACE:
+            return self._break(position)
+        return position + 1
+
+    def _key_begin(self, text: str, position: int) -> int:
+        character = text[position]
+        if character == '"':
+            self._begin_value(character, self._in_key)
+            return position
+        if character == "}":
+            self.state = "done"
+        elif character not in _WHITESPACE and character != ",":
+            return self._break(position)
+        return position + 1
+
+    def _in_key(self, text: str, position: int) -> int:
+        position = self._take(text, position)
+        if self._value is None:
+            key = _decoded("".join(self._text))
+            if not isinstance(key, str):
+                return self._break(position)
+            self._key = key
+            self._expect = self._colon
+        return position
+
+    def _colon(self, text: str, position: int) -> int:
+        if text[position] == ":":
+            self._expect = self._value_begin
+        elif text[position] not in _WHITESPACE:
+            return self._break(position)
+        return position + 1
+
+    def _value_begin(self, text: str, position: int) -> int:
+        character = text[position]
+        if character in _WHITESPACE:
+            return position + 1
+        if character in ",}]:":
+            return self._break(position)
+        is_arguments = self._key in _ARGUMENT_KEYS and not self._has_arguments
+        streamed = is_arguments and character in "{["
+        self._begin_value(character, self._in_arguments if streamed else self._in_value)
+        if streamed:
+            self._has_arguments = True
+            self.name = self.candidate
+        return position
+
+    def _in_arguments(self, text: str, position: int) -> int:
+        end = self._take(text, position)
+        self._arguments.append(text[position:end])
+        if self._value is None:
+            self._expect = self._value_end
+        return end
+
+    def _in_value(self, text: str, position: int) -> int:
+        end = self._take(text, position)
+        if self._value is None:
+            self._expect = self._value_end
+            if not self._use("".join(self._text)):
+                self.state = "refused"
+        return end
+
+    def _use(self, value: str) -> bool:
+        """Take a whole value for what its key says; return whether it can be that."""
+        if self._key in _NAME_KEYS and self.candidate is None:
+            name = _decoded(value)
+            if isinstance(name, dict):  # as calls stand in OpenAI's API
+                return self._use_inner(name)
+            if not isinstance(name, str) or not name or not self._accepts(name):
+                return False
+            self.candidate = name
+            self.name = name if self._has_arguments else None
+        elif self._key in _ARGUMENT_KEYS and not self._has_arguments:
+            arguments = "{}" if value == "null" else _decoded(value)
+            if not isinstance(arguments, str):
+                return False
+            self._has_arguments = True
+            self._arguments.append(arguments)
+            self.name = self.candidate
+        return True
+
+    def _use_inner(self, function: dict[str, Any]) -> bool:
+        name, arguments = function.get("name"), function.get("arguments", {})
+        if not isinstance(name, str) or not self._accepts(name):
+            return False
+        self._has_arguments = True
+        self._arguments.append(arguments if isinstance(arguments, str) else json_text(arguments))
+        self.name = self.candidate = name
+        return True
+
+    def _value_end(self, text: str, position: int) -> int:
+        character = text[position]
+        if character == ",":
+            self._expect = self._key_begin
+        elif character == "}":
+            self.state = "done"
+        elif character not in _WHITESPACE:
+            return self._break(position)
+        return position + 1
+
+    def _begin_value(self, first: str, read: Callable[[str, int], int]) -> None:
+        self._value = JsonValue(first)
+        self._text = []
+        self._expect = read
+
+    def _take(self, text: str, position: int) -> int:
+        assert self._value is not None
+        end = self._value.take(text, position)
+        if self._expect != self._in_arguments:
+            self._text.append(text[position:end])
+        if self._value.done:
+            self._value = None
+        return end
+
+    def _end_without_arguments(self) -> None:
+        if self.name is None and not self._arguments_required:
+            self.name = self.candidate
+            self._arguments.append("{}")
+
+    def _break(self, position: int) -> int:
+        self.state = "broken"
+        return position
+
+
+def _decoded(text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return None if isinstance(value, str) and not is_unicode(value) else value

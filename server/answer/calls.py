@@ -1,0 +1,326 @@
+"""Finds tool calls in text: what calls begin with, stand between and end with is data.
+
+What a call itself looks like is read by its body: JSON, a name before JSON, parameters between
+tags, or Python.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from server.answer.call_object import CallObject
+from server.answer.json_value import JsonValue
+from server.answer.parameters import Schemas
+from server.answer.parts import CallArguments, CallBegin, ContentText, Part
+from server.schema.tools import FunctionDefinition
+from server.text.markers import certain_length, find_first
+
+_FENCES = ("```json", "```")
+_MAX_NAME = 80
+"""Characters of a name without a start before it, and of the blanks behind it."""
+_LAST_WORD = re.compile(rf"([\w.-]{{1,{_MAX_NAME}}})(\s{{0,{_MAX_NAME}}})$")
+_NO_OBJECT = re.compile(r"[^\s\"]")
+
+
+class CallBody(Protocol):
+    """Reads one call.
+
+    Its name is set once it is certain that there is a call. Where it breaks, or whether it is
+    done, does not depend on how the text was cut.
+    """
+
+    name: str | None
+    state: Literal["open", "done", "broken", "refused"]
+    """broken: this is no call; refused: a JSON object, of a function that may not be called."""
+
+    @property
+    def raw(self) -> str:
+        """What was taken before the name was set."""
+        ...
+
+    @property
+    def candidate(self) -> str | None:
+        """The name that was read, even if there may still be no call."""
+        ...
+
+    def push(self, text: str) -> str:
+        """Add text; return what comes behind the call, or behind what could be one."""
+        ...
+
+    def take_arguments(self) -> str:
+        """Return the arguments' text that has come since this was last called."""
+        ...
+
+    def finish(self) -> None:
+        """End: a call whose arguments can only be missing is done."""
+        ...
+
+
+MakeBody = Callable[[Schemas, Callable[[str], bool]], CallBody]
+"""Makes a body of the request's functions and of what decides whether a name may be called."""
+
+
+class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
+    """The text around calls."""
+
+    starts: tuple[str, ...] = ()
+    """Calls follow these, whether or not the request has such a function."""
+    ends: tuple[str, ...] = ()
+    """They stand behind calls and are not shown."""
+    bare: tuple[str, ...] = ()
+    """Calls may begin with these without a start; only calls of the request's functions do."""
+    behind_name: str = ""
+    """As `bare`: the name of a function of the request and this text."""
+    at_line: bool = False
+    """A name only begins a call where nothing stands before it on its line."""
+    only_known: bool = False
+    """Behind a start, too, only the request's functions are called."""
+    skipped: tuple[str, ...] = ()
+    """May stand between a start and a call."""
+    hidden: tuple[str, ...] = ()
+    """Marks in content that are not shown."""
+    separators: str = " \t\r\n,;]}"
+    """Characters that may stand behind calls before an end, or before the next call."""
+    repeats: bool = False
+    """Another call may follow a call without a start, and not only as a JSON object."""
+    is_verbatim_behind: bool = False
+    """Blanks behind a call are content if content follows, as they are behind an end."""
+    body: MakeBody | None = None
+    """Reads calls that are no JSON objects; None if all are."""
+
+
+class CallsParser:
+    """Reads content with any number of calls in it.
+
+    What begins like a call and is none stays content, markers included. A call that is cut off
+    by the end of the answer shows nothing but its arguments.
+    """
+
+    def __init__(self, functions: Sequence[FunctionDefinition], style: CallStyle) -> None:
+        """`functions` are those that the request allows."""
+        self._style = style
+        self._schemas = Schemas(functions)
+        self._names = [function.name for function in functions]
+        mark = (style.behind_name,) if style.behind_name else ()
+        self._markers = (*style.starts, *style.bare, *style.hidden, *mark)
+        self._held = ""
+        self._state = self._content
+        self._opened: list[str] = []
+        """What has been taken of a call's beginning: content if no call follows."""
+        self._is_marked = False
+        """A start has come: this is a call, even of a function that is unknown."""
+        self._body: CallBody | None = None
+        self._begun = False
+        self._ended = False
+        """An end has come behind the last call: what follows is content as it stands."""
+        self._count = 0
+        self._in_word = self._in_line = False
+        """The content so far ends within a word, or within a line that has more than blanks."""
+        self._skip = JsonValue("{")
+
+    def push(self, text: str) -> list[Part]:
+        """Add text; return the parts that are now certain."""
+        parts: list[Part] = []
+        self._held += text
+        while self._state(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """End: return what was held back as the content that it is."""
+        parts: list[Part] = []
+        if self._body is not None:
+            self._body.finish()
+            self._of_body(self._body, parts)
+        left = "".join(self._opened) + ("" if self._body is None else self._body.raw) + self._held
+        named = self._body is not None and self._allows(self._body.candidate or "")
+        if self._state == self._between or self._begun:
+            left = ""
+        elif self._state != self._content and (self._is_marked or self._count or named):
+            left = ""  # a call that was cut off
+        elif self._count and len(left) > 1 and any(each.startswith(left) for each in self._markers):
+            left = ""
+        return [*parts, ContentText(left)] if left else parts
+
+    # Each state takes the next piece off the held text and returns whether there may be another.
+
+    def _content(self, parts: list[Part]) -> bool:
+        style, held = self._style, self._held
+        found = find_first(held, self._markers)
+        if found is None:
+            length = self._certain(held)
+            self._say(held[:length], parts)
+            self._held = held[length:]
+            return False
+        start, marker = found
+        behind = start + len(marker)
+        if marker == style.behind_name:
+            start = self._named(held[:start])
+        elif marker == "{" and _NO_OBJECT.match(held, behind):  # as often in code
+            start = -1
+        if start < 0:
+            self._say(held[:behind], parts)
+            self._held = held[behind:]
+            return True
+        self._say(held[:start], parts)
+        if marker in style.hidden:
+            self._held = held[behind:]
+            return True
+        self._held, self._opened = held[start:], []
+        self._is_marked = marker in style.starts
+        if self._is_marked:
+            self._opened.append(marker)
+            self._held = self._held[len(marker) :]
+        self._state = self._head
+        return True
+
+    def _certain(self, text: str) -> int:
+        """Return how much of a text without markers cannot be the beginning of a call."""
+        length = certain_length(text, self._markers)
+        if self._style.behind_name:
+            word = _LAST_WORD.search(text[max(0, length - _MAX_NAME) : length])
+            if word is not None and (
+                word[1] in self._schemas
+                if word[2]
+                else any(name.startswith(word[1]) for name in self._names)
+            ):
+                return length - len(word[0])
+        return length
+
+    def _named(self, before: str) -> int:
+        """Return where the name of a function at the end of a text begins, -1 without one."""
+        word = _LAST_WORD.search(before[-_MAX_NAME:])
+        start = -1 if word is None else len(before) - len(word[0])
+        if word is None or word[1] not in self._schemas:
+            return -1
+        if self._style.at_line:
+            line = before[:start].rpartition("\n")
+            within = bool(line[2].strip()) or (not line[1] and self._in_line)
+        else:
+            within = not start and self._in_word
+        return -1 if within else start
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        if not text:
+            return
+        parts.append(ContentText(text))
+        self._in_word = text[-1].isalnum() or text[-1] in "_.-"
+        _, line_end, line = text.rpartition("\n")
+        self._in_line = bool(line.strip()) or (not line_end and self._in_line)
+
+    def _head(self, parts: list[Part]) -> bool:
+        """Behind the start of a call: what may stand before the call itself."""
+        style = self._style
+        rest = self._held.lstrip()
+        self._opened.append(self._held[: len(self._held) - len(rest)])
+        self._held = rest
+        if not rest:
+            return False
+        openers = (*style.starts, *style.skipped, *_FENCES)
+        if any(len(rest) < len(each) and each.startswith(rest) for each in openers):
+            return False
+        for opener in openers:
+            if rest.startswith(opener):
+                self._is_marked |= opener in style.starts
+                self._opened.append(opener)
+                self._held = rest[len(opener) :]
+                return True
+        if rest[0] == "[":
+            self._opened.append("[")
+            self._held = rest[1:]
+            return True
+        self._begin(rest[0])
+        return True
+
+    def _begin(self, first: str) -> None:
+        is_strict = self._style.only_known or not self._is_marked
+        accepts = self._allows if is_strict else bool
+        if self._style.body is None or first == "{":
+            required = is_strict and first == "{"
+            self._body = CallObject(accepts=accepts, arguments_required=required)
+        else:
+            self._body = self._style.body(self._schemas, accepts)
+        self._begun = False
+        self._state = self._in_call
+
+    def _allows(self, name: str) -> bool:
+        return name in self._schemas
+
+    def _in_call(self, parts: list[Part]) -> bool:
+        body = self._body
+        assert body is not None
+        self._held = body.push(self._held)
+        self._of_body(body, parts)
+        if body.state == "open":
+            return False
+        self._body = None
+        if self._begun:
+            self._begun = False
+            self._ended = self._style.is_verbatim_behind and "[" not in self._opened
+            self._opened, self._state = [], self._between
+            return True
+        return self._no_call(body, parts)
+
+    def _of_body(self, body: CallBody, parts: list[Part]) -> None:
+        """Add what is known of a call."""
+        if body.name is None:
+            return
+        if not self._begun:
+            self._begun = True
+            parts.append(CallBegin(self._count, body.name))
+            self._count += 1
+        if arguments := body.take_arguments():
+            parts.append(CallArguments(self._count - 1, arguments))
+
+    def _no_call(self, body: CallBody, parts: list[Part]) -> bool:
+        text = "".join(self._opened) + body.raw
+        if not text:  # so that what seemed to begin a call is not looked at again
+            text, self._held = self._held[0], self._held[1:]
+        self._say(text, parts)
+        self._opened = []
+        self._state = self._content
+        if body.state == "refused":
+            self._skip = JsonValue("{")
+            self._skip.take(body.raw, 0)
+            self._state = self._content if self._skip.done else self._skipping
+        return True
+
+    def _skipping(self, parts: list[Part]) -> bool:
+        """In a JSON object that is no call: what stands in it is none either."""
+        end = self._skip.take(self._held, 0)
+        self._say(self._held[:end], parts)
+        self._held = self._held[end:]
+        if self._skip.done:
+            self._state = self._content
+        return self._skip.done
+
+    def _between(self, parts: list[Part]) -> bool:
+        """Behind a call: its end, and then another call or content."""
+        style = self._style
+        rest = self._held.lstrip(style.separators)
+        if self._ended:
+            self._opened.append(self._held[: len(self._held) - len(rest)])
+        self._held = rest
+        if not rest:
+            return False
+        ends = style.ends if self._ended else (*style.ends, "```")
+        begins = (*style.starts, *style.bare)
+        if any(len(rest) < len(each) and each.startswith(rest) for each in (*begins, *ends)):
+            return False
+        for end in ends:
+            if rest.startswith(end):
+                self._ended, self._opened = True, []
+                self._held = rest[len(end) :]
+                return True
+        if rest.startswith(begins):
+            self._is_marked = rest.startswith(style.starts)
+            self._state = self._head
+            return True
+        if not self._ended and (rest[0] == "{" or style.repeats):
+            self._begin(rest[0])
+            return True
+        self._say("".join(self._opened), parts)
+        self._opened, self._state = [], self._content
+        return True

@@ -1,0 +1,149 @@
+"""A call as a name and a JSON object of arguments, with words of the format before and between.
+
+function<｜tool▁sep｜>get_weather
+```json
+{"city": "Oslo"}
+"""
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from server.answer.json_value import JsonValue
+from server.answer.loose_object import LooseObject
+from server.answer.parameters import Schemas
+from server.text.markers import MAX_HEAD
+
+_WORD = re.compile(r"[\w.:/-]+")
+_INDEX = re.compile(r":\d+$")
+
+
+class NamedStyle(msgspec.Struct, frozen=True, kw_only=True):
+    """The words around a name, each of which may be missing, with blanks between them."""
+
+    before: str = ""
+    identifier: str = ""
+    """Behind the name: the word that follows is the call's identifier, which is left out."""
+    separator: str = ""
+    """Behind the name: arguments follow, or there are none."""
+    fence: str = ""
+    quote: str = ""
+    """Stands around texts in arguments that are otherwise JSON without quotes."""
+
+
+def known_name(name: str, functions: Schemas) -> str:
+    """Return a name as the request has it: models add a name space or a number to it."""
+    bare = _INDEX.sub("", name).removeprefix("functions.")
+    found = [each for each in (name, bare, name.rpartition(":")[2]) if each in functions]
+    return found[0] if found else bare or name
+
+
+class NamedCall:
+    """Reads one call; up to `MAX_HEAD` characters may come before its arguments."""
+
+    def __init__(
+        self, functions: Schemas, accepts: Callable[[str], bool], style: NamedStyle
+    ) -> None:
+        """Make a reader of one call.
+
+        Args:
+            functions: those of the request.
+            accepts: whether a name may be called.
+            style: what stands around the name.
+        """
+        self._functions = functions
+        self._accepts = accepts
+        self._style = style
+        self._value: JsonValue | LooseObject | None = None
+        self._arguments: list[str] = []
+        self._may_be_empty = False
+        """The separator has come: this is a call even if no arguments follow."""
+        self.candidate: str | None = None
+        """The name that was read, even if there may still be no call."""
+        self.name: str | None = None
+        self.raw = ""
+        self.state: Literal["open", "done", "broken", "refused"] = "open"
+
+    def push(self, text: str) -> str:
+        """Add text; return what comes behind the call, or behind what could be one."""
+        if self._value is None:
+            text, self.raw = self.raw + text, ""
+            start = self._arguments_start(text)
+            if start is None and len(text) <= MAX_HEAD:
+                self.raw = text
+                return ""
+            if start is None or not (text.startswith("{", start) or self._may_be_empty):
+                self.state = "broken"
+                return text
+            text, self.name = text[start:], self.candidate
+            if not text.startswith("{"):
+                self.finish()
+                return text
+            quote = self._style.quote
+            self._value = LooseObject(quote) if quote else JsonValue("{")
+        return self._in_arguments(self._value, text)
+
+    def finish(self) -> None:
+        """End: a call that has come as far as its separator has no arguments."""
+        if self._value is None and self._may_be_empty:
+            self.name = self.candidate
+            self._arguments.append("{}")
+            self.raw, self.state = "", "done"
+
+    def take_arguments(self) -> str:
+        """Return the arguments' text that has come since this was last called."""
+        taken, self._arguments = "".join(self._arguments), []
+        return taken
+
+    def _in_arguments(self, value: JsonValue | LooseObject, text: str) -> str:
+        if isinstance(value, JsonValue):
+            end = value.take(text, 0)
+            self._arguments.append(text[:end])
+            rest = text[end:]
+        else:
+            rest = value.push(text)
+            self._arguments += [value.json] if value.done else []
+        if value.done:
+            self.state = "done"
+        return rest
+
+    def _arguments_start(self, text: str) -> int | None:
+        """Return where the arguments begin or would have to, None as long as that is not certain.
+
+        0 if there is no name that may be called.
+        """
+        style = self._style
+        position = _behind(text, 0, style.before)
+        word = None if position is None else _WORD.match(text, position)
+        if position in (None, len(text)) or (word is not None and word.end() == len(text)):
+            return None
+        if word is None:
+            return 0
+        self.candidate = known_name(word[0], self._functions)
+        if not self._accepts(self.candidate):
+            return 0
+        position = word.end()
+        for mark in filter(None, (style.identifier, style.separator, style.fence)):
+            behind = _behind(text, position, mark)
+            if behind is None:
+                return None
+            if mark in text[position:behind]:
+                self._may_be_empty |= mark == style.separator
+                identifier = _WORD.match(text, behind) if mark == style.identifier else None
+                behind = behind if identifier is None else identifier.end()
+            position = behind
+        return _behind(text, position, "")
+
+
+def _behind(text: str, position: int, mark: str) -> int | None:
+    """Return the position behind blanks and a mark that may be there, None if more has to come."""
+    while position < len(text) and text[position].isspace():
+        position += 1
+    if mark and text.startswith(mark, position):
+        position += len(mark)
+        while position < len(text) and text[position].isspace():
+            position += 1
+        return position
+    return None if position == len(text) or mark.startswith(text[position:]) else position

@@ -1,0 +1,150 @@
+"""POST /admin/weights: other weights for all engines while they serve, or for none."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Response
+
+from engine.shared.messages import FleetWish, UtilityResult, UtilityValue, WeightsSource
+from server.api.admin.schema import WeightsRequest, WeightsStatus
+from server.api.openapi import ADMIN_ERRORS, json_responses
+from server.api.route import ApiRoute, json_response
+from server.api.services import ServicesDep
+from server.errors import ApiError, invalid, unavailable
+from server.router.generation_client import GenerationClient, NoEngineAvailable
+
+router = APIRouter(route_class=ApiRoute)
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT = 1800.0
+"""Seconds that an engine may take to load weights, perhaps over a network."""
+
+HAND_OVER_SECONDS = 10.0
+"""Seconds that requests may take to leave an engine before its weights are replaced."""
+
+_LOOK_INTERVAL = 0.05
+
+
+@router.post("/admin/weights", responses=json_responses(WeightsStatus, *ADMIN_ERRORS, 409))
+async def update_weights(body: WeightsRequest, services: ServicesDep) -> Response:
+    """Have all engines compute with other weights; if one cannot, all keep theirs."""
+    began = time.monotonic()
+    named = body.model if body.revision is None else f"{body.model}@{body.revision}"
+    source = WeightsSource(body.model, body.revision, body.weight_version or named)
+    if not source.version.isascii() or not source.version.isprintable():
+        raise invalid(
+            "weight_version: is required, because the model's name cannot be sent in a header",
+            "weight_version",
+        )
+    ranks = await _Update(services.client, source).run(rolling=body.mode == "rolling")
+    seconds = round(time.monotonic() - began, 3)
+    return json_response(WeightsStatus(source.version, ranks, seconds))
+
+
+class _Update:
+    """One update, and the way back."""
+
+    def __init__(self, client: GenerationClient, source: WeightsSource) -> None:
+        self._client = client
+        self._source = source
+        self._before: dict[int, WeightsSource] = {}
+        """What each engine computed with that has been updated."""
+        self._updates: dict[int, int] = {}
+        """How often the weights of each engine had been replaced before."""
+
+    async def run(self, *, rolling: bool) -> list[int]:
+        """Update all engines that serve, and those that start later; return their ranks.
+
+        Raises:
+            ApiError: one could not be updated, and all that were have their weights back.
+            NoEngineAvailable: no engine is there.
+        """
+        self._client.check_takes_requests()
+        infos = await self._client.call_utility(None, "info", {})
+        for info, said in zip(infos, _results(infos), strict=True):
+            self._updates[info.rank] = int(said["weight_updates"] or 0)
+        ranks = sorted(self._updates)
+        try:
+            if rolling:
+                for rank in ranks:
+                    await self._replace_in(rank, alone=len(ranks) == 1)
+            else:
+                loads = [self._load(rank, self._source) for rank in ranks]
+                self._take([each for loaded in await asyncio.gather(*loads) for each in loaded])
+            wish = FleetWish(secrets.randbits(60), "weights", weights=self._source)
+            await self._client.order_fleet(wish)
+        except (ApiError, NoEngineAvailable, asyncio.CancelledError) as error:
+            logger.warning("reverting weights %s: %s", self._source.version, error)
+            # The client may have disconnected: the engines must agree in any case.
+            await asyncio.shield(self._take_back())
+            raise
+        logger.info("engines %s use weights %s", ranks, self._source.version)
+        return ranks
+
+    async def _replace_in(self, rank: int, *, alone: bool) -> None:
+        """Replace the weights of one engine, whose requests go to the others meanwhile."""
+        [info] = _results(await self._client.call_utility(rank, "info", {}))
+        halts = not alone and not info["is_paused"] and not info["is_sleeping"]
+        if halts:
+            _results(await self._client.call_utility(rank, "pause", {"mode": "move"}))
+        try:
+            until = time.monotonic() + HAND_OVER_SECONDS
+            while halts and time.monotonic() < until:
+                [info] = _results(await self._client.call_utility(rank, "info", {}))
+                if not info["running"] and not info["waiting"]:
+                    break
+                await asyncio.sleep(_LOOK_INTERVAL)
+            self._take(await self._load(rank, self._source))
+        finally:
+            if halts:
+                await asyncio.shield(self._client.call_utility(rank, "resume", {}))
+
+    async def _load(self, rank: int, source: WeightsSource) -> list[UtilityResult]:
+        arguments: dict[str, UtilityValue] = {
+            "model": source.model, "revision": source.revision, "version": source.version,
+            "after": self._updates[rank] + (rank in self._before),
+        }  # fmt: skip
+        return await self._client.call_utility(rank, "load_weights", arguments, LOAD_TIMEOUT)
+
+    def _take(self, answers: Sequence[UtilityResult]) -> None:
+        for answer in answers:
+            if answer.error is None and isinstance(answer.result, dict):
+                model, revision, version = (
+                    answer.result[name] for name in ("model", "revision", "version")
+                )
+                self._before[answer.rank] = WeightsSource(
+                    str(model), None if revision is None else str(revision), str(version)
+                )
+        _results(answers)
+
+    async def _take_back(self) -> None:
+        """Give all that were updated what they had."""
+        for rank, source in self._before.items():
+            try:
+                _results(await self._load(rank, source))
+            except (ApiError, NoEngineAvailable) as error:
+                # It died meanwhile and starts with what was ordered before, or has to.
+                logger.error("cannot restore the weights of engine %d: %s", rank, error)
+
+
+def _results(answers: Sequence[UtilityResult]) -> list[dict[str, UtilityValue]]:
+    """Return what engines answered.
+
+    Raises:
+        ApiError: 400, one could not; 409, another update was first; 503, one died.
+    """
+    results = []
+    for answer in answers:
+        if isinstance(answer.result, dict) and answer.error is None:
+            results.append(answer.result)
+            continue
+        if "replaced meanwhile" in (answer.error or ""):
+            raise ApiError(409, f"Engine {answer.rank}: {answer.error}.", code="weights_busy")
+        if "died before" in (answer.error or ""):
+            raise unavailable(f"Engine {answer.rank}: {answer.error}.")
+        raise invalid(f"model: engine {answer.rank}: {answer.error}", "model", code="bad_weights")
+    return results

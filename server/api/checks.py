@@ -1,0 +1,32 @@
+"""What is checked of the fields that requests of several endpoints have."""
+
+from server.errors import invalid
+from server.generate.model import ServedModel
+from server.schema.fields import SamplingFields
+from server.text.vocabulary import check_vocabulary
+
+
+def check_fields(request: SamplingFields, model: ServedModel) -> tuple[str, ...]:
+    """Check what can be checked without tokenizing; return the texts that end an answer.
+
+    Raises:
+        ApiError: the request is wrong, or asks for too much; `param` names the field.
+    """
+    if request.prompt_logprobs is not None:
+        if request.stream:
+            raise invalid("prompt_logprobs: not available when stream is true", "prompt_logprobs")
+        request.prompt_logprobs = model.alternatives(request.prompt_logprobs, "prompt_logprobs")
+    named = request.logprob_token_ids
+    if named:
+        check_vocabulary(named, model.tokenizer.vocab_size, "logprob_token_ids")
+        if len(set(named)) < len(named):
+            raise invalid("logprob_token_ids: a token is named twice", "logprob_token_ids")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options: only allowed when stream is true", "stream_options")
+    stop = request.stop
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if "" in stops:
+        raise invalid("stop: strings must not be empty", "stop")
+    if request.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
+    return stops

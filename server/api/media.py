@@ -1,0 +1,94 @@
+"""The images of a conversation, fetched and prepared before it is rendered."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from server.api.services import Services
+from server.errors import invalid
+from server.generate.request import Conversation, GenerationRequest
+from server.http.call import Call
+from server.limits import MAX_TOKENS
+from server.text.conversation import image_parts
+
+if TYPE_CHECKING:
+    from server.media.images import ImageSource, PreparedImage
+
+_OF_TOOLS = ("tool", "function")
+
+
+def image_bytes(request: GenerationRequest) -> int:
+    """Return the bytes of a request's body that are of images, and thus no text of a prompt."""
+    source = request.conversation
+    if source is None or request.is_batch:
+        return 0
+    return sum(len(part.url or "") for _, _, part in image_parts(source.messages))
+
+
+async def prepare_images(request: GenerationRequest, call: Call, services: Services) -> None:
+    """Give a request its images as engines take them; the call holds them until it ends.
+
+    Raises:
+        ApiError: one is not taken, or there is no room for them.
+    """
+    source, images = request.conversation, services.model.images
+    if images is None or source is None or request.is_batch:
+        return
+    sources = _sources(source, services)
+    if not sources:
+        return
+    fields = request.fields
+    if fields.use_beam_search:
+        raise invalid("use_beam_search: is not served with images", "use_beam_search")
+    if fields.truncate_prompt_tokens is not None:
+        raise invalid(
+            "truncate_prompt_tokens: a prompt with images is not cut", "truncate_prompt_tokens"
+        )
+    held = images.hold(call.tenant.id)
+    call.on_release.append(held.release)
+    # Of a conversation that is shortened images may be left out again.
+    longest = MAX_TOKENS if source.shortened else request.max_model_len
+    prepared = await images.prepare(sources, held, max_model_len=longest, copies=request.best_of)
+    request.conversations = [_shown(source, prepared)]
+
+
+async def with_counted_images(source: Conversation, services: Services) -> Conversation:
+    """Return a conversation with its images as they count in the prompt.
+
+    Raises:
+        ApiError: there are too many, or one is not taken.
+    """
+    images = services.model.images
+    sources = _sources(source, services)
+    if images is None or not sources:
+        return source
+    held = images.hold(0)
+    try:
+        return _shown(source, await images.count(sources, held))
+    finally:
+        held.release()
+
+
+def _sources(source: Conversation, services: Services) -> "list[ImageSource]":
+    """Return the images of a conversation; none if nothing here can see them.
+
+    Raises:
+        ApiError: the model could, but none of the engines can; what tools returned is left out.
+    """
+    if services.model.images is None:
+        return []
+    from server.media.images import ImageSource
+
+    found = image_parts(source.messages)
+    if found and not services.client.serves_images:
+        for message, field, _ in found:
+            if message.role not in _OF_TOOLS:
+                raise invalid(f"{field}: the engines of this server take no images", field)
+        return []
+    return [ImageSource(field, part.url or "") for _, field, part in found]
+
+
+def _shown(source: Conversation, images: "list[PreparedImage]") -> Conversation:
+    parts = [part for _, _, part in image_parts(source.messages)]
+    named = {id(part): image for part, image in zip(parts, images, strict=True)}
+    return msgspec.structs.replace(source, images=named)

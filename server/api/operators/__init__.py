@@ -1,0 +1,1 @@
+"""vLLM's paths for operators, under their own names."""

@@ -1,0 +1,68 @@
+"""What the renderers of all endpoints do, and what they have in common."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from server.errors import ApiError
+from server.generate.fold import Delta
+from server.generate.request import GenerationRequest
+from server.schema.answer import RequestMetrics, Usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | UnsetType:
+    """Return how long the whole answer took, if that is shown and an engine has said so."""
+    timing, tokens = request.timing, usage.completion_tokens
+    if timing is None or not request.shows_timing:
+        return UNSET
+    ran = timing.prefill + timing.decode
+    return RequestMetrics(
+        time_to_first_token_ms=timing.prefill * 1000,
+        generation_time_ms=timing.decode * 1000,
+        queue_time_ms=timing.queue * 1000,
+        mean_itl_ms=timing.decode * 1000 / (tokens - 1) if tokens > 1 else None,
+        tokens_per_second=tokens / ran if ran > 0 else None,
+    )
+
+
+def event_frames(events: Iterable[msgspec.Struct]) -> bytes:
+    """Return the frames of typed events, which are named by their tags."""
+    frames = []
+    for event in events:
+        tag = str(event.__struct_config__.tag).encode()
+        frames.append(b"event: %b\ndata: %b\n\n" % (tag, _encode(event)))
+    return b"".join(frames)
+
+
+class Renderer(Protocol):
+    """Shows the answers to one request, as a stream of events or as one body.
+
+    A state machine without I/O: deltas go in, bytes for the client come out. That of a whole answer
+    returns nothing until its end.
+    """
+
+    @property
+    def streams(self) -> bool:
+        """Whether this is a stream."""
+        ...
+
+    @property
+    def large(self) -> bool:
+        """Whether `finish` takes more than a moment."""
+        ...
+
+    def push(self, index: int, delta: Delta) -> bytes:
+        """Add a delta of a sequence; return the frames that show it."""
+        ...
+
+    def finish(self, usage: Usage) -> bytes:
+        """End: return the last frames, or the whole body."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the last frames of a stream in which something went wrong."""
+        ...

@@ -1,0 +1,180 @@
+"""The functions of a chat completion that stand for the tools of a response."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from server.answer.quoted_lark import NotQuotable, quoted_lark
+from server.api.responses.schema import (
+    CUSTOM_INPUT,
+    AdditionalToolsItem,
+    AllowedToolsChoice,
+    ChosenTool,
+    NamespacedTool,
+    ResponsesRequest,
+    ResponseTool,
+    ToolSearchOutputItem,
+)
+from server.errors import invalid
+from server.schema.body import JsonObject
+from server.schema.tools import not_served
+
+LOCAL_SHELL, TOOL_SEARCH = "local_shell", "tool_search"
+
+_COMMAND: JsonObject = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}},
+        "timeout_ms": {"type": "integer"},
+        "working_directory": {"type": "string"},
+    },
+    "required": ["command"],
+}
+
+
+class OfferedTool(msgspec.Struct, frozen=True):
+    """A tool of a response, and the function that stands for it."""
+
+    kind: Literal["function", "custom", "local_shell", "tool_search"]
+    name: str | None
+    namespace: str | None
+    function: JsonObject
+    field: str
+    """Where the request has it."""
+
+    @property
+    def parameters_field(self) -> str:
+        """Where the request says what its calls look like."""
+        return f"{self.field}.{'format' if self.kind == 'custom' else 'parameters'}"
+
+
+def function_name(name: str | None, namespace: str | None) -> str | None:
+    """Return the name of the function that stands for a tool."""
+    if namespace is None or name is None:
+        return name
+    return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
+
+
+def offered_tools(request: ResponsesRequest, earlier: int) -> list[OfferedTool]:
+    """Return the tools that calls can be asked for of; the first `earlier` items are not its own.
+
+    Raises:
+        ApiError: a tool is wrong; `param` names the field.
+    """
+    offered = [*_offered(request.tools or (), "tools", None)]
+    for index, item in enumerate([] if isinstance(request.input, str) else request.input):
+        if isinstance(item, ToolSearchOutputItem | AdditionalToolsItem):
+            place = "input" if index < earlier else f"input[{index - earlier}].tools"
+            known = {tool.function["name"] for tool in offered}
+            found = _offered(item.tools, place, None)
+            offered += [tool for tool in found if tool.function["name"] not in known]
+    return offered
+
+
+def chosen(
+    choice: str | ChosenTool | AllowedToolsChoice,
+    request: ResponsesRequest,
+    offered: Sequence[OfferedTool],
+) -> Any:
+    """Return the tool choice of the chat completion.
+
+    Raises:
+        ApiError: a tool is demanded that is not served.
+    """
+    match choice:
+        case ChosenTool():
+            return _named(choice, offered)
+        case AllowedToolsChoice():
+            served = [
+                tool for tool in choice.tools if choice.mode == "required" or _found(tool, offered)
+            ]
+            if not served:
+                return "none"
+            allowed = {"mode": choice.mode, "tools": [_named(tool, offered) for tool in served]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case "required" if request.tools and not offered:
+            raise not_served(request.tools[0].name or request.tools[0].type, request.tools[0].type)
+        case _:
+            return choice
+
+
+def _found(tool: ChosenTool, offered: Sequence[OfferedTool]) -> OfferedTool | None:
+    for each in offered:
+        same_name = tool.name is None or (tool.name, tool.namespace) == (each.name, each.namespace)
+        if tool.type == each.kind and same_name:
+            return each
+    return None
+
+
+def _named(tool: ChosenTool, offered: Sequence[OfferedTool]) -> JsonObject:
+    found = _found(tool, offered)
+    if found is None and tool.type not in ("function", "custom"):
+        raise not_served(tool.name or tool.type, tool.type)
+    name = function_name(tool.name, tool.namespace) if found is None else found.function["name"]
+    return {"type": "function", "function": {"name": name}}
+
+
+def _offered(
+    tools: Sequence[NamespacedTool], place: str, namespace: str | None
+) -> Iterator[OfferedTool]:
+    for index, tool in enumerate(tools):
+        field = f"{place}[{index}]"
+        match tool.type:
+            case "function":
+                sent = {"description", "parameters", "strict"} & tool.model_fields_set
+                function = {name: getattr(tool, name) for name in sent}
+                yield _tool("function", tool, namespace, function, field)
+            case "custom":
+                yield _tool("custom", tool, namespace, _custom_function(tool, field), field)
+            case "local_shell":
+                description = tool.description or "Run a command; returns its output."
+                shell = {"description": description, "parameters": _COMMAND}
+                yield OfferedTool("local_shell", None, None, {"name": LOCAL_SHELL, **shell}, field)
+            case "tool_search" if tool.execution == "client":
+                search = {"description": tool.description, "parameters": tool.parameters}
+                yield OfferedTool("tool_search", None, None, {"name": TOOL_SEARCH, **search}, field)
+            case "namespace" if isinstance(tool, ResponseTool):
+                yield from _offered(tool.tools or (), f"{field}.tools", tool.name)
+
+
+def _tool(
+    kind: Literal["function", "custom"],
+    tool: NamespacedTool,
+    namespace: str | None,
+    function: JsonObject,
+    field: str,
+) -> OfferedTool:
+    named = {"name": function_name(tool.name, namespace), **function}
+    return OfferedTool(kind, tool.name, namespace, named, field)
+
+
+def _custom_function(tool: NamespacedTool, field: str) -> JsonObject:
+    """Return the function that stands for a tool whose input is a text."""
+    given: JsonObject = {"type": "string"}
+    function: JsonObject = {
+        "parameters": {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: given},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        },
+        "strict": False,
+    }
+    told, format = tool.description, tool.format
+    if format is not None and format.type == "grammar":
+        if format.syntax is None or not format.definition:
+            raise invalid(f"{field}.format: needs a syntax and a definition", f"{field}.format")
+        if format.syntax == "regex":
+            given["pattern"] = f"^(?:{format.definition})$"
+        else:
+            try:
+                function["input_grammar"] = quoted_lark(format.definition)
+            except NotQuotable as error:
+                raise invalid(f"{field}.format: {error}", f"{field}.format") from error
+        function["strict"] = True
+        grammar = f"The input matches this {format.syntax} grammar:\n{format.definition}"
+        told = grammar if told is None else f"{told}\n\n{grammar}"
+    if told is not None:
+        function["description"] = told
+    return function

@@ -1,1 +1,0 @@
-"""What the requests and answers of several endpoints have in common."""

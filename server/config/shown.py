@@ -1,0 +1,45 @@
+"""Settings as people may see them: without secrets."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from engine.shared.config import Section
+from engine.shared.settings import settings_of
+
+_SECRET = re.compile(r"(^|_)(key|token|secret|password)s?$")
+"""Names of settings whose values are not shown; paths of files that hold them are."""
+
+_URL_SECRETS = (
+    (re.compile(r"://\S*@"), "://(hidden)@"),
+    (re.compile(r"(://[^?]*\?).+"), r"\1(hidden)"),
+)
+"""The user and password in a URL, and its query, which may hold them too."""
+
+
+def without_secrets(settings: Any) -> Any:
+    """Return settings, as builtins, with what is secret hidden."""
+    if isinstance(settings, str):
+        for pattern, hidden in _URL_SECRETS:
+            settings = pattern.sub(hidden, settings)
+        return settings
+    if isinstance(settings, (list, tuple)):
+        return [without_secrets(each) for each in settings]
+    if not isinstance(settings, dict):
+        return settings
+    return {
+        name: "(hidden)" if value and _SECRET.search(name) else without_secrets(value)
+        for name, value in settings.items()
+    }
+
+
+def changed_settings(config: Section) -> str:
+    """Return in one line which settings differ from their defaults."""
+    changed = {}
+    for each in settings_of(type(config)):
+        value = getattr(getattr(config, each.section), each.name)
+        if value != each.default:
+            changed[each.name] = msgspec.to_builtins(value)
+    shown = without_secrets(changed)
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items()) or "all defaults"

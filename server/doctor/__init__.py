@@ -1,0 +1,1 @@
+"""`swell doctor`."""

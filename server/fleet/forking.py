@@ -1,0 +1,346 @@
+"""The first processes of a node are forks of templates that have loaded their libraries.
+
+A template (`engine.shared.template`) is there for processes that start together. Once these are
+forked it is ended, so that it holds no memory. Processes that start later, and those that cannot be
+forked for any reason, load their libraries themselves.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from engine.shared.config import EngineConfig, EngineLaunch
+from engine.shared.logs import relay_line
+from engine.shared.messages import ChildReady, ChildStatus
+from engine.shared.template import FORK, MAX_ANSWER_BYTES, ForkReply, TemplateLaunch
+from server.config import ServeConfig
+from server.fleet.child import MAX_LOG_LINE, Child, Program
+from server.fleet.keeper import Role
+from server.fleet.node_resources import visible_devices
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT = 60.0
+"""Seconds that a template has to load; loading the libraries twice beats a longer wait."""
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds that a template has to fork; the supervisor does nothing else meanwhile."""
+
+_SET_CHILD_SUBREAPER = 36
+
+
+# -- what is forked ------------------------------------------------------------------------------
+
+
+class Forked(NamedTuple):
+    """The kinds of process for which this node has a template at its start."""
+
+    engines: bool
+    front_ends: bool
+
+
+def forked(
+    config: ServeConfig, engines: Sequence[EngineConfig], *, can_fork: bool, devices: int
+) -> Forked:
+    """Return what is forked; a template for a single process would gain nothing.
+
+    Args:
+        engines: settings of each engine of this node.
+        can_fork: whether the system supports it.
+        devices: how many CUDA devices engines see.
+    """
+    if config.supervisor.start_method == "exec" or not can_fork:
+        return Forked(engines=False, front_ends=False)
+    return Forked(
+        engines=config.ray.data_parallel_backend == "mp"
+        and len(engines) > 1
+        and all(_can_be_forked(each, devices) for each in engines),
+        front_ends=config.supervisor.api_server_count > 1,
+    )
+
+
+def _can_be_forked(config: EngineConfig, devices: int) -> bool:
+    """Whether an engine computes in its own process, and on any CPU.
+
+    Drivers of accelerators do not survive a fork, an engine with workers starts them itself, and
+    the threads of LLVM's OpenMP runtime keep to the CPUs that it found when it was loaded.
+    """
+    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not devices)
+    executor = config.executor
+    has_model = executor.executor == "model" and executor.engine_backend == "swell"
+    is_bound = bool(executor.bound_to)
+    is_ours = executor.engine_python is None
+    return on_cpu and has_model and is_ours and not is_bound and config.parallel.processes == 1
+
+
+def can_fork() -> bool:
+    """Whether this system lets a process adopt orphans, and has descriptors of processes."""
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:  # an old kernel
+        return False
+    return True
+
+
+async def begin_templates(
+    config: ServeConfig, engines: Sequence[Role], front_ends: Sequence[Role]
+) -> list["Template"]:
+    """Start the templates that the settings ask for, and have these places filled from them.
+
+    Args:
+        engines: places of this node that start together.
+        front_ends: likewise.
+    """
+    launches: list[EngineLaunch] = [role.launch(0) for role in engines]
+    kinds = forked(
+        config,
+        [launch.config for launch in launches],
+        can_fork=can_fork(),
+        devices=visible_devices(os.environ),
+    )
+    begun = []
+    for wanted, roles in ((kinds.engines, engines), (kinds.front_ends, front_ends)):
+        if not wanted:
+            continue
+        first = roles[0]
+        program = Program(
+            name=f"template of {first.module}",
+            module=f"{first.module}.template_main",
+            launch=None,
+            environment=first.environment,
+            inherit=first.inherit,
+        )
+        template = Template(len(roles))
+        await template.begin(
+            program,
+            launches[0].config if roles is engines else None,
+            functools.partial(relay_line, program.name, config.log.log_format),
+        )
+        for role in roles:
+            role.start = template.start
+        begun.append(template)
+    return begun
+
+
+# -- a fork --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Have descendants whose parent ends become children of this process meanwhile."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+class ForkedProcess:
+    """A child of this process that a template has forked: a `server.fleet.child.Process`."""
+
+    def __init__(self, pid: int) -> None:
+        """Watch a child of this process, within an event loop.
+
+        Raises:
+            OSError: it is not a child, or there is no descriptor left.
+        """
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdout: asyncio.StreamReader | None = None
+        self._descriptor = os.pidfd_open(pid)
+        self._over = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
+
+    async def read_from(self, pipe: BinaryIO) -> None:
+        """Have `stdout` read from a pipe, which this object owns from now on."""
+        reader = asyncio.StreamReader(MAX_LOG_LINE)
+        self.stdout = reader
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+
+    async def wait(self) -> int:
+        """Return the exit code once it has ended."""
+        await self._over.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signum)
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._over.set()
+
+
+# -- a template ----------------------------------------------------------------------------------
+
+
+class CannotFork(Exception):
+    """A template has not forked the process that it was asked for."""
+
+
+class Template:
+    """The supervisor's side of one template process.
+
+    Args:
+        forks: how many processes will be forked, after which it ends.
+    """
+
+    def __init__(self, forks: int) -> None:
+        self._forks_left = forks
+        self._connection, self._its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.settimeout(ANSWER_TIMEOUT)
+        self._child: Child | None = None
+        self._ended: asyncio.Task[None] | None = None
+        self._usable = False
+        self._decided = asyncio.Event()
+        """Set once it is known whether it is usable: it has loaded, or never will."""
+
+    async def begin(
+        self, program: Program, engine: EngineConfig | None, on_line: Callable[[str], None]
+    ) -> None:
+        """Start the process, which loads its libraries while the caller goes on.
+
+        Args:
+            program: its module, and what its forks inherit; its launch is made here.
+            engine: settings of the engines that will be forked, if it is theirs.
+            on_line: called for every line that it prints.
+        """
+        with self._its_end as connection:
+            launch = TemplateLaunch(program.name, connection.fileno(), engine)
+            inherit = [*program.inherit, connection.fileno()]
+            try:
+                child = await Child.start(
+                    msgspec.structs.replace(program, launch=launch, inherit=inherit),
+                    on_status=self._on_status,
+                    on_line=on_line,
+                )
+            except OSError as error:
+                logger.warning("%s cannot be started: %s", program.name, error)
+                self._decide(usable=False)
+                return
+        self._child = child
+        self._ended = asyncio.create_task(self._follow(child))
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 if it does not run."""
+        return self._child.pid if self._child is not None and self._child.alive else 0
+
+    async def start(
+        self,
+        program: Program,
+        *,
+        on_status: Callable[[ChildStatus], None],
+        on_line: Callable[[str], None],
+    ) -> Child:
+        """Fork a program's process, or start it without the template if it cannot: a `Starter`.
+
+        Raises:
+            OSError: the process cannot be created.
+        """
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT):
+                await self._decided.wait()
+        except TimeoutError:
+            logger.warning("%s loads its libraries itself: a template takes too long", program.name)
+            if self._child is not None:
+                await self._child.end_hung()
+            self._give_up()
+        if self._usable:
+            try:
+                child = await self._fork(program.name)
+            except CannotFork as error:
+                logger.warning("%s loads its libraries itself: %s", program.name, error)
+                self._give_up()
+            else:
+                child.follow(program.launch, on_status, on_line)
+                self._forks_left -= 1
+                if not self._forks_left:
+                    self._give_up()
+                return child
+        return await Child.start(program, on_status=on_status, on_line=on_line)
+
+    async def close(self) -> None:
+        """End it, and wait until it has ended. Its forks do not notice."""
+        self._give_up()
+        if self._ended is not None:
+            await self._ended
+
+    def _on_status(self, status: ChildStatus) -> None:
+        if isinstance(status, ChildReady) and not self._decided.is_set():
+            self._decide(usable=True)
+
+    async def _follow(self, child: Child) -> None:
+        end = await child.wait()
+        if not self._decided.is_set():
+            logger.warning("%s %s before it could be used", child.name, end.how)
+        self._decide(usable=False)
+
+    def _decide(self, *, usable: bool) -> None:
+        self._usable = usable
+        self._decided.set()
+
+    def _give_up(self) -> None:
+        self._decide(usable=False)
+        self._connection.close()
+        if self._child is not None:
+            self._child.kill()  # it has nothing to clean up
+
+    async def _fork(self, name: str) -> Child:
+        """Fork a process for a program.
+
+        Raises:
+            CannotFork: the template did not.
+            OSError: there are no descriptors left.
+        """
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as its_ends:
+            ours, theirs = socket.socketpair()
+            on_failure.callback(ours.close)  # which also ends a process that was forked
+            its_ends.callback(theirs.close)
+            output, its_output = os.pipe()
+            pipe = on_failure.enter_context(os.fdopen(output, "rb", 0))
+            its_ends.callback(os.close, its_output)
+            process = ForkedProcess(self._ask([theirs.fileno(), its_output]))
+            on_failure.callback(process.send_signal, signal.SIGKILL)
+            its_ends.close()
+            await process.read_from(pipe)
+            on_failure.pop_all()
+        return Child(name, process, ours)
+
+    def _ask(self, descriptors: list[int]) -> int:
+        """Have the template fork; return the id of the process, which is a child of this one."""
+        try:
+            with adopting_orphans():
+                socket.send_fds(self._connection, [FORK], descriptors)
+                data = self._connection.recv(MAX_ANSWER_BYTES)
+            answer = msgspec.msgpack.decode(data, type=ForkReply)
+        except (OSError, msgspec.DecodeError) as error:
+            raise CannotFork(f"the template does not answer: {error or repr(error)}") from error
+        if not answer.pid:
+            raise CannotFork(answer.refusal)
+        try:
+            os.waitid(os.P_PID, answer.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # below another process that adopts orphans
+            raise CannotFork("its fork has not become a child of the supervisor") from None
+        return answer.pid

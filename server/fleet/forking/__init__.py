@@ -1,1 +1,0 @@
-"""Processes that start together are forks of one that has loaded their libraries."""

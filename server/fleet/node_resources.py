@@ -1,0 +1,85 @@
+"""What a node has for its processes: CUDA devices, room for engines, CPUs."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from engine.shared.config import EngineConfig
+from engine.shared.cpu.machine import read_topology
+from engine.shared.cpu.plan import CpuPlan, Wish, make_plan
+from server.config import ServeConfig
+from server.router.load_table import MAX_ENGINES
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def visible_devices(environment: Mapping[str, str], driver: Path = _DRIVER) -> int:
+    """Return how many CUDA devices engines will see, without loading CUDA."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(driver.iterdir())) if driver.is_dir() else 0
+    if visible is None:
+        return present
+    named = [entry.strip() for entry in visible.split(",")]
+    # CUDA takes entries up to the first that names no device.
+    valid = next((i for i, entry in enumerate(named) if entry in ("", "-1")), len(named))
+    return min(present, valid)
+
+
+def engine_capacity(config: ServeConfig, devices: int) -> int:
+    """Return how many engines a node with this many CUDA devices can run.
+
+    A node that was told to run none runs none; one that was told to run more than seem to fit may
+    run that many.
+    """
+    parallel = config.parallel
+    told = parallel.engines_on_node
+    if not told or parallel.data_parallel_lb == "external":
+        return told
+    on_cpu = config.model.device == "cpu" or config.executor.executor == "simulated"
+    if on_cpu or not devices:
+        return MAX_ENGINES
+    return max(told, devices // parallel.processes)
+
+
+def plan_cpus(
+    config: EngineConfig,
+    *,
+    others: int = 0,
+    devices: int | None = None,
+) -> CpuPlan:
+    """Return where a node's processes run.
+
+    Args:
+        config: of all its engines.
+        others: how many front ends and coordinators run beside them.
+        devices: how many CUDA devices engines see; default: as many as there are.
+
+    Raises:
+        BadCpuBind: the lists of `--cpu-bind` do not fit the machine or the engines.
+    """
+    executor, device = config.executor, config.model.device
+    if devices is None:
+        devices = visible_devices(os.environ)
+    on_cpu = device == "cpu" or (device == "auto" and not devices)
+    wish = Wish(
+        bind=executor.cpu_bind,
+        engines=config.parallel.engines_on_node,
+        processes=config.parallel.processes_on_node,
+        others=others,
+        threads=executor.threads,
+        on_cpu=on_cpu and executor.executor == "model",
+    )
+    return make_plan(wish, None if executor.cpu_bind == "none" else read_topology())
+
+
+def of_engine_alone(config: EngineConfig) -> EngineConfig:
+    """Return the settings, with its own CPUs, of an engine that no supervisor started.
+
+    Raises:
+        BadCpuBind: the lists of `--cpu-bind` do not fit the machine or the engines.
+    """
+    own = plan_cpus(config).of_engine(config.parallel.number_on_node)
+    executor = msgspec.structs.replace(config.executor, cpu_bind=own)
+    return msgspec.structs.replace(config, executor=executor)

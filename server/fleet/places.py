@@ -1,0 +1,145 @@
+"""The places of a node's processes: the program of each and its parameters."""
+
+import functools
+import itertools
+import mmap
+import os
+from pathlib import Path
+
+import msgspec
+
+from coordinator.config import CoordinatorLaunch
+from engine.shared.config import EngineLaunch
+from engine.shared.cpu.lists import CpuList
+from engine.shared.node_directory import NodeDirectory
+from server.access.admission_table import create_admission_table
+from server.config import ServeConfig
+from server.fleet.keeper import Role
+from server.router.load_table import create_load_table
+
+
+def coordinator_role(config: ServeConfig, *, is_new: bool, cpus: CpuList = ()) -> Role:
+    """Return the coordinator's place; in a new cluster the first one has no predecessors.
+
+    Args:
+        cpus: what it runs on; empty: any.
+    """
+    starts = itertools.count()
+    size, here = config.parallel.data_parallel_size, config.parallel.engines_on_node
+    planned = size if config.nodes.data_parallel_address is not None and here < size else None
+    return Role(
+        name="coordinator",
+        module="coordinator",
+        launch=lambda _: CoordinatorLaunch(
+            config.coordinator(),
+            has_predecessors=next(starts) > 0 or not is_new,
+            planned_engines=planned,
+            cpus=cpus,
+        ),
+    )
+
+
+def control_address(directory: Path) -> str:
+    """Return where a node's supervisor listens for its front ends."""
+    return f"ipc://{directory}/control"
+
+
+def front_end_roles(
+    config: ServeConfig,
+    node: NodeDirectory,
+    listen_fd: int,
+    *,
+    numbered: bool,
+    scalable: bool,
+    cpus: CpuList = (),
+) -> list[Role]:
+    """Return the places of all front ends of a node.
+
+    Args:
+        node: its private directory; the files that front ends share are made in it.
+        listen_fd: the bound HTTP socket that front ends inherit.
+        numbered: whether they are the cluster's only ones, so that their places are their numbers.
+        scalable: whether the node runs engines, whose number can be changed.
+        cpus: what they run on; empty: any.
+    """
+    places = range(config.supervisor.api_server_count)
+    create_load_table(node.share("loads"), len(places))
+    for name in ("name", "rows", *(f"row-{place}" for place in places)):
+        node.share(f"admission/{name}")
+    create_admission_table(node.path / "admission", len(places))
+    for place in places:
+        for kind in ("counter", "histogram"):
+            # The names that prometheus_client opens. It cannot read an empty file, which another
+            # front end would find before the one that writes there has started.
+            os.truncate(node.share(f"metrics/{kind}_api-{place}.db"), mmap.PAGESIZE)
+    make = functools.partial(
+        _front_end_role, config, node.path, listen_fd, numbered=numbered, scalable=scalable
+    )
+    return [make(place, cpus) for place in places]
+
+
+def engine_role(config: ServeConfig, place: int, *, numbered: bool = True) -> Role:
+    """Return the place of one engine of a node, the first being number 0.
+
+    Unless it is `numbered` as the settings say, the coordinator gives it a rank.
+    """
+    engine = config.engine()
+    rank = engine.parallel.rank_on_node(place) if numbered else None
+    parallel = msgspec.structs.replace(
+        engine.parallel,
+        data_parallel_rank=rank,
+        data_parallel_rank_local=place,
+        data_parallel_size_local=engine.parallel.engines_on_node,
+    )
+    health = engine.health
+    if health.health_port is not None:
+        health = msgspec.structs.replace(health, health_port=health.health_port + place)
+    of_rank = msgspec.structs.replace(engine, parallel=parallel, health=health)
+    return Role(
+        name=f"engine {place if rank is None else rank}",
+        module="engine",
+        interpreter=engine.executor.engine_python,
+        launch=lambda incarnation: EngineLaunch(of_rank, incarnation),
+        member=("engine", -1 if rank is None else rank),
+    )
+
+
+def _front_end_role(
+    config: ServeConfig,
+    directory: Path,
+    listen_fd: int,
+    place: int,
+    cpus: CpuList,
+    *,
+    numbered: bool,
+    scalable: bool,
+) -> Role:
+    index = place if numbered else -1
+
+    def launch(incarnation: int) -> dict[str, object]:
+        # The fields of `server.front_end.FrontEndLaunch`, whose module would bring the whole HTTP
+        # stack into the supervisor.
+        return {
+            "config": config.front_end(),
+            "index": index,
+            "place": place,
+            "incarnation": incarnation,
+            "socket_dir": str(directory),
+            "listen_fd": listen_fd,
+            "control": control_address(directory) if scalable else None,
+            "engines_may_wait": config.ray.data_parallel_backend == "ray",
+            "load_table": str(directory / "loads"),
+            "admission_table": str(directory / "admission"),
+            "cpus": cpus,
+            "replaced": dict(role.replaced),
+        }
+
+    role = Role(
+        name=f"api {place}",
+        module="server",
+        launch=launch,
+        member=("front_end", index),
+        environment={"PROMETHEUS_MULTIPROC_DIR": str(directory / "metrics")},
+        inherit=(listen_fd,),
+    )
+    return role

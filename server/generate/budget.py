@@ -1,0 +1,134 @@
+"""Limits on the whole answer to a request: its sequences times what each of them costs.
+
+Checked before anything is tokenized, and again once the lengths of the prompts are known. Where a
+request sets no limit of its own, its answer is limited to what fits.
+"""
+
+from server.errors import invalid
+from server.generate.request import GenerationRequest
+from server.limits import (
+    MAX_ANSWER_TOKENS,
+    MAX_BEAM_TOKENS,
+    MAX_NAMED_TOKENS,
+    MAX_SCORES,
+    MAX_SEQUENCES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_SEARCHES,
+)
+from server.schema.fields import SamplingFields
+
+
+def check_size(request: GenerationRequest) -> None:
+    """Check what is known before anything is tokenized.
+
+    Raises:
+        ApiError: it is too much; `param` names the field that makes it so.
+    """
+    sequences = request.num_sequences
+    if sequences > MAX_SEQUENCES:
+        raise invalid(
+            f"prompt: {sequences} sequences (prompts times choices), more than {MAX_SEQUENCES}",
+            "prompt",
+        )
+    _check_stops(request.stop, sequences)
+    check_named_tokens(request.fields, sequences)
+    room_for_output(request, sum(map(len, request.token_lists)))
+
+
+def room_for_output(request: GenerationRequest, prompt_tokens: int) -> int:
+    """Return how many tokens each sequence may have, at least one and what the request asks for.
+
+    `prompt_tokens` are those of all prompts, as far as they are known.
+
+    Raises:
+        ApiError: the answer could get too large; `param` names the field that makes it so.
+    """
+    sequences = request.num_sequences
+    asked = min(request.max_tokens or 1, request.max_model_len)
+    shown = prompt_tokens * request.best_of
+    tokens = MAX_ANSWER_TOKENS - (shown if request.repeats_prompt else 0)
+    if sequences * asked > tokens:
+        field = request.tokens_field
+        raise invalid(
+            f"{field}: {sequences} sequences of {asked} tokens, with the prompts that the "
+            f"answer repeats, are more than the {MAX_ANSWER_TOKENS} that a request may have",
+            field,
+        )
+    if request.fields.use_beam_search:
+        tokens = min(tokens, _tokens_of_beams(sequences, asked, shown))
+    room = tokens // sequences
+    per_token = request.scores
+    scores = MAX_SCORES - shown * request.prompt_scores
+    if scores < sequences * asked * per_token or scores < 0:
+        of_answer = per_token and scores >= 0
+        field = request.scores_field if of_answer else request.prompt_scores_field
+        raise invalid(
+            f"{field}: the answer could hold more than {MAX_SCORES} log probabilities (sequences "
+            "times tokens times alternatives); ask for fewer tokens or alternatives, or in "
+            "several requests",
+            field,
+        )
+    if per_token:
+        room = min(room, scores // (sequences * per_token))
+    return room
+
+
+def _tokens_of_beams(sequences: int, asked: int, prompt_tokens: int) -> int:
+    """Return how many tokens all beams may have beside those of their prompts.
+
+    Raises:
+        ApiError: fewer than they are to have.
+    """
+    tokens = MAX_BEAM_TOKENS - prompt_tokens
+    if sequences * asked > tokens:
+        raise invalid(
+            f"n: {sequences} beams with {prompt_tokens} tokens of their prompts and {asked} "
+            f"more for each are more than the {MAX_BEAM_TOKENS} that a search sends to engines at "
+            "each step",
+            "n",
+        )
+    return tokens
+
+
+def _check_stops(stops: tuple[str, ...], sequences: int) -> None:
+    """Check what it costs to search each sequence for stop strings at each of its tokens."""
+    characters = sum(map(len, stops))
+    if characters > MAX_STOP_CHARACTERS:
+        raise invalid(
+            f"stop: {characters} characters in {len(stops)} strings are more than "
+            f"{MAX_STOP_CHARACTERS}",
+            "stop",
+        )
+    if len(stops) * sequences > MAX_STOP_SEARCHES:
+        raise invalid(
+            f"stop: {len(stops)} strings in each of {sequences} sequences are more than "
+            f"{MAX_STOP_SEARCHES} in all",
+            "stop",
+        )
+
+
+def check_named_tokens(fields: SamplingFields, sequences: int, of_bad_words: int = 0) -> None:
+    """Check how many token ids the sampling fields name.
+
+    Args:
+        fields: of the request.
+        sequences: that hold all of them.
+        of_bad_words: token ids that spell the words, if they are known.
+
+    Raises:
+        ApiError: too many; `param` names the field with most of them.
+    """
+    named = {
+        "stop_token_ids": len(fields.stop_token_ids or ()),
+        "logit_bias": len(fields.logit_bias or ()),
+        "allowed_token_ids": len(fields.allowed_token_ids or ()),
+        "bad_words": max(of_bad_words, len(fields.bad_words or ())),
+    }
+    total = sum(named.values())
+    if total * sequences > MAX_NAMED_TOKENS:
+        field = max(named, key=lambda name: named[name])
+        raise invalid(
+            f"{field}: {total} token ids in the sampling fields of {sequences} sequences are more "
+            f"than {MAX_NAMED_TOKENS} in all",
+            field,
+        )

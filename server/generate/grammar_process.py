@@ -1,0 +1,59 @@
+"""A process that checks grammars: `python -m server.generate.grammar_process`."""
+
+import signal
+
+import msgspec
+
+from engine.shared.grammar_spec import BadGrammar, GrammarThreads, check_grammar, lark_from_ebnf
+from engine.shared.messages import GrammarSpec, LarkGrammar
+from server.helper_process import serve
+from server.limits import MAX_CHECK_MEMORY, MAX_CHECK_SECONDS
+
+
+class Check(msgspec.Struct, frozen=True, tag="check"):
+    """Whether a grammar can be enforced."""
+
+    spec: GrammarSpec
+    special_tokens: tuple[str, ...] = ()
+
+
+class Conversion(msgspec.Struct, frozen=True, tag="conversion"):
+    """What a grammar in GBNF is in Lark's syntax."""
+
+    text: str
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The result of a job."""
+
+    error: str | None = None
+    """Why the grammar cannot be enforced."""
+    lark: str = ""
+
+
+def found(job: Check | Conversion) -> Found:
+    """Return the result of a job, in a thread of `GrammarThreads`."""
+    try:
+        match job:
+            case Check(spec, special_tokens):
+                return Found(check_grammar(spec, special_tokens))
+            case Conversion(text):
+                return Found(lark=lark_from_ebnf(text))
+    except BadGrammar as error:
+        return Found(str(error))
+    except MemoryError:
+        return Found("the grammar takes too much memory to check; make it simpler")
+
+
+NOTHING = msgspec.msgpack.encode(Check(LarkGrammar('start: "a"')))
+"""A job that makes the process load what it needs."""
+
+if __name__ == "__main__":
+    threads = GrammarThreads(1, "grammar check")
+    decode = msgspec.msgpack.Decoder(Check | Conversion).decode
+
+    def answer(job: bytes) -> bytes:
+        """Do a job with a deep stack."""
+        return msgspec.msgpack.encode(threads.submit(found, decode(job)).result())
+
+    serve(answer, MAX_CHECK_MEMORY, MAX_CHECK_SECONDS, signal.ITIMER_PROF)

@@ -1,0 +1,212 @@
+"""What vectors are made of: texts, token ids and pairs of texts as whole sequences of token ids."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from server.errors import ApiError, invalid
+from server.limits import MAX_INPUT_TOKENS
+from server.text.frames import Frame, Frames
+from server.text.prompt_text import TextTooLong, encode_prompt
+from server.text.tokenizer import ServedTokenizer
+from server.text.vocabulary import check_vocabulary
+
+_LONG = 1 << 14
+"""Characters of a text that is tokenized by itself, not with others."""
+
+
+class PoolingInput(msgspec.Struct, frozen=True):
+    """One sequence that gets a vector."""
+
+    token_ids: list[int]
+    types_from: int = 0
+    """As in `engine.shared.messages.PoolingParams`."""
+
+
+class Length(msgspec.Struct, frozen=True):
+    """How long sequences may be, and what becomes of longer ones."""
+
+    most: int
+    """Tokens that the model takes."""
+    keep: int | None = None
+    """Tokens that longer ones are cut to; None: they are refused."""
+    keep_beginning: bool = True
+    """Which part of a text is kept."""
+
+    def cut(self, token_ids: list[int], keep: int) -> list[int]:
+        """Return as many of a text's tokens as are wanted."""
+        if len(token_ids) <= keep:
+            return token_ids
+        return token_ids[:keep] if self.keep_beginning else token_ids[len(token_ids) - keep :]
+
+
+class InputMaker:
+    """Makes inputs for one model."""
+
+    def __init__(self, tokenizer: ServedTokenizer, frames: Frames) -> None:
+        self._tokenizer = tokenizer
+        self._frames = frames
+
+    async def of_texts(
+        self, texts: Sequence[str], length: Length, field: str, *, add_special_tokens: bool = True
+    ) -> list[PoolingInput]:
+        """Return one input of each text.
+
+        Raises:
+            ApiError: a text is too long, or has no tokens; `field` is what it is called.
+        """
+        frame = self._frames.single if add_special_tokens else Frame()
+        room = length.most if length.keep is None else length.keep
+        if room <= frame.size:
+            raise invalid(
+                f"truncate_prompt_tokens: must be more than the {frame.size} tokens that the model "
+                "adds",
+                "truncate_prompt_tokens",
+            )
+        found = await self._tokens(texts, length, room - frame.size, field)
+        return _checked([PoolingInput(frame.around(ids)) for ids in found], length, field)
+
+    def of_token_ids(
+        self, lists: Sequence[list[int]], length: Length, field: str
+    ) -> list[PoolingInput]:
+        """Return one input of each list, as it is.
+
+        Raises:
+            ApiError: one is too long or empty, or has tokens that there are not.
+        """
+        for index, token_ids in enumerate(lists):
+            check_vocabulary(token_ids, self._tokenizer.vocab_size, _name(field, index, lists))
+        kept = lists
+        if length.keep is not None:
+            kept = [length.cut(token_ids, length.keep) for token_ids in lists]
+        return _checked([PoolingInput(token_ids) for token_ids in kept], length, field)
+
+    async def of_pairs(
+        self,
+        firsts: Sequence[str],
+        seconds: Sequence[str],
+        length: Length,
+        fields: tuple[str, str],
+        most_of_second: int | None = None,
+    ) -> list[PoolingInput]:
+        """Return one input of each pair; an only first text is paired with all second ones.
+
+        What is too long is cut as transformers does with `longest_first`.
+
+        Args:
+            most_of_second: tokens that a second text is cut to, if `length` cuts.
+
+        Raises:
+            ApiError: a pair is too long; `fields` is what the texts are called.
+        """
+        frame = self._frames.pair
+        room = (length.most if length.keep is None else length.keep) - frame.size
+        if room < 2:
+            raise invalid(
+                f"truncate_prompt_tokens: the {frame.size} tokens the model adds leave no room",
+                "truncate_prompt_tokens",
+            )
+        left = await self._tokens(firsts, length, room, fields[0])
+        right = await self._tokens(seconds, length, min(room, most_of_second or room), fields[1])
+        pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
+        found, total = [], 0
+        for first, second in pairs:
+            kept = (first, second)
+            if length.keep is not None:
+                kept = _longest_first(first, second, room, length)
+            total += len(kept[0]) + len(kept[1]) + frame.size
+            if total > MAX_INPUT_TOKENS:  # a long text is not copied for each that it pairs with
+                raise _too_many(fields[1], total)
+            found.append(PoolingInput(frame.around(*kept), frame.second_from(kept[0])))
+        return _checked(found, length, fields[1])
+
+    async def _tokens(
+        self, texts: Sequence[str], length: Length, room: int, field: str
+    ) -> list[list[int]]:
+        """Return the tokens of texts without special ones: short ones together, long ones alone.
+
+        Raises:
+            ApiError: they are too many; the rest is not looked at.
+        """
+        short = [text for text in texts if len(text) <= _LONG]
+        each = self._tokenizer.encode_each_async(short, add_special_tokens=False)
+        found, total = [], 0
+        async with aclosing(each) as encoded:
+            for index, text in enumerate(texts):
+                if len(text) <= _LONG:
+                    token_ids = await anext(encoded)
+                else:
+                    token_ids = await self._long(text, length, room, _name(field, index, texts))
+                found.append(token_ids if length.keep is None else length.cut(token_ids, room))
+                total += len(found[-1])
+                if total > MAX_INPUT_TOKENS:
+                    raise _too_many(field, total)
+        return found
+
+    async def _long(self, text: str, length: Length, room: int, name: str) -> list[int]:
+        try:
+            token_ids, _ = await encode_prompt(
+                self._tokenizer,
+                text,
+                add_special_tokens=False,
+                longest=length.most,
+                keep=None if length.keep is None else room,
+                keep_beginning=length.keep_beginning,
+            )
+        except TextTooLong as error:
+            raise too_long(name, str(error), length.most) from error
+        return token_ids
+
+
+def too_long(name: str, what: str, most: int) -> ApiError:
+    """An input is longer than the model takes (400)."""
+    return invalid(
+        f"{name}: this model takes at most {most} tokens, but {what}; shorten it or set "
+        "truncate_prompt_tokens",
+        name.partition("[")[0],
+        "context_length_exceeded",
+    )
+
+
+def _longest_first(
+    first: list[int], second: list[int], room: int, length: Length
+) -> tuple[list[int], list[int]]:
+    """Cut the longer of two texts, then both alike, until they fit."""
+    excess = len(first) + len(second) - room
+    if excess <= 0:
+        return first, second
+    short = min(len(first), len(second))
+    if room - short >= short:  # the longer one alone
+        most = room - short
+        return length.cut(first, most), length.cut(second, most)
+    half = room // 2
+    return length.cut(first, room - half), length.cut(second, half)
+
+
+def _checked(inputs: list[PoolingInput], length: Length, field: str) -> list[PoolingInput]:
+    total = 0
+    for index, each in enumerate(inputs):
+        count = len(each.token_ids)
+        name = _name(field, index, inputs)
+        if not count:
+            raise invalid(f"{name}: must not be empty", field)
+        if count > length.most:
+            raise too_long(name, f"it has {count}", length.most)
+        total += count
+    if total > MAX_INPUT_TOKENS:
+        raise _too_many(field, total)
+    return inputs
+
+
+def _too_many(field: str, count: int) -> ApiError:
+    return invalid(
+        f"{field}: {count} tokens in all are more than the {MAX_INPUT_TOKENS} that a request "
+        "may have; send several requests",
+        field,
+    )
+
+
+def _name(field: str, index: int, items: Sequence[object] | Iterable[object]) -> str:
+    several = isinstance(items, Sequence) and len(items) > 1
+    return f"{field}[{index}]" if several else field

@@ -1,0 +1,105 @@
+"""Settings that have no effect beside the others, so that people are not left to wonder."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from engine.shared.config import Section
+from engine.shared.settings import Setting, settings_of
+
+Values = Mapping[str, Any]
+
+
+class _Need(NamedTuple):
+    """Settings that only count if a condition holds."""
+
+    names: tuple[str, ...]
+    condition: str
+    """How people bring it about."""
+    holds: Callable[[Values], bool]
+
+
+def _drafts(values: Values) -> bool:
+    return values["speculative_model"] is not None or values["speculative_method"] == "mtp"
+
+
+_NEEDS = (
+    _Need(
+        ("max_loras", "max_cpu_loras", "max_lora_rank"),
+        "--enable-lora",
+        lambda values: values["enable_lora"],
+    ),
+    _Need(
+        ("num_speculative_tokens", "speculative_model_quantization"),
+        "--speculative-model or --speculative-method mtp",
+        _drafts,
+    ),
+    _Need(
+        ("prompt_lookup_min", "prompt_lookup_max"),
+        "--speculative-ngram",
+        lambda values: values["speculative_ngram"] > 0,
+    ),
+    _Need(
+        ("speculative_row_price", "speculative_disable_by_batch_size"),
+        "--speculative-ngram or --speculative-model",
+        lambda values: _drafts(values) or values["speculative_ngram"] > 0,
+    ),
+    _Need(
+        ("admission_policy", "admission_cadence", "level_wait_weight", "level_hold_per_rank",
+         "enable_eplb", "regroup", "group_timeout"),
+        "--enable-expert-parallel, which makes engines step together",
+        lambda values: values["enable_expert_parallel"],
+    ),
+    _Need(
+        ("num_redundant_experts", "eplb_step_interval"),
+        "--enable-eplb",
+        lambda values: values["enable_eplb"],
+    ),
+    _Need(
+        ("pipeline_layer_partition",),
+        "--pipeline-parallel-size of at least 2",
+        lambda values: values["pipeline_parallel_size"] > 1,
+    ),
+    _Need(
+        ("ray_address", "ray_dp_pack_strategy", "ray_wait_for_nodes", "ray_engine_resources",
+         "ray_engine_memory", "ray_placement_groups", "ray_namespace", "ray_env",
+         "api_server_placement"),
+        "--data-parallel-backend ray",
+        lambda values: values["data_parallel_backend"] == "ray",
+    ),
+    _Need(
+        ("simulated_step_us", "simulated_token_us"),
+        "--executor simulated",
+        lambda values: values["executor"] == "simulated",
+    ),
+    _Need(
+        ("response_store_bytes", "response_store_age"),
+        "a --response-store",
+        lambda values: values["response_store"] != "none",
+    ),
+    _Need(
+        ("allowed_methods", "allowed_headers", "allow_credentials"),
+        "--allowed-origins",
+        lambda values: bool(values["allowed_origins"]),
+    ),
+    _Need(
+        ("ssl_keyfile", "ssl_ca_certs"),
+        "--ssl-certfile",
+        lambda values: values["ssl_certfile"] is not None,
+    ),
+)  # fmt: skip
+
+
+def ineffective(config: Section) -> Iterator[str]:
+    """Yield a sentence about each setting of a config that was changed and has no effect."""
+    settings: dict[str, Setting] = {each.name: each for each in settings_of(config.__class__)}
+    values = {name: getattr(getattr(config, each.section), name) for name, each in settings.items()}
+    for names, condition, holds in _NEEDS:
+        changed = [
+            name
+            for name in names
+            if name in settings and values[name] not in (settings[name].default, None)
+        ]
+        if changed and not holds(values):
+            flags = ", ".join(settings[name].flag for name in changed)
+            verb = "have" if len(changed) > 1 else "has"
+            yield f"{flags} {verb} no effect without {condition}"

@@ -1,0 +1,139 @@
+"""Images as bytes of files, looked at before they are decoded, and decoded.
+
+Nothing of what Pillow says reaches clients: its texts may hold addresses of objects.
+"""
+
+import hashlib
+import io
+import struct
+
+from PIL import ExifTags, Image, ImageOps
+
+from engine.shared.messages import EncoderInput
+from server.media.processors import MAX_ASPECT_RATIO, ImagePlan, ImageProcessor
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MAX_SIDE = 32768
+MAX_SCANS = 200
+"""Scans of a JPEG file: each goes over all of the image again. Encoders write about ten."""
+
+Image.MAX_IMAGE_PIXELS = None  # `ImageFile` has a bound of its own
+
+_TURNED = (5, 6, 7, 8)
+"""EXIF orientations that swap the sides."""
+
+
+class BadImage(ValueError):
+    """An image that is not taken; the text is for the client."""
+
+
+class ImageFile:
+    """An image that has not been decoded.
+
+    Args:
+        content: PNG, JPEG, WEBP or GIF, of which the first frame counts.
+        max_pixels: that it may have.
+
+    Raises:
+        BadImage: it is none of these, broken, or too large.
+    """
+
+    def __init__(self, content: bytes, max_pixels: int) -> None:
+        if content.startswith(b"\xff\xd8") and content.count(b"\xff\xda") > MAX_SCANS:
+            raise BadImage(f"the image has more than {MAX_SCANS} scans")
+        try:
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                self.width, self.height = image.size
+                turned = _orientation(image.info.get("exif")) in _TURNED
+        except Exception as error:  # decoders of hostile bytes raise whatever they like
+            raise BadImage(
+                "the image is not a PNG, JPEG, WEBP or GIF image, or its head is broken"
+            ) from error
+        if turned:
+            self.width, self.height = self.height, self.width
+        self._check_size(max_pixels)
+        self._content = content
+        self._max_pixels = max_pixels
+
+    def _check_size(self, max_pixels: int) -> None:
+        width, height = self.width, self.height
+        said = f"the image has {width} x {height} pixels"
+        if min(width, height) < 1:
+            raise BadImage(said)
+        if max(width, height) > MAX_SIDE:
+            raise BadImage(f"{said}, more than {MAX_SIDE} on a side")
+        if width * height > max_pixels:
+            raise BadImage(f"{said}, more than {max_pixels} in all")
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise BadImage(f"{said}: one side is more than {MAX_ASPECT_RATIO} times the other")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        return len(self._content)
+
+    def decode(self) -> Image.Image:
+        """Return the image upright and in RGB, as transformers loads images.
+
+        Raises:
+            BadImage: it is broken, or larger than its head says.
+        """
+        try:
+            with Image.open(io.BytesIO(self._content), formats=FORMATS) as image:
+                image.load()
+                self.width, self.height = image.size
+                self._check_size(self._max_pixels)
+                upright = _upright(image).convert("RGB")
+        except BadImage:
+            raise
+        except Exception as error:  # as above
+            raise BadImage("the image is broken or truncated") from error
+        self.width, self.height = upright.size
+        return upright
+
+
+def _orientation(exif: bytes | None) -> int:
+    """Return which way an image lies; as it is where its metadata are broken."""
+    found = Image.Exif()
+    try:
+        found.load(exif or b"")
+        return int(found.get(ExifTags.Base.Orientation, 1))
+    except Exception:
+        return 1
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Return an image turned as its metadata say; as it is where these are broken."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:
+        return image
+
+
+def encoder_inputs(
+    file: ImageFile, processor: ImageProcessor
+) -> tuple[ImagePlan, tuple[EncoderInput, ...]]:
+    """Decode an image; return what becomes of it, and what the encoder takes, at no position yet.
+
+    Raises:
+        BadImage: it cannot be decoded.
+    """
+    image = file.decode()
+    plan = processor.plan(image.height, image.width)
+    inputs = []
+    for size, part in zip(plan.sizes, processor.pixels(image), strict=True):
+        pixels = part.tobytes()
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(processor.name.encode() + struct.pack(">III", *size))
+        digest.update(pixels)
+        inputs.append(
+            EncoderInput(
+                position=0,
+                num_tokens=size.num_tokens,
+                digest=digest.digest(),
+                height=size.height,
+                width=size.width,
+                pixels=pixels,
+            )
+        )
+    return plan, tuple(inputs)

@@ -1,0 +1,283 @@
+"""The images of a request: looked at, counted, and prepared for the encoder.
+
+Everything that takes time runs in threads of its own, which tenants share fairly. What a request
+holds is counted from when it comes until the request has ended.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from engine.shared.fair_threads import FairThreads
+from engine.shared.messages import EncoderInput
+from server.config.media import MediaConfig
+from server.errors import ApiError, context_length_exceeded, invalid, unavailable
+from server.limits import MAX_PIXEL_BYTES
+from server.media.decode import BadImage, ImageFile, encoder_inputs
+from server.media.processors import ImagePlan, ImageProcessor
+from server.media.sources import ImageSources
+from server.observe.metrics import FrontEndMetrics
+from server.tenant_budget import TenantBudget
+from server.text.placeholders import IMAGE, PART
+
+T = TypeVar("T")
+
+_TOO_MUCH_OF_ONE = ApiError(
+    429,
+    "Your requests hold too many bytes of images; try again when some have ended.",
+    kind="requests",
+    code="rate_limit_exceeded",
+    headers=(("retry-after", "1"),),
+)
+
+
+class ImageSource(NamedTuple):
+    """An image that a request names."""
+
+    field: str
+    url: str
+
+
+class PreparedImage(NamedTuple):
+    """An image as it takes part in a prompt."""
+
+    plan: ImagePlan
+    inputs: tuple[EncoderInput, ...]
+    """What the encoder takes of it, at no position yet; empty if it is only counted."""
+
+
+class HeldImages:
+    """Bytes of images that a request holds; `release` must be called whatever happens."""
+
+    def __init__(self, budget: TenantBudget, tenant: int) -> None:
+        self._budget = budget
+        self._tenant = tenant
+        self._size = 0
+
+    def take(self, size: int) -> None:
+        """Count this much more.
+
+        Raises:
+            ApiError: 429 or 503, there is no room for it.
+        """
+        exceeded = self._budget.exceeded(self._tenant, size)
+        if exceeded is not None:
+            raise (
+                _TOO_MUCH_OF_ONE
+                if exceeded == "own"
+                else unavailable("The server holds too many bytes of images; try again.")
+            )
+        self._budget.take(self._tenant, size)
+        self._size += size
+
+    def give_back(self, size: int) -> None:
+        """Count this much less."""
+        self._budget.give_back(self._tenant, size)
+        self._size -= size
+
+    def release(self) -> None:
+        """Count nothing any more; idempotent."""
+        self.give_back(self._size)
+
+
+class Images:
+    """Prepares images as the served model takes them.
+
+    Args:
+        processor: of the model.
+        token_id: of the token that stands for images.
+        config: what is allowed.
+        metrics: counts.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token_id: int,
+        config: MediaConfig,
+        metrics: FrontEndMetrics,
+    ) -> None:
+        self.processor = processor
+        self.token_id = token_id
+        self.max_images = config.max_images
+        self._max_pixels = config.max_image_pixels
+        local = config.allowed_local_media_path
+        self._sources = ImageSources(
+            domains=config.allowed_media_domains,
+            local_path=None if local is None else Path(local),
+            max_bytes=config.max_image_bytes,
+            seconds=config.image_fetch_timeout,
+        )
+        most = config.max_image_bytes_in_flight
+        self._budget = TenantBudget(most // 2, most)
+        self._threads = FairThreads(max(1, min(4, (os.cpu_count() or 1) // 2)), "images")
+        self._metrics = metrics
+
+    def hold(self, tenant: int) -> HeldImages:
+        """Return the place of a request's images, of which none have come yet."""
+        return HeldImages(self._budget, tenant)
+
+    async def count(self, sources: Sequence[ImageSource], held: HeldImages) -> list[PreparedImage]:
+        """Return images as they count in a prompt; none is decoded.
+
+        Raises:
+            ApiError: there are too many, or one is not taken.
+        """
+        with self._counted(sources):
+            return [PreparedImage(plan, ()) for _, plan in await self._look(sources, held)]
+
+    async def prepare(
+        self,
+        sources: Sequence[ImageSource],
+        held: HeldImages,
+        *,
+        max_model_len: int,
+        copies: int = 1,
+    ) -> list[PreparedImage]:
+        """Return images as engines take them.
+
+        Args:
+            sources: of the images.
+            held: counts their bytes; those of files are given back.
+            max_model_len: tokens of images that fit into no prompt are refused undecoded.
+            copies: sequences that each carry the images to an engine.
+
+        Raises:
+            ApiError: there are too many, one is not taken, or there is no room for them.
+        """
+        began = time.monotonic()
+        with self._counted(sources):
+            files = await self._look(sources, held)
+            plans = [plan for _, plan in files]
+            tokens = sum(plan.num_tokens for plan in plans)
+            if tokens >= max_model_len:
+                raise context_length_exceeded(max_model_len, tokens, 1, "messages")
+            size = sum(plan.num_bytes for plan in plans)
+            if size * copies > MAX_PIXEL_BYTES:
+                raise invalid(
+                    f"messages: {len(sources)} images for {copies} sequences have {size * copies} "
+                    f"bytes of pixels as the model takes them, more than {MAX_PIXEL_BYTES}",
+                    "messages",
+                )
+            held.take(size)
+            prepared = []
+            for source, (file, _) in zip(sources, files, strict=True):
+                made = await self._in_thread(source, encoder_inputs, file, self.processor)
+                prepared.append(PreparedImage(*made))
+            held.give_back(sum(file.num_bytes for file, _ in files))
+        for image in prepared:
+            self._metrics.image_prepared(image.plan.num_bytes, image.plan.num_tokens)
+        self._metrics.images_prepared(time.monotonic() - began)
+        return prepared
+
+    async def _look(
+        self, sources: Sequence[ImageSource], held: HeldImages
+    ) -> list[tuple[ImageFile, ImagePlan]]:
+        if len(sources) > self.max_images:
+            raise invalid(
+                f"messages: {len(sources)} images are more than the {self.max_images} that a "
+                "request may have (--limit-mm-per-prompt)",
+                "messages",
+                "too_many_images",
+            )
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._file(source, held)) for source in sources]
+        return [task.result() for task in tasks]
+
+    async def _file(self, source: ImageSource, held: HeldImages) -> tuple[ImageFile, ImagePlan]:
+        try:
+            content = await self._sources.read(source.url)
+        except BadImage as error:
+            raise _refusal(source, error) from error
+        held.take(len(content))
+        file = await self._in_thread(source, ImageFile, content, self._max_pixels)
+        return file, self.processor.plan(file.height, file.width)
+
+    async def _in_thread(self, source: ImageSource, function: Callable[..., T], *args: object) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, function, *args)
+        except BadImage as error:
+            raise _refusal(source, error) from error
+
+    def prompt_text(self, text: str, images: Sequence[PreparedImage]) -> str:
+        """Return a rendered conversation with what stands for each image in its place.
+
+        Raises:
+            ApiError: the template has not written a marker for each image.
+        """
+        # Templates that take no parts have left the marks where they were.
+        text = text.replace(PART, "\n").replace(IMAGE, self.processor.marker)
+        first, *others = text.split(self.processor.marker)
+        if len(others) != len(images):
+            raise invalid(
+                f"messages: the chat template shows {len(others)} of {len(images)} images: it may "
+                "not take any from messages of this role",
+                "messages",
+            )
+        pieces = [first]
+        for image, piece in zip(images, others, strict=True):
+            pieces += [image.plan.text, piece]
+        return "".join(pieces)
+
+    def placed(
+        self, token_ids: list[int], images: Sequence[PreparedImage]
+    ) -> tuple[EncoderInput, ...]:
+        """Return what the encoder takes, each at the tokens of a prompt that stand for it.
+
+        Raises:
+            ApiError: there are more or fewer of these tokens.
+        """
+        inputs, at = [], 0
+        try:
+            for each in [each for image in images for each in image.inputs]:
+                first = token_ids.index(self.token_id, at)
+                at = first + each.num_tokens
+                if token_ids[first:at].count(self.token_id) != each.num_tokens:
+                    raise ValueError
+                inputs.append(msgspec.structs.replace(each, position=first))
+        except ValueError:
+            at = 0
+        if self.token_id in token_ids[at:]:
+            raise invalid("messages: the prompt and its images do not match", "messages")
+        return tuple(inputs)
+
+    @contextmanager
+    def _counted(self, sources: Sequence[ImageSource]) -> Iterator[None]:
+        """Count refusals by what was wrong; of several errors at once the first is raised."""
+        try:
+            yield
+        except BaseExceptionGroup as failures:
+            first = next(_flattened(failures))
+            self._metrics.images_refused(_reason(first))
+            raise first from None
+        except ApiError as error:
+            self._metrics.images_refused(_reason(error))
+            raise
+
+
+def _flattened(failures: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for each in failures.exceptions:
+        if isinstance(each, BaseExceptionGroup):
+            yield from _flattened(each)
+        else:
+            yield each
+
+
+def _refusal(source: ImageSource, error: BadImage) -> ApiError:
+    return invalid(f"{source.field}: {error}", source.field, "invalid_image")
+
+
+def _reason(error: BaseException) -> str:
+    """Return the label under which a refusal counts."""
+    if not isinstance(error, ApiError):
+        return "error"
+    if error.status != 400:
+        return "no_room"
+    return error.code or "too_large"

@@ -1,0 +1,262 @@
+"""How each kind of model takes an image: sizes, tiles, and the text that stands for it.
+
+Numbers of tokens and sizes follow from the size of an image alone, so that both are known before
+anything is decoded. Resizing is Pillow's, on bytes, as the models' authors did it; engines rescale
+and normalize. Video and audio would be further kinds of media beside `ImageProcessor`, whose plans
+have the same form: a text, and what the encoder takes for runs of its tokens.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+from PIL import Image
+
+MAX_ASPECT_RATIO = 200
+"""Of the longer side of an image to the shorter: what Qwen's processor takes."""
+
+
+class BadProcessor(ValueError):
+    """The files of a model say how it takes images, and that is not known here."""
+
+
+class EncoderSize(NamedTuple):
+    """What the encoder takes at a time: so many pixels, for so many tokens."""
+
+    height: int
+    width: int
+    num_tokens: int
+
+
+class ImagePlan(NamedTuple):
+    """What becomes of an image of some size."""
+
+    text: str
+    """What stands for it in the prompt."""
+    sizes: tuple[EncoderSize, ...]
+    """What the encoder takes, in the order of its tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the encoder makes embeddings for."""
+        return sum(size.num_tokens for size in self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pixels."""
+        return sum(3 * size.height * size.width for size in self.sizes)
+
+
+class ImageProcessor(Protocol):
+    """Takes images as one kind of model does."""
+
+    marker: str
+    """What the chat template writes for an image."""
+    token: str
+    """The token that each embedding stands in place of."""
+    name: str
+    """Of the kind, and of all settings that pixels depend on."""
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        """Return what becomes of an image of this size; its sides differ 200-fold at most."""
+        ...
+
+    def pixels(self, image: Image.Image) -> Iterator[Image.Image]:
+        """Yield what the encoder takes of an RGB image, in the sizes of its plan."""
+        ...
+
+
+class Idefics3:
+    """Idefics3 and SmolVLM: tiles row by row, then the whole image in the size of a tile."""
+
+    marker = token = "<image>"
+    _LONGEST = 4096
+
+    def __init__(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        self._edge = int(settings.get("size", {"longest_edge": 1456})["longest_edge"])
+        self._tile = int(settings.get("max_image_size", {"longest_edge": 364})["longest_edge"])
+        self._splits = settings.get("do_image_splitting", True)
+        self._resample = Image.Resampling(settings.get("resample", Image.Resampling.LANCZOS))
+        self._num_tokens = int(settings.get("image_seq_len") or self._of_network(config))
+        self.name = f"idefics3 {self._edge} {self._tile} {self._splits} {self._resample}"
+
+    @staticmethod
+    def _of_network(config: Mapping[str, Any]) -> int:
+        vision = config["vision_config"]
+        patches = int(vision["image_size"]) // int(vision["patch_size"])
+        return patches**2 // int(config.get("scale_factor", 2)) ** 2
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size with the longer side as it is wanted, even on the shorter one."""
+        ratio = width / height
+        if width >= height:
+            width, height = self._edge, int(self._edge / ratio)
+            height += height % 2
+        else:
+            height, width = self._edge, int(self._edge * ratio)
+            width += width % 2
+        height, width = max(height, 1), max(width, 1)
+        ratio = width / height
+        if width >= height and width > self._LONGEST:
+            width, height = self._LONGEST, int(self._LONGEST / ratio)
+        elif height > width and height > self._LONGEST:
+            height, width = self._LONGEST, int(self._LONGEST * ratio)
+        return max(height, 1), max(width, 1)
+
+    def _tiled(self, height: int, width: int) -> tuple[int, int]:
+        """Return a size that is whole tiles."""
+        tile, ratio = self._tile, width / height
+        if width >= height:
+            width = math.ceil(width / tile) * tile
+            height = math.ceil(int(width / ratio) / tile) * tile
+        else:
+            height = math.ceil(height / tile) * tile
+            width = math.ceil(int(height * ratio) / tile) * tile
+        return height, width
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tiles; (0, 0) if the whole is the only one."""
+        if not self._splits:
+            return 0, 0
+        height, width = self._tiled(*self._resized(height, width))
+        rows, columns = height // self._tile, width // self._tile
+        return (rows, columns) if rows * columns > 1 else (0, 0)
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        rows, columns = self._grid(height, width)
+        images = self.token * self._num_tokens
+        lines = [
+            "".join(
+                f"<fake_token_around_image><row_{row + 1}_col_{column + 1}>{images}"
+                for column in range(columns)
+            )
+            for row in range(rows)
+        ]
+        text = "".join(f"{line}\n" for line in lines) + ("\n" if lines else "")
+        text += f"<fake_token_around_image><global-img>{images}<fake_token_around_image>"
+        size = EncoderSize(self._tile, self._tile, self._num_tokens)
+        return ImagePlan(text, (size,) * (rows * columns + 1))
+
+    def pixels(self, image: Image.Image) -> Iterator[Image.Image]:
+        tile = self._tile
+        height, width = self._resized(image.height, image.width)
+        image = image.resize((width, height), self._resample)
+        if not self._splits:
+            yield image.resize((tile, tile), self._resample)
+            return
+        height, width = self._tiled(height, width)
+        image = image.resize((width, height), self._resample)
+        if height == width == tile:
+            yield image
+            return
+        for top in range(0, height, tile):
+            for left in range(0, width, tile):
+                yield image.crop((left, top, left + tile, top + tile))
+        yield image.resize((tile, tile), self._resample)
+
+
+class Gemma3:
+    """Gemma 3: every image in one size, whatever its shape."""
+
+    marker, token = "<start_of_image>", "<image_soft_token>"
+
+    def __init__(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        if settings.get("do_pan_and_scan"):
+            raise BadProcessor("do_pan_and_scan is not served")
+        size = settings.get("size", {"height": 224, "width": 224})
+        self._height, self._width = int(size["height"]), int(size["width"])
+        self._resample = Image.Resampling(settings.get("resample", Image.Resampling.BILINEAR))
+        tokens = settings.get("image_seq_length") or config.get("mm_tokens_per_image") or 256
+        self._plan = ImagePlan(
+            f"\n\n{self.marker}{self.token * int(tokens)}<end_of_image>\n\n",
+            (EncoderSize(self._height, self._width, int(tokens)),),
+        )
+        self.name = f"gemma3 {self._height} {self._width} {self._resample}"
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        return self._plan
+
+    def pixels(self, image: Image.Image) -> Iterator[Image.Image]:
+        yield image.resize((self._width, self._height), self._resample)
+
+
+class Qwen2VL:
+    """Qwen2-VL and Qwen2.5-VL: about the size that the image has, in whole merged patches."""
+
+    marker = token = "<|image_pad|>"
+
+    def __init__(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        size = settings.get("size") or {}
+        self._min = settings.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+        self._max = settings.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+        self._factor = int(settings.get("patch_size", 14)) * int(settings.get("merge_size", 2))
+        self._resample = Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC))
+        self.name = f"qwen2_vl {self._min} {self._max} {self._factor} {self._resample}"
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        factor, area = self._factor, height * width
+        new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+        if new_height * new_width > self._max:
+            scale = math.sqrt(area / self._max)
+            new_height = max(factor, math.floor(height / scale / factor) * factor)
+            new_width = max(factor, math.floor(width / scale / factor) * factor)
+        elif new_height * new_width < self._min:
+            scale = math.sqrt(self._min / area)
+            new_height = math.ceil(height * scale / factor) * factor
+            new_width = math.ceil(width * scale / factor) * factor
+        return new_height, new_width
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        height, width = self._resized(height, width)
+        tokens = (height // self._factor) * (width // self._factor)
+        return ImagePlan(self.token * tokens, (EncoderSize(height, width, tokens),))
+
+    def pixels(self, image: Image.Image) -> Iterator[Image.Image]:
+        height, width = self._resized(image.height, image.width)
+        yield image.resize((width, height), self._resample)
+
+
+_KINDS: dict[str, type[Idefics3] | type[Gemma3] | type[Qwen2VL]] = {
+    "idefics3": Idefics3,
+    "smolvlm": Idefics3,
+    "gemma3": Gemma3,
+    "qwen2_vl": Qwen2VL,
+    "qwen2_5_vl": Qwen2VL,
+}
+"""By the `model_type` of config.json."""
+
+
+def image_processor(directory: Path) -> ImageProcessor | None:
+    """Return how the model in a directory takes images; None if it reads text only.
+
+    Raises:
+        BadProcessor: its files do not say, or say what is not known here.
+    """
+    config = _read(directory / "config.json")
+    kind = _KINDS.get(str(config.get("model_type")))
+    if kind is None or not isinstance(config.get("vision_config"), dict):
+        return None
+    settings = _read(directory / "processor_config.json")
+    settings |= settings.pop("image_processor", None) or {}
+    settings |= _read(directory / "preprocessor_config.json")
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if settings.get("do_resize") is False:
+        raise BadProcessor("do_resize is false: images of any size are not served")
+    try:
+        return kind(settings, config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadProcessor(
+            f"how {directory.name} takes images cannot be read from preprocessor_config.json: "
+            f"{type(error).__name__} {error}"
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        raise BadProcessor(f"{path} cannot be read: {error}") from error

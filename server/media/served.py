@@ -1,0 +1,31 @@
+"""What a process needs to know of images before it serves a model; without Pillow where it can."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.text.placeholders import Placeholders
+
+if TYPE_CHECKING:
+    from server.media.processors import ImageProcessor
+
+logger = logging.getLogger(__name__)
+
+
+def served_processor(model: Path) -> "ImageProcessor | None":
+    """Return how the model in a directory takes images, if it does and it is known how."""
+    config = model / "config.json"
+    if not config.is_file() or b'"vision_config"' not in config.read_bytes():
+        return None
+    from server.media.processors import BadProcessor, image_processor  # with Pillow
+
+    try:
+        return image_processor(model)
+    except BadProcessor as error:
+        logger.warning("the model is served without images: %s", error)
+        return None
+
+
+def placeholders_of(processor: "ImageProcessor | None") -> Placeholders | None:
+    """Return the texts that only images may bring into a prompt, if the model takes images."""
+    return None if processor is None else Placeholders((processor.marker, processor.token))

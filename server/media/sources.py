@@ -1,0 +1,96 @@
+"""Where images come from: `data:` URLs, hosts and directories that the operator allows."""
+
+import asyncio
+import base64
+import binascii
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from server.media.decode import BadImage
+from server.media.hosts import MAX_URL, Hosts
+
+_PIECE = 1 << 16
+"""Characters of a URL that is decoded beside the event loop."""
+
+
+class ImageSources:
+    """Gets the bytes of images.
+
+    Args:
+        domains: hosts that may be asked; `*.example.com` are those below one.
+        local_path: directory below which files may be read.
+        max_bytes: of an image.
+        seconds: that getting one may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        domains: Sequence[str] = (),
+        local_path: Path | None = None,
+        max_bytes: int,
+        seconds: float,
+    ) -> None:
+        self._hosts = Hosts(domains, max_bytes=max_bytes, seconds=seconds)
+        self._root = None if local_path is None else local_path.expanduser().resolve()
+        self._max_bytes = max_bytes
+
+    async def read(self, url: str) -> bytes:
+        """Return the bytes that a URL stands for.
+
+        Raises:
+            BadImage: it is not allowed, not there, too large or too slow.
+        """
+        scheme = url[:8].partition(":")[0].lower()
+        if scheme == "data":
+            if len(url) > _PIECE:
+                return await asyncio.to_thread(self._of_data, url)
+            return self._of_data(url)
+        if len(url) > MAX_URL:
+            raise BadImage(f"the URL is longer than {MAX_URL} characters")
+        if scheme == "file":
+            return await asyncio.to_thread(self._of_file, url)
+        if scheme in ("http", "https"):
+            return await self._hosts.fetch(url)
+        raise BadImage("the URL must begin with data:, https:, http: or file:")
+
+    def _of_data(self, url: str) -> bytes:
+        head, comma, text = url.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise BadImage("the URL must be data:image/...;base64,...")
+        if len(text) // 4 * 3 > self._max_bytes + 2:
+            raise BadImage(f"the image has more than {self._max_bytes} bytes")
+        try:
+            return base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise BadImage("the data of the URL are not base64") from error
+
+    def _of_file(self, url: str) -> bytes:
+        if self._root is None:
+            raise BadImage("files are read only with --allowed-local-media-path")
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise BadImage("the URL of a file must be file:///PATH")
+        outside = BadImage("there is no such file below --allowed-local-media-path")
+        try:
+            path = Path(unquote(parts.path)).resolve(strict=True)
+            if not path.is_relative_to(self._root):
+                raise outside
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise outside from error
+        try:
+            # What was checked may have been replaced since: what was opened counts.
+            at = Path(os.readlink(f"/proc/self/fd/{file}"))
+            if not at.is_relative_to(self._root) or not stat.S_ISREG(os.fstat(file).st_mode):
+                raise outside
+            with os.fdopen(file, "rb", closefd=False) as opened:
+                content = opened.read(self._max_bytes + 1)
+        finally:
+            os.close(file)
+        if len(content) > self._max_bytes:
+            raise BadImage(f"the image has more than {self._max_bytes} bytes")
+        return content

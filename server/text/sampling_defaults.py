@@ -1,0 +1,90 @@
+"""What a model's authors recommend for fields that requests leave open."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+logger = logging.getLogger(__name__)
+
+NEUTRAL = ("vllm", "none")
+"""Settings that leave the model's recommendation out."""
+
+
+class BadGenerationConfig(ValueError):
+    """The file with the recommended parameters is missing or wrong."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of requests that do not name them; fields are those of generation_config.json."""
+
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_k: int = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Tokens to generate where a request names no limit."""
+
+
+def read_sampling_defaults(
+    model: Path, source: str, overrides: str = "{}", known: dict[str, Any] | None = None
+) -> SamplingDefaults:
+    """Return the defaults that `--generation-config` and `--override-generation-config` ask for.
+
+    Args:
+        model: the served model's directory.
+        source: "auto" reads generation_config.json there, if there is one; "vllm" or "none"
+            recommends nothing; anything else is the directory to read it from.
+        overrides: JSON object of those that win.
+        known: what is recommended for the model where "auto" finds nothing.
+
+    Raises:
+        BadGenerationConfig: there is no such directory or file, or it cannot be used.
+    """
+    flag = "--override-generation-config"
+    try:
+        wanted = json.loads(overrides)
+        unknown = set(wanted.keys()) - set(SamplingDefaults.__struct_fields__)
+    except (ValueError, AttributeError) as error:
+        raise BadGenerationConfig(f"{flag} is no JSON object: {error}") from error
+    if unknown:
+        raise BadGenerationConfig(f"{flag}: {min(unknown)!r} is no default of requests")
+    path = _config_file(model, source)
+    found = {} if path is None else _values(path)
+    if path is not None:
+        _defaults(found, str(path))
+    if source == "auto" and known and not found.keys() & known.keys():
+        logger.info("sampling: %s (from the presets, presets.yaml)", json.dumps(known))
+        found |= known
+    return _defaults(found | wanted, flag)
+
+
+def _config_file(model: Path, source: str) -> Path | None:
+    if source in NEUTRAL:
+        return None
+    directory = model if source == "auto" else Path(source).expanduser()
+    path = directory / "generation_config.json"
+    if path.is_file():
+        return path
+    if source == "auto":
+        return None
+    raise BadGenerationConfig(f"--generation-config: there is no {path}")
+
+
+def _values(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return {name: value for name, value in values.items() if value is not None}
+    except (OSError, ValueError, AttributeError) as error:
+        raise BadGenerationConfig(f"{path} cannot be used: {error}") from error
+
+
+def _defaults(values: dict[str, Any], source: str) -> SamplingDefaults:
+    try:
+        return msgspec.convert(values, SamplingDefaults)
+    except ValueError as error:
+        raise BadGenerationConfig(f"{source} cannot be used: {error}") from error

@@ -1,0 +1,8 @@
+"""Swell in a program: the engine and the endpoints in this process, without HTTP (docs/library.md).
+
+`LLM` blocks until answers are complete, `AsyncLLM` is for asyncio and streams.
+"""
+
+from swell.llm import LLM, AsyncLLM, RequestFailed
+
+__all__ = ["LLM", "AsyncLLM", "RequestFailed"]

@@ -1,0 +1,213 @@
+"""An engine in a thread of this process, as the endpoints reach engines."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import msgspec
+
+from engine.core.engine_core import EngineCore
+from engine.core.events import AdaptersSettled, FrontEndJoined, PrerequisitesSettled
+from engine.core.inbox import InboxItem, Stop
+from engine.core.outbox import CoreStep
+from engine.core.turns import Turns
+from engine.core.watchdog import StepWatch
+from engine.process.early_stop import EarlyStop
+from engine.process.loop import EngineLoop
+from engine.process.main import build_executor
+from engine.shared.config import EngineConfig
+from engine.shared.lifeline import Lifeline
+from engine.shared.messages import (
+    AbortRequests,
+    AdapterOutcome,
+    AddRequest,
+    ClusterView,
+    EngineReport,
+    FleetWish,
+    UtilityCall,
+    UtilityResult,
+    UtilityValue,
+)
+from server.router.adapters import Adapters
+from server.router.generation_client import NoEngineAvailable
+from server.router.token_stream import RequestStream
+
+_FRONT_END = 0
+_INCARNATION = 1
+
+
+class LocalEngine:
+    """A `GenerationClient` whose only engine steps in a thread beside the event loop."""
+
+    def __init__(self, config: EngineConfig, loop: asyncio.AbstractEventLoop) -> None:
+        """Load the model, and serve the tasks of an event loop.
+
+        Raises:
+            CannotStart, ValueError, OSError: the engine cannot be started with these settings.
+        """
+        self._executor = build_executor(config, 0, Lifeline(None), EarlyStop())
+        self._core = EngineCore(config, self._executor, rank=0, incarnation=_INCARNATION)
+        self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
+        if self._executor.grammars is not None:
+            self._executor.grammars.on_settled = lambda: self._inbox.put(PrerequisitesSettled())
+        if self._executor.adapters is not None:
+            self._executor.adapters.on_settled = lambda: self._inbox.put(AdaptersSettled())
+        self._inbox.put(FrontEndJoined(_FRONT_END, _INCARNATION))
+        self._loop = loop
+        self._streams: dict[int, RequestStream] = {}
+        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
+        self._next_id = 0
+        self._error = ""
+        """Why the engine has ended, if it has."""
+        self.adapters = Adapters(_FRONT_END, _INCARNATION)
+        self._step_loop = EngineLoop(
+            self._core,
+            Turns(self._core, config.cluster.drain_timeout),
+            self._inbox,
+            self,
+            StepWatch(config.executor.step_timeout),
+            on_turn=lambda: None,
+            on_drain=lambda: None,
+        )
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._step_loop.run()
+            reason = "The engine was closed."
+        except Exception as error:
+            reason = f"The engine failed: {type(error).__name__}: {error}"
+        finally:
+            self._executor.shutdown()
+        self._tell(lambda: self._ended(reason))
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        """Have the event loop do something, if it has not been closed."""
+        try:
+            self._loop.call_soon_threadsafe(what)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def close(self) -> None:
+        """End the engine, with whatever it runs, and free the model."""
+        self._inbox.put(Stop())
+        self._thread.join()
+
+    # -- what the engine says, in its thread -----------------------------------------------------
+
+    def say(self, step: CoreStep) -> None:
+        """Take the outputs of a step."""
+        if step.outputs or step.utility_results:
+            self._tell(lambda: self._said(step))
+
+    def report(self, report: EngineReport) -> None:
+        """There is no coordinator to tell."""
+
+    # -- the same, on the event loop -------------------------------------------------------------
+
+    def _said(self, step: CoreStep) -> None:
+        now = time.monotonic()
+        for output in step.outputs.get(_FRONT_END, ()):
+            stream = self._streams.get(output.id)
+            if stream is None:
+                continue
+            last = output.finish_reason is not None
+            if output.timing is not None:
+                stream.times.said(output.timing, now, last=last)
+            if last:
+                del self._streams[output.id]
+            stream.put(output)
+        for _, result in step.utility_results:
+            answer = self._calls.pop(result.call_id, None)
+            if answer is not None and not answer.done():
+                answer.set_result(result)
+
+    def _ended(self, reason: str) -> None:
+        self._error = reason
+        for stream in self._streams.values():
+            stream.fail(NoEngineAvailable(reason))
+        self._streams.clear()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(NoEngineAvailable(reason))
+        self._calls.clear()
+
+    def _close(self, stream: RequestStream) -> None:
+        if self._streams.pop(stream.id, None) is not None:
+            self._inbox.put(AbortRequests([stream.id]))
+
+    # -- GenerationClient ------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return not self._error
+
+    async def wait_for_first_engines(self) -> None:
+        pass
+
+    def check_takes_requests(self) -> None:
+        if self._error:
+            raise NoEngineAvailable(self._error)
+
+    @property
+    def max_model_len(self) -> int:
+        return self._core.setup.max_model_len
+
+    @property
+    def serves_images(self) -> bool:
+        return self._core.setup.images
+
+    @property
+    def num_slots(self) -> int:
+        return self._core.setup.max_num_seqs
+
+    @property
+    def view(self) -> ClusterView | None:
+        return None
+
+    @property
+    def view_age(self) -> float | None:
+        return None
+
+    def weight_version(self, rank: int) -> str:
+        return self._core.operations.weights.version
+
+    @property
+    def stats_age(self) -> dict[int, float]:
+        return {}
+
+    async def change_adapter(
+        self, name: str, path: str | None = None, in_place: bool = False
+    ) -> AdapterOutcome:
+        return AdapterOutcome(0, 400, "Adapters are served by `swell serve` only.")
+
+    async def call_utility(
+        self,
+        rank: int | None,
+        name: str,
+        arguments: dict[str, UtilityValue],
+        within: float = 120.0,
+    ) -> list[UtilityResult]:
+        self.check_takes_requests()
+        self._next_id += 1
+        answer: asyncio.Future[UtilityResult] = self._loop.create_future()
+        self._calls[self._next_id] = answer
+        self._inbox.put(UtilityCall(self._next_id, _FRONT_END, name, arguments))
+        return [await answer]
+
+    async def order_fleet(self, wish: FleetWish, within: float = 120.0) -> list[UtilityResult]:
+        raise NoEngineAvailable("There is no fleet: call the utilities of the engine.")
+
+    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> RequestStream:
+        self.check_takes_requests()
+        self._next_id += 1
+        message = msgspec.structs.replace(message, id=self._next_id, front_end=_FRONT_END)
+        stream = RequestStream(message, self._close, pinned_rank)
+        stream.times.sent(0, time.monotonic())
+        self._streams[message.id] = stream
+        self._inbox.put(message)
+        return stream

@@ -1,0 +1,67 @@
+"""Engines say whether they take images, and end requests with wrong ones alone."""
+
+from msgspec.structs import replace
+
+from engine.core.engine_core import EngineCore
+from engine.executor.simulated import SimulatedExecutor
+from engine.shared.messages import AddRequest, SamplingParams, UtilityCall
+from tests.engine.core.test_core import CONFIG, run
+from tests.engine.scheduler.test_images import VISION, image, prompt
+
+
+def core_of(vision: bool = True) -> EngineCore:
+    executor = SimulatedExecutor(
+        CONFIG, timing="virtual", check=True, vision=VISION if vision else None
+    )
+    core = EngineCore(CONFIG, executor, rank=2, incarnation=77)
+    core.front_end_joined(0, 100)
+    return core
+
+
+def request(id: int, number: int) -> AddRequest:
+    tokens, images = prompt(3, image(number, 0), 2)
+    sampling = SamplingParams(max_tokens=3, seed=id)
+    return AddRequest(id, f"request-{id}", 0, 0, tokens, sampling, encoder_inputs=images)
+
+
+def test_the_setup_says_whether_prompts_may_show_images() -> None:
+    assert core_of().setup.images
+    assert not core_of(vision=False).setup.images
+
+
+def test_a_wrong_image_ends_its_request_and_no_other() -> None:
+    core = core_of()
+    wrong = request(2, 1)
+    for each in (
+        request(1, 1),
+        replace(wrong, encoder_inputs=[replace(wrong.encoder_inputs[0], pixels=b"")]),
+        request(3, 1),
+    ):
+        core.handle(each)
+    outputs = [output for step in run(core) for output in step.outputs.get(0, [])]
+    reasons = {each.id: each.finish_reason for each in outputs if each.finish_reason}
+    assert reasons == {1: "length", 2: "error", 3: "length"}
+    (error,) = [each.error for each in outputs if each.error]
+    assert error == "encoder_inputs[0]: 0 bytes are not those of 8 x 8 pixels"
+    counters = core.stats().counters
+    assert (counters.encoded_images, counters.encoder_cache_hits) == (1, 1)
+
+
+def test_the_watchdog_is_told_of_the_patches_that_a_step_encodes() -> None:
+    core = core_of()
+    core.handle(replace(request(1, 1), encoder_inputs=[]))
+    assert core.next_tokens == 16
+    core.handle(request(2, 1))
+    assert core.next_tokens == 16 + 16 * 4
+    run(core)
+    assert core.next_tokens == 0
+
+
+def test_operators_can_have_encoded_images_forgotten() -> None:
+    core = core_of()
+    for id, number in ((1, 1), (2, 2)):
+        core.handle(request(id, number))
+    run(core)
+    core.handle(UtilityCall(1, 0, "reset_encoder_cache"))
+    (result,) = [each for step in run(core) for _, each in step.utility_results]
+    assert result.result == {"images_forgotten": 2}

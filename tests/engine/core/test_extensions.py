@@ -1,0 +1,64 @@
+"""Functions of packages that operators may call in engines."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.batch.executor import CannotDo
+from engine.core import extensions
+from engine.core.extensions import GROUP, Extensions, Worker
+from tests.support.plugins import offer
+
+WORKER: Any = Worker(3, 100, None)  # type: ignore[arg-type]
+
+
+def scaled(worker: Worker, values: list[int], by: float = 1.0) -> dict[str, Any]:
+    return {"rank": worker.rank, "scaled": [by * value for value in values]}
+
+
+def endless(worker: Worker) -> str:
+    return "x" * (extensions.MAX_RESULT + 1)
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    offer(tmp_path, GROUP, scaled=f"{__name__}:scaled", endless=f"{__name__}:endless")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("offered")
+def test_arguments_and_results_are_what_the_function_says() -> None:
+    callable_ = Extensions(["scaled"], WORKER)
+    assert json.loads(callable_.call("scaled", "[[1, 2]]", '{"by": 2.5}')) == {
+        "rank": 3,
+        "scaled": [2.5, 5.0],
+    }
+
+
+@pytest.mark.usefixtures("offered")
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "error"),
+    [
+        ("scaled", '["1, 2"]', "{}", "wrong arguments for scaled: Expected `array`"),
+        ("scaled", "[[1], 2.0, 3]", "{}", "too many positional arguments"),
+        ("scaled", "[]", "{}", "missing a required argument"),
+        ("scaled", "[[1]]", '{"worker": 5}', "multiple values"),
+        ("scaled", "nonsense", "{}", "wrong arguments for scaled"),
+        ("test", "[]", "{}", "no method 'test'"),
+        ("__class__", "[]", "{}", "no method '__class__'"),
+        ("endless", "[]", "{}", "are the most"),
+    ],
+)
+def test_what_is_not_listed_or_fits_no_annotation_is_refused(
+    name: str, args: str, kwargs: str, error: str
+) -> None:
+    with pytest.raises(CannotDo, match=error):
+        Extensions(["scaled", "endless"], WORKER).call(name, args, kwargs)
+
+
+@pytest.mark.usefixtures("offered")
+def test_an_engine_does_not_start_with_what_nobody_offers() -> None:
+    with pytest.raises(ValueError, match=r"--worker-extensions other.*there are endless, scaled"):
+        Extensions(["other"], WORKER)

@@ -1,0 +1,115 @@
+"""An engine whose step does not end ends itself; one that is only busy does not."""
+
+import subprocess
+import sys
+
+import pytest
+
+from engine.core.watchdog import FIRST_STEPS, FIRST_STEPS_FACTOR, HUNG, TOKENS, StepWatch
+from tests.support.waiting import PATIENCE
+
+
+def warmed_up(step_timeout: float) -> StepWatch:
+    watch = StepWatch(step_timeout)
+    for _ in range(FIRST_STEPS):
+        watch.begin(1, 0.0)
+        watch.end()
+    return watch
+
+
+def test_a_step_that_takes_longer_than_it_may_is_hung() -> None:
+    watch = warmed_up(10.0)
+    watch.begin(5, now=100.0)
+    assert watch.hung_for(110.0) is None
+    assert watch.hung_for(110.5) == 10.5
+
+
+def test_an_engine_between_two_steps_is_not_hung_however_long_it_waits() -> None:
+    watch = warmed_up(10.0)
+    assert watch.hung_for(1e9) is None
+    watch.begin(5, now=100.0)
+    watch.end()
+    assert watch.hung_for(1e9) is None
+
+
+def test_a_long_prefill_may_take_longer_in_proportion() -> None:
+    watch = warmed_up(10.0)
+    watch.begin(3 * TOKENS, now=0.0)
+    assert watch.hung_for(30.0) is None
+    assert watch.hung_for(31.0) == 31.0
+
+
+def test_an_overlapped_step_also_waits_for_the_one_before() -> None:
+    watch = warmed_up(10.0)
+    watch.begin(3 * TOKENS, now=0.0)
+    watch.end()
+    watch.begin(TOKENS, now=1.0)
+    assert watch.hung_for(40.9) is None
+    assert watch.hung_for(41.1) is not None
+
+
+def test_the_first_steps_may_take_longer() -> None:
+    watch = StepWatch(10.0)
+    watch.begin(1, now=0.0)
+    assert watch.hung_for(10.0 * FIRST_STEPS_FACTOR) is None
+    assert watch.hung_for(10.0 * FIRST_STEPS_FACTOR + 1) is not None
+
+
+PROGRAM = """
+import re, sys, time
+import engine.core.watchdog
+from engine.core.watchdog import StepWatch, Watchdog
+
+engine.core.watchdog._SHORTEST_STUCK = 0.5
+watch = StepWatch({step_timeout})
+watchdog = Watchdog(watch, 0.1, lambda reason: print("last words:", reason, flush=True))
+watchdog.start()
+watch.begin(1, time.monotonic())
+
+def hangs_politely():
+    while True:
+        time.sleep(0.01)
+
+def hangs_with_the_lock():
+    re.fullmatch("(a|a)*b", "a" * 60)
+
+def is_done():
+    watch.end()
+    watchdog.stop()
+
+{what}()
+"""
+
+
+def run(what: str, step_timeout: float = 0.1) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(what=what, step_timeout=step_timeout)],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+
+
+def test_a_hung_process_says_where_tells_its_peers_and_ends() -> None:
+    ended = run("hangs_politely")
+    assert ended.returncode == HUNG
+    assert "hangs_politely" in ended.stderr
+    assert "last words: a step has not ended" in ended.stdout
+
+
+def test_code_that_never_gives_the_interpreter_back_does_not_keep_a_process_alive() -> None:
+    ended = run("hangs_with_the_lock")
+    assert ended.returncode != 0
+    assert "hangs_with_the_lock" in ended.stderr
+
+
+def test_a_process_that_is_done_ends_in_order() -> None:
+    assert run("is_done", step_timeout=PATIENCE).returncode == 0
+
+
+@pytest.mark.parametrize("tokens", [0, 1, TOKENS])
+def test_small_steps_get_the_configured_time(tokens: int) -> None:
+    watch = warmed_up(10.0)
+    watch.begin(0, 0.0)
+    watch.end()
+    watch.begin(tokens, now=0.0)
+    assert watch.hung_for(10.0) is None
+    assert watch.hung_for(10.1) is not None

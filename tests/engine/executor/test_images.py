@@ -1,0 +1,211 @@
+"""Engines serve prompts with images as transformers computes them, whatever else they serve."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team
+from engine.models.hf_config import read_spec
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import AddRequest, EncoderInput
+from tests.engine.draft_heads import save_eagle3
+from tests.engine.executor.many_kinds import serve as serve_steps
+from tests.engine.fixtures import SaveModel
+from tests.engine.images import encoder_input, pixel_values
+from tests.engine.serving import Answer, request, serve
+from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint
+
+_PER_IMAGE = 4
+
+
+def show(id: int, *parts: list[int] | int, **sampling: Any) -> AddRequest:
+    """Return a request with a prompt of tokens, and of images of noise with these numbers."""
+    tokens: list[int] = []
+    images: list[EncoderInput] = []
+    for part in parts:
+        if isinstance(part, int):
+            images.append(encoder_input(part, len(tokens), num_tokens=_PER_IMAGE))
+            tokens += [IMAGE_TOKEN] * _PER_IMAGE
+        else:
+            tokens += part
+    asked = request(id, tokens, **{"temperature": 0.0, "max_tokens": 12} | sampling)
+    return replace(asked, encoder_inputs=images)
+
+
+def text(length: int, first: int = 60) -> list[int]:
+    return [first + (7 * i) % 50 for i in range(length)]
+
+
+def traffic() -> list[AddRequest]:
+    return [
+        show(1, text(5), 1, text(9)),
+        show(2, text(30)),
+        show(3, text(5), 2, text(9)),
+        show(4, 3, 4, 3, text(60), 5),
+        show(5, text(44), 1, text(2)),
+        show(6, text(5), 1, text(9)),
+        show(7, text(20), 6, 7, 8, 9, 10, 11, 12, text(4)),
+    ]
+
+
+def check(model: Checkpoint, asked: list[AddRequest], answers: list[Answer]) -> None:
+    """Check that each token is the one that transformers finds the most likely."""
+    for each, answer in zip(asked, answers, strict=True):
+        known = each.prompt_token_ids + answer.tokens[:-1]
+        if each.encoder_inputs:
+            logits = model.logits_with_images(known, pixel_values(*each.encoder_inputs))
+        else:
+            logits = model.logits(known)
+        expected = logits[len(each.prompt_token_ids) - 1 :].argmax(-1).tolist()
+        assert answer.tokens == expected, each.request_id
+
+
+_SMALL = {"tiers": {"encoder_cache_bytes": 1}, "max_num_encoder_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"async_scheduling": True, **_SMALL},
+        {"speculative_ngram": 3},
+        {"num_blocks": 33, "enable_prefix_caching": False, **_SMALL},
+        {"batch_invariant": True},
+    ],
+    ids=["plain", "overlapped", "drafting", "short of blocks", "batch-invariant"],
+)
+def test_prompts_with_images_and_without_are_served_together(
+    settings: dict[str, Any], checkpoint: SaveModel
+) -> None:
+    model, asked = checkpoint("smolvlm"), traffic()
+    answers, stats = serve(model.directory, asked, dtype="float32", **settings)
+    check(model, asked, answers)
+    if "num_blocks" in settings:
+        assert stats.counters.preemptions > 0
+    assert stats.counters.encoded_images >= 12
+
+
+@pytest.mark.parametrize("with_head", [False, True], ids=["model", "head"])
+def test_drafts_of_what_sees_nothing_change_no_token(
+    with_head: bool, checkpoint: SaveModel, tmp_path: Path
+) -> None:
+    model, asked = checkpoint("smolvlm"), traffic()
+    draft = model.directory
+    if with_head:
+        draft = save_eagle3(model, tmp_path, layer_ids=[0, 1, 2]).directory
+    drafting: dict[str, Any] = {"speculative_model": str(draft)}
+    answers, stats = serve(model.directory, asked, dtype="float32", **drafting)
+    check(model, asked, answers)
+    assert stats.counters.spec_draft_tokens > 0
+    if not with_head:
+        assert stats.counters.spec_accepted_tokens > 0
+
+
+def test_a_prompt_that_comes_again_is_cached_unless_it_shows_another_image(
+    checkpoint: SaveModel,
+) -> None:
+    model = checkpoint("smolvlm")
+    asked = [show(id, text(6), shown, text(20)) for id, shown in enumerate((1, 1, 2), 1)]
+    one_by_one = [replace(each, alone=1000) for each in asked]
+    answers, stats = serve(model.directory, one_by_one, dtype="float32")
+    check(model, asked, answers)
+    assert stats.counters.prefix_cache_hits == 24
+    assert stats.counters.encoded_images == 2
+
+
+def test_an_image_of_32_requests_is_encoded_once(checkpoint: SaveModel) -> None:
+    model = checkpoint("smolvlm")
+    asked = [show(id, text(id % 9), 1, text(4, 60 + id), max_tokens=3) for id in range(32)]
+    answers, stats = serve(model.directory, asked, dtype="float32")
+    check(model, asked, answers)
+    counters = stats.counters
+    assert counters.encoded_images == 1
+    assert 20 < counters.encoder_cache_hits == counters.encoder_cache_queries - 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_request_goes_on_in_another_engine_with_the_same_tokens(
+    dtype: Any, checkpoint: SaveModel
+) -> None:
+    model, asked = checkpoint("smolvlm"), traffic()
+    for each in (2, 5):
+        asked[each] = replace(asked[each], sampling=replace(asked[each].sampling, temperature=0.7))
+    whole, _ = serve(model.directory, asked, dtype=dtype, batch_invariant=True)
+    moved = [
+        replace(each, output_token_ids=answer.tokens[:5])
+        for each, answer in zip(asked[2:], whole[2:], strict=True)
+    ]
+    rest, _ = serve(
+        model.directory, moved, dtype=dtype, batch_invariant=True, max_num_encoder_tokens=4
+    )
+    assert [each.tokens for each in rest] == [each.tokens[5:] for each in whole[2:]]
+
+
+def test_kv_tiers_tell_images_apart(checkpoint: SaveModel, tmp_path: Path) -> None:
+    model = checkpoint("smolvlm")
+    tiers = {"kv_disk_tier_dir": str(tmp_path), "kv_disk_tier_bytes": 1 << 24}
+    first = [show(1, text(6), 1, text(20))]
+    serve(model.directory, first, dtype="float32", tiers=tiers)
+    asked = [show(2, text(6), 2, text(20)), show(3, text(6), 1, text(20))]
+    answers, stats = serve(model.directory, asked, dtype="float32", tiers=tiers)
+    check(model, asked, answers)
+    assert stats.counters.kv_tier_hits == 24
+
+
+@pytest.mark.parametrize(("shards", "stages"), [(2, 1), (1, 2), (2, 2)])
+def test_processes_that_share_a_model_get_the_embeddings(
+    shards: int, stages: int, checkpoint: SaveModel
+) -> None:
+    model, asked = checkpoint("smolvlm"), traffic()
+    config = EngineConfig(
+        model=ModelConfig(model=str(model.directory), device="cpu", dtype="float32"),
+        cache=CacheConfig(block_size=8, num_kv_blocks=100, encoder_cache_bytes=1),
+        scheduler=SchedulerConfig(
+            max_num_seqs=6, max_num_batched_tokens=40, max_num_encoder_tokens=4
+        ),
+        executor=ExecutorConfig(threads=1),
+        parallel=ParallelConfig(
+            data_parallel_size=1, tensor_parallel_size=shards, pipeline_parallel_size=stages
+        ),
+    )
+    executor = MultiProcessExecutor(config, Team(config, 0, 1))
+    try:
+        (tokens, _, _), counters = serve_steps(executor, config, asked)
+    finally:
+        executor.shutdown()
+    check(model, asked, [Answer(tokens[each.id], "length", []) for each in asked])
+    assert counters.encoded_images >= 12
+
+
+def test_weights_that_were_given_up_and_loaded_again_see_as_before(checkpoint: SaveModel) -> None:
+    directory = checkpoint("smolvlm").directory
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), dtype="float32", max_model_len=64),
+        cache=CacheConfig(num_kv_blocks=16, block_size=8),
+        scheduler=SchedulerConfig(max_num_seqs=2),
+    )
+    executor = InProcessExecutor(config)
+    assert executor.info.vision == read_spec(directory).vision
+    before = executor._vision
+    assert before is not None
+    image = encoder_input(1, 0, num_tokens=4)
+    embeddings = before.encode(image.pixels, 32, 32)
+    executor.sleep(2)
+    assert executor._vision is None
+    executor.wake_up()
+    again = executor._vision
+    assert again is not None
+    assert torch.equal(again.encode(image.pixels, 32, 32), embeddings)
+    executor.shutdown()

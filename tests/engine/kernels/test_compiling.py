@@ -1,0 +1,138 @@
+"""Where compiled kernels are kept, the threads that they run on, and when they are not used."""
+
+import logging
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu import compiling
+from engine.kernels.cpu.rows import CompiledKernels, swiglu
+from engine.kernels.registry import fused_kernels
+from tests.support.openmp import environment_without_openmp
+
+CPU = torch.device("cpu")
+PROGRAM = """
+import sys
+if sys.argv[1] == "llvm":
+    from engine.executor.openmp import load_openmp
+    assert load_openmp()
+import torch
+torch.set_num_threads(2)
+from engine.kernels.registry import fused_kernels
+kernels = fused_kernels(torch.bfloat16, torch.device("cpu"))
+x = torch.randn(100, 2000, generator=torch.Generator().manual_seed(0)).bfloat16()
+print(kernels.swiglu(x).view(torch.uint8).long().sum().item())
+"""
+
+
+@pytest.mark.stack
+def test_kernels_are_kept_for_the_user_and_run_on_either_runtime(tmp_path: Path) -> None:
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+    environment = environment_without_openmp() | cache
+    sums = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, runtime],
+            env=environment,
+            check=True,
+            capture_output=True,
+            timeout=120,
+        ).stdout
+        for runtime in ("torch's own", "llvm")
+    }
+    assert len(sums) == 1
+    (directory,) = (tmp_path / "swell" / "kernels").iterdir()
+    assert directory.name.endswith(f"-{compiling.TARGET.name}")
+    assert directory.stat().st_mode & 0o077 == 0
+    compiled = sorted(path.name.partition("-")[0] for path in directory.rglob("*.nbc"))
+    assert compiled == [
+        "rows._rms_norm",
+        "rows._rms_norm_heads",
+        "rows._rotate_and_store",
+        "rows._swiglu",
+    ], "the second process compiled nothing"
+
+
+@pytest.mark.parametrize("shares", [1, 2, 7])
+def test_all_rows_are_computed_by_any_number_of_threads(shares: int) -> None:
+    x, out = torch.randn(5, 64).bfloat16(), torch.zeros(5, 32).bfloat16()
+    swiglu(shares, x.data_ptr(), out.data_ptr(), 5, 32)
+    assert torch.equal(out, CompiledKernels().swiglu(x))
+
+
+def test_more_arguments_than_a_kernel_reads_are_refused() -> None:
+    room = compiling.MAX_ARGUMENTS - compiling.FIRST
+    assert len(compiling._packer(room)(*range(compiling.MAX_ARGUMENTS))) == 8 * 24
+    with pytest.raises(struct.error):
+        swiglu(1, *range(room + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_types_have_none(dtype: torch.dtype) -> None:
+    assert fused_kernels(dtype, CPU) is None
+
+
+def test_other_devices_have_none() -> None:
+    assert fused_kernels(torch.bfloat16, torch.device("cuda")) is None
+
+
+def test_without_numba_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with caplog.at_level(logging.INFO):
+        assert fused_kernels(torch.bfloat16, CPU) is None
+    assert "torch's own, without numba" in caplog.text
+
+
+def wrong_gates(_kernels: CompiledKernels, gate_up: Tensor) -> Tensor:
+    return gate_up[:, : gate_up.shape[1] // 2]
+
+
+def no_rotation(_kernels: CompiledKernels, qkv: Tensor, *_others: Tensor) -> None:
+    """Leave everything as it is."""
+
+
+def rotation_alone(
+    kernels: CompiledKernels, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
+) -> None:
+    """Rotate, and store elsewhere."""
+    CompiledKernels.rotate_and_store(kernels, qkv, cos, sin, torch.empty_like(cache), slots)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [
+        ("swiglu", wrong_gates),
+        ("rotate_and_store", no_rotation),
+        ("rotate_and_store", rotation_alone),
+    ],
+)
+def test_kernels_that_differ_are_not_used(
+    kernel: str,
+    wrong: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert fused_kernels(torch.bfloat16, CPU) is not None
+    replaced = type("Wrong", (CompiledKernels,), {kernel: wrong})
+    monkeypatch.setattr("engine.kernels.cpu.rows.CompiledKernels", replaced)
+    assert fused_kernels(torch.bfloat16, CPU) is None
+    assert "between products are torch's own: fused kernels differ" in caplog.text
+
+
+def test_a_failure_to_compile_is_said_and_survived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise OSError("torch brings no OpenMP runtime")
+
+    monkeypatch.setattr(compiling, "_openmp", fail)
+    assert fused_kernels(torch.bfloat16, CPU) is None
+    assert "torch brings no OpenMP runtime" in caplog.text

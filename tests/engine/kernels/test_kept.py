@@ -1,0 +1,113 @@
+"""Where compiled kernels are kept, and which ones are there from the beginning."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import numba
+import pytest
+import torch
+
+from engine.kernels.cpu import kept
+from engine.kernels.cpu.compiling import Kernel
+from engine.kernels.cpu.kept import installed_directory, kept_directory
+from engine.kernels.cpu.rows import CompiledKernels, swiglu
+
+TARGET = "some"
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No directory has been settled yet, and nothing is installed."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "installation"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept_directory.cache_clear()
+    yield
+    kept_directory.cache_clear()
+
+
+@pytest.fixture
+def installed() -> Path:
+    """A directory with one kernel that came with the installation, for all to read."""
+    directory = installed_directory(TARGET)
+    (directory / "kernels").mkdir(parents=True)
+    (directory / "kernels" / "one.nbc").write_bytes(b"code")
+    return directory
+
+
+def test_a_directory_that_others_may_write_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "swell" / "kernels" / installed_directory(TARGET).name
+    directory.mkdir(parents=True)
+    directory.chmod(0o777)
+    with caplog.at_level(logging.INFO):
+        assert kept_directory(TARGET) is None
+    assert f"compiled at every start: {directory} is not for this user alone" in caplog.text
+    kept_directory.cache_clear()
+    directory.chmod(0o700)
+    assert kept_directory(TARGET) == str(directory)
+
+
+def test_what_cannot_be_kept_is_compiled_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kept_directory(TARGET) is None
+    kernel = Kernel(swiglu._body)
+    x, out = torch.randn(2, 16).bfloat16(), torch.empty(2, 8, dtype=torch.bfloat16)
+    kernel(1, x.data_ptr(), out.data_ptr(), 2, 8)
+    assert torch.equal(out, CompiledKernels().swiglu(x))
+
+
+def test_what_came_with_the_installation_is_there_from_the_beginning(installed: Path) -> None:
+    directory = kept_directory(TARGET)
+    assert directory is not None
+    assert Path(directory) != installed
+    assert Path(directory).stat().st_mode & 0o777 == 0o700
+    assert (Path(directory) / "kernels" / "one.nbc").read_bytes() == b"code"
+
+
+def test_what_was_kept_before_is_left_alone(tmp_path: Path, installed: Path) -> None:
+    directory = tmp_path / "swell" / "kernels" / installed.name
+    directory.mkdir(mode=0o700, parents=True)
+    assert kept_directory(TARGET) == str(directory)
+    assert not list(directory.iterdir())
+
+
+def test_kernels_of_another_target_are_not_taken(installed: Path) -> None:
+    directory = kept_directory("another")
+    assert directory is not None
+    assert not list(Path(directory).iterdir())
+
+
+def test_engines_that_start_together_make_one_whole_copy(tmp_path: Path, installed: Path) -> None:
+    target, together = tmp_path / "copies" / "one", Barrier(8)
+
+    def copy(_: int) -> list[str]:
+        together.wait()
+        kept._copy(installed, target)
+        return [path.name for path in target.rglob("*.nbc")]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(copy, range(8))) == [["one.nbc"]] * 8
+    assert list(target.parent.iterdir()) == [target], "nothing else is left"
+
+
+def test_what_cannot_be_copied_is_compiled(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copytree", fail)
+    with caplog.at_level(logging.INFO):
+        directory = kept_directory(TARGET)
+    assert "cannot be copied: [Errno 28] No space left" in caplog.text
+    assert directory is not None
+    assert not list(Path(directory).iterdir())

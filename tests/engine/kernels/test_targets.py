@@ -1,0 +1,71 @@
+"""Which processor kernels are compiled for."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+from llvmlite import binding
+from numba.core.registry import cpu_target
+
+from engine.kernels.cpu import targets
+from engine.kernels.cpu.compiling import TARGET, compiles_for
+from engine.kernels.cpu.targets import X86_TARGETS, Target, target_with
+from engine.kernels.processor import is_x86
+
+AVX512 = frozenset(targets._OF_LEVEL) | {"adx", "clflushopt"}
+ZEN_4 = AVX512 | {"avx512bf16", "gfni", "sse4a"}
+SAPPHIRE_RAPIDS = ZEN_4 - {"sse4a"} | {"amx-bf16", "amx-int8", "amx-tile", "avx512fp16"}
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        (SAPPHIRE_RAPIDS, "amx"),
+        (SAPPHIRE_RAPIDS - {"amx-bf16", "amx-int8", "amx-tile"}, "avx512-bf16"),
+        (ZEN_4, "avx512-bf16"),
+        (AVX512, None),
+        (ZEN_4 - {"fma"}, None),
+    ],
+    ids=["amx", "amx hidden", "zen 4", "skylake", "fma hidden"],
+)
+def test_a_machine_gets_the_first_target_of_which_it_has_all_features(
+    features: frozenset[str], expected: str | None
+) -> None:
+    found = dict.fromkeys(SAPPHIRE_RAPIDS | ZEN_4, False) | dict.fromkeys(features, True)
+    target = target_with(found)
+    assert (target and target.name) == expected
+
+
+def test_each_target_has_what_those_behind_it_have() -> None:
+    for one, behind in itertools.pairwise(X86_TARGETS):
+        assert one.features > behind.features
+
+
+@pytest.mark.skipif(not is_x86(), reason="has no features of x86")
+def test_llvm_knows_all_features() -> None:
+    assert binding.get_host_cpu_features().keys() >= X86_TARGETS[0].features | set(
+        targets._OF_LEVEL
+    )
+
+
+def test_numba_compiles_for_the_target_of_this_machine() -> None:
+    _, processor, features = cpu_target.target_context.codegen().magic_tuple()
+    assert processor == TARGET.processor
+    if TARGET in X86_TARGETS:
+        assert features == TARGET.options
+    assert not compiles_for("avx512bf16", "of no processor")
+
+
+def test_another_processor_may_be_chosen_of_which_nothing_is_assumed() -> None:
+    program = "from engine.kernels.cpu.compiling import TARGET; print(TARGET)"
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"NUMBA_CPU_NAME": "generic"},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    assert printed == f"{Target('own', 'generic', frozenset())!r}\n"

@@ -1,0 +1,169 @@
+"""Copies between the KV cache and its tiers, whatever the stores do."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from engine.kv_tiers import tiers as module
+from engine.kv_tiers.block_store import BadBlock, BlockStore
+from engine.kv_tiers.tiers import BlockName, Fetch, KvTiers
+from tests.support.waiting import until
+
+NAME: BlockName = (0, b"d" * 16)
+
+
+class Store:
+    """Keeps blocks in a dict, and fails on demand."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.error: Exception | None = None
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def read(self, key: bytes) -> bytes | None:
+        self.goes_on.wait(30)
+        if self.error is not None:
+            raise self.error
+        return self.blocks.get(key)
+
+    def write(self, key: bytes, content: bytes) -> bool:
+        self.goes_on.wait(30)
+        if self.error is not None:
+            raise self.error
+        self.blocks[key] = content
+        return True
+
+    def clear(self, model: bytes) -> None:
+        self.blocks = {key: each for key, each in self.blocks.items() if not key.startswith(model)}
+
+    def close(self) -> None:
+        pass
+
+
+def tiers_of(*stores: Store) -> KvTiers:
+    memory = {n: bytes([n]) * 100 for n in range(9)}
+    return KvTiers(
+        cast("list[BlockStore]", list(stores)), "all", memory.__getitem__, lambda *_: None
+    )
+
+
+def fetched(tiers: KvTiers, *names: BlockName) -> Fetch:
+    """Return the settled fetch of these blocks, up to one that is missing."""
+
+    def read_wanted(read: Callable[[BlockName], bool]) -> None:
+        all(read(name) for name in names)
+
+    fetch = Fetch(read_wanted, 0)
+    tiers.fetch(fetch)
+    until(lambda: fetch.settled, "the fetch is settled")
+    return fetch
+
+
+def test_a_block_is_written_to_all_and_read_from_the_first_that_has_it() -> None:
+    fast, slow = Store(), Store()
+    tiers = tiers_of(fast, slow)
+    tiers.store(NAME, 3)
+    until(lambda: bool(slow.blocks), "it is stored")
+    assert fast.blocks == slow.blocks
+    fast.blocks.clear()
+    assert fetched(tiers, NAME).blocks == [(NAME, bytes([3]) * 100)]
+    assert tiers.counters.kv_tier_stored_bytes == 200
+    tiers.shutdown()
+
+
+def test_blocks_up_to_one_that_is_missing_are_read() -> None:
+    tiers = tiers_of(Store())
+    for block in (1, 2):
+        tiers.store((0, bytes([block])), block)
+    tiers.shutdown()
+    names = [(0, bytes([n])) for n in (1, 2, 3)]
+    again = tiers_of(*cast("list[Store]", tiers._stores))
+    assert [name for name, _ in fetched(again, *names).blocks] == names[:2]
+    again.shutdown()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), BadBlock("damaged")])
+def test_a_store_that_fails_is_a_miss(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    failing, right = Store(), Store()
+    tiers = tiers_of(failing, right)
+    failing.error = error
+    if isinstance(error, OSError):
+        tiers.store(NAME, 3)
+        until(lambda: bool(right.blocks), "it is stored")
+        assert tiers.counters.kv_tier_dropped_blocks == 1
+    right.blocks[b"\0" + NAME[1]] = b"content"
+    assert fetched(tiers, NAME).blocks == [(NAME, b"content")]
+    assert tiers.counters.kv_tier_errors
+    assert str(error) in caplog.text
+    tiers.shutdown()
+
+
+def test_a_store_that_hangs_holds_a_request_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "FETCH_TIMEOUT", 0.05)
+    store = Store()
+    tiers = tiers_of(store)
+    settled = threading.Event()
+    tiers.on_settled = settled.set
+    store.goes_on.clear()
+    fetch = fetched(tiers, NAME)
+    assert settled.wait(30)
+    store.blocks[b"\0" + NAME[1]] = b"late"
+    store.goes_on.set()
+    tiers.shutdown()
+    assert not fetch.blocks, "what comes late is not taken"
+
+
+def test_more_than_can_be_written_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_UNWRITTEN_BYTES", 250)
+    store = Store()
+    tiers = tiers_of(store)
+    store.goes_on.clear()
+    for n in range(9):
+        tiers.store((0, bytes([n])), n)
+    assert tiers.counters.kv_tier_dropped_blocks == 6
+    store.goes_on.set()
+    tiers.shutdown()
+    assert len(store.blocks) == 3
+
+
+def test_contents_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FETCHED_BYTES", 250)
+    store = Store()
+    store.blocks = {b"\0" + bytes([n]): bytes(100) for n in range(9)}
+    tiers = tiers_of(store)
+    first = fetched(tiers, *[(0, bytes([n])) for n in range(9)])
+    assert len(first.blocks) == 3
+    assert not fetched(tiers, (0, b"\0")).blocks
+    tiers.discard(first)
+    assert fetched(tiers, (0, b"\0")).blocks
+    tiers.shutdown()
+
+
+def test_what_was_stored_before_a_reset_is_gone(tmp_path: Path) -> None:
+    store = Store()
+    tiers = tiers_of(store)
+    tiers.store(NAME, 3)
+    tiers.clear()
+    tiers.store(NAME, 4)
+    tiers.shutdown()
+    assert list(store.blocks.values()) == [bytes([4]) * 100]
+
+
+def test_blocks_of_other_weights_are_not_found() -> None:
+    store = Store()
+    tiers = tiers_of(store)
+    tiers.model = b"a"
+    tiers.store(NAME, 3)
+    tiers.model = b"b"
+    tiers.store(NAME, 4)
+    until(lambda: len(store.blocks) == 2, "both are stored")
+    assert fetched(tiers, NAME).blocks == [(NAME, bytes([4]) * 100)]
+    tiers.model = b"a"
+    assert fetched(tiers, NAME).blocks == [(NAME, bytes([3]) * 100)]
+    tiers.shutdown()

@@ -1,0 +1,175 @@
+"""Tenants share the threads in front of the engines."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from engine.shared.fair_threads import FairExecutor, FairQueue, FairThreads, QueueFull, tenant_id
+
+GUARD = 20.0
+"""Seconds that nothing here takes."""
+
+
+def drained(queue: FairQueue[str], seconds: dict[Hashable, float]) -> list[str]:
+    """Return all items in the order in which they come, where each takes its tenant's time."""
+    order = []
+    while (found := queue.pop()) is not None:
+        tenant, item = found
+        order.append(item)
+        queue.finish(tenant, seconds[tenant])
+    return order
+
+
+def test_tenants_take_turns_however_much_one_of_them_sends() -> None:
+    queue: FairQueue[str] = FairQueue(100, 50)
+    for number in range(4):
+        queue.push(1, f"a{number}")
+    queue.push(2, "b0")
+    queue.push(3, "c0")
+    assert drained(queue, {1: 1.0, 2: 1.0, 3: 1.0}) == ["a0", "b0", "c0", "a1", "a2", "a3"]
+
+
+def test_turns_are_of_time_and_not_of_items() -> None:
+    queue: FairQueue[str] = FairQueue(100, 50)
+    for number in range(3):
+        queue.push(1, f"a{number}")
+    for number in range(6):
+        queue.push(2, f"b{number}")
+    order = drained(queue, {1: 3.0, 2: 1.0})
+    assert order == ["a0", "b0", "b1", "b2", "a1", "b3", "b4", "b5", "a2"]
+
+
+def test_who_comes_late_has_nothing_to_catch_up_on() -> None:
+    queue: FairQueue[str] = FairQueue(100, 50)
+    for number in range(3):
+        queue.push(1, f"a{number}")
+    for _ in range(2):
+        assert queue.pop() is not None
+        queue.finish(1, 5.0)
+    for number in range(3):
+        queue.push(2, f"b{number}")
+    assert drained(queue, {1: 1.0, 2: 1.0}) == ["a2", "b0", "b1", "b2"]
+
+
+def test_a_tenant_fills_its_own_part_only() -> None:
+    queue: FairQueue[str] = FairQueue(5, 3)
+    for _ in range(3):
+        queue.push(1, "a")
+    with pytest.raises(QueueFull):
+        queue.push(1, "a")
+    queue.push(2, "b")
+    queue.push(2, "b")
+    with pytest.raises(QueueFull):
+        queue.push(3, "c")
+    assert len(queue) == 5
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def test_a_thread_is_left_for_others(threads: ThreadPoolExecutor) -> None:
+    executor = FairExecutor(threads.submit, 2)
+    release = threading.Event()
+    held = [executor.submit(1, release.wait, 30) for _ in range(5)]
+    assert executor.submit(2, lambda: "done").result(10) == "done"
+    assert not any(each.done() for each in held)
+    release.set()
+    assert all(each.result(10) for each in held)
+
+
+def test_one_tenant_alone_gets_everything_done_and_errors_are_its_own(
+    threads: ThreadPoolExecutor,
+) -> None:
+    executor = FairExecutor(threads.submit, 2, max_waiting=4, max_of_tenant=2)
+    release = threading.Event()
+    held = [executor.submit(1, release.wait, 30) for _ in range(3)]
+    with pytest.raises(QueueFull):
+        executor.submit(1, release.wait)
+    release.set()
+    assert all(each.result(10) for each in held)
+    with pytest.raises(ZeroDivisionError):
+        executor.submit(1, lambda: 1 // 0).result(10)
+    cancelled = executor.submit(1, pow, 2, 3)
+    assert cancelled.cancel() or cancelled.result(10) == 8
+    assert executor.submit(1, pow, 2, 4).result(10) == 16
+
+
+class Gate:
+    """Work that waits until it is let go, and notes who began."""
+
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self.open = threading.Event()
+
+    def work(self, name: str) -> Callable[[], str]:
+        def wait() -> str:
+            self.began.append(name)
+            assert self.open.wait(GUARD)
+            return name
+
+        return wait
+
+
+@pytest.mark.parametrize("threads", [2, 6])
+def test_one_tenants_flood_does_not_hold_up_another(threads: int) -> None:
+    asyncio.run(_flood(threads))
+
+
+async def _flood(threads: int) -> None:
+    asyncio.get_running_loop().set_default_executor(FairThreads(threads, "test"))
+    gate = Gate()
+
+    async def of(tenant: int, work: Callable[[], str]) -> str:
+        tenant_id.set(tenant)
+        return await asyncio.to_thread(work)
+
+    flood = [asyncio.create_task(of(1, gate.work(f"flood {n}"))) for n in range(100)]
+    other = asyncio.create_task(of(2, lambda: "other"))
+    assert await asyncio.wait_for(other, GUARD) == "other"
+    assert len(gate.began) < threads
+    gate.open.set()
+    assert await asyncio.wait_for(asyncio.gather(*flood), GUARD) == [
+        f"flood {n}" for n in range(100)
+    ]
+
+
+def test_in_one_thread_another_tenant_is_next() -> None:
+    asyncio.run(_one_thread())
+
+
+async def _one_thread() -> None:
+    asyncio.get_running_loop().set_default_executor(FairThreads(1, "test"))
+    gate, done = Gate(), list[str]()
+
+    async def of(tenant: int, name: str) -> None:
+        tenant_id.set(tenant)
+        done.append(await asyncio.to_thread(gate.work(name)))
+
+    tasks = [asyncio.create_task(of(1, f"flood {n}")) for n in range(10)]
+    tasks.append(asyncio.create_task(of(2, "other")))
+    await asyncio.sleep(0)
+    gate.open.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), GUARD)
+    assert done.index("other") <= 2
+
+
+def test_errors_and_cancelled_work_free_their_threads() -> None:
+    pool = FairThreads(1, "test")
+    gate = Gate()
+    running = pool.submit(gate.work("first"))
+    cancelled = pool.submit(gate.work("second"))
+    failing = pool.submit(lambda: 1 // 0)
+    assert cancelled.cancel()
+    gate.open.set()
+    with pytest.raises(ZeroDivisionError):
+        failing.result(GUARD)
+    assert running.result(GUARD) == "first"
+    assert pool.submit(lambda: 5).result(GUARD) == 5
+    assert gate.began == ["first"]
+    pool.shutdown()

@@ -1,0 +1,69 @@
+"""What is decided about patterns without backtracking."""
+
+from functools import partial
+
+import pytest
+
+from engine.shared.patterns import Expression, is_enforceable, keys_of
+from tests.support.cpu_time import cpu_seconds, grows_no_faster_than_input
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "fits"),
+    [
+        ("a+", "aaa", True),
+        ("a+", "aab", False),
+        ("a*", "", True),
+        ("a", "", False),
+        (r"\d\w", "1_", True),
+        (r"\d", "٣", False),
+        ("é|ü", "ü", True),
+        (r"(.*\.)?(q|k)_proj", "model.layers.0.self_attn.k_proj", True),
+    ],
+)
+def test_an_expression_matches_whole_texts(pattern: str, text: str, fits: bool) -> None:
+    assert Expression(pattern).matches(text) is fits
+
+
+@pytest.mark.parametrize("pattern", ["[", "(?=a)b", r"(a)\1"])
+def test_what_no_automaton_can_decide_is_an_error(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        Expression(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+", "(a|a)*", "(a|aa)+", "(.*a){10}", "(a?){50}a{50}", "(a|b)*a(a|b){20}", "(.|.)*b"],
+)
+def test_nested_quantifiers_take_time_that_is_linear_in_the_text(pattern: str) -> None:
+    expression = Expression(pattern)
+    expression.matches("a" * 200)
+
+    half, whole = (partial(expression.matches, "a" * size + "!") for size in (30_000, 60_000))
+    if cpu_seconds(whole) > 0.02:
+        grows_no_faster_than_input(half, whole)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("^a$", ["a"]),
+        ("^(a|bc)$", ["a", "bc"]),
+        ("^a$|^bc$", ["a", "bc"]),
+        ("^a|bc$", None),
+        ("^[abc|]{1}$", None),
+        ("a", None),
+        ("^x$", None),
+        ("(?=a)", None),
+        ("[", None),
+    ],
+)
+def test_keys_of_a_pattern_that_no_other_key_matches(
+    pattern: str, matched: list[str] | None
+) -> None:
+    assert keys_of(pattern, ["a", "bc", "", "d"]) == matched
+
+
+def test_whether_a_pattern_can_be_enforced() -> None:
+    assert is_enforceable(r"^\p{L}+-\d$")
+    assert not any(map(is_enforceable, [r"^(?!a)", r"\bword\b", r"(a)\1", "["]))

@@ -1,0 +1,29 @@
+"""What a process takes of its machine, beside what psutil says of it."""
+
+import os
+
+import psutil
+import pytest
+
+from engine.shared.descriptors import Descriptors
+from engine.shared.process_use import process_use
+
+
+def test_a_process_says_what_it_takes_of_its_machine() -> None:
+    process = psutil.Process()
+    held = os.urandom(32 << 20)
+    before, use, after = process.cpu_times(), process_use(), process.cpu_times()
+    memory = process.memory_info().rss
+    assert len(held) <= use.resident_bytes
+    assert use.resident_bytes == pytest.approx(memory, rel=0.2)
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    assert before.user + before.system - 2 * tick <= use.cpu_seconds
+    assert use.cpu_seconds <= after.user + after.system + 2 * tick
+    assert use.started == pytest.approx(process.create_time(), abs=2)
+    assert use.started == process_use().started
+    assert 3 <= use.open_fds < use.max_fds
+
+
+def test_descriptors_that_have_been_counted_are_not_counted_again() -> None:
+    use = process_use(Descriptors(17, 4096))
+    assert (use.open_fds, use.max_fds) == (17, 4096)

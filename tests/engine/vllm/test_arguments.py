@@ -1,0 +1,82 @@
+"""Settings become vLLM's arguments, or are refused by name; nothing is ignored."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from engine.shared.config import (
+    EngineConfig,
+    ExecutorConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from engine.vllm.arguments import engine_arguments
+
+KNOWN = frozenset({"trust_remote_code", "max_model_len", "data_parallel_size"})
+VLLM = ExecutorConfig(engine_backend="vllm")
+
+
+def given(text: str) -> EngineConfig:
+    return EngineConfig(executor=replace(VLLM, engine_args=text))
+
+
+def test_settings_that_both_have_go_by_their_names_and_defaults_are_the_engines() -> None:
+    config = EngineConfig(
+        model=ModelConfig(model="some/model", max_model_len=512, dtype="float32"),
+        scheduler=SchedulerConfig(max_num_seqs=7),
+        parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=4),
+        executor=replace(VLLM, enforce_eager=True),
+    )
+    assert engine_arguments(config, KNOWN) == {
+        "model": "some/model", "max_model_len": 512, "dtype": "float32", "max_num_seqs": 7,
+        "tensor_parallel_size": 2, "enforce_eager": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "flag"),
+    [
+        (EngineConfig(model=ModelConfig(quantization="int8")), "--quantization"),
+        (EngineConfig(lora=LoraConfig(enable_lora=True)), "--enable-lora"),
+        (EngineConfig(scheduler=SchedulerConfig(speculative_ngram=3)), "--speculative-ngram"),
+        (EngineConfig(executor=replace(VLLM, executor="simulated")), "--executor"),
+        (EngineConfig(executor=replace(VLLM, batch_invariant=True)), "--batch-invariant"),
+        (
+            EngineConfig(
+                parallel=ParallelConfig(enable_expert_parallel=True, data_parallel_size=2)
+            ),
+            "--enable-expert-parallel",
+        ),
+    ],
+)
+def test_settings_that_a_vllm_engine_would_not_heed_are_refused(
+    config: EngineConfig, flag: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{flag} .*needs --engine-backend swell"):
+        engine_arguments(config, KNOWN)
+
+
+@pytest.mark.parametrize("text", ["trust-remote-code: true", '{"trust_remote_code": true}'])
+def test_further_arguments_are_yaml_json_or_a_file(text: str, tmp_path: Path) -> None:
+    assert engine_arguments(given(text), KNOWN)["trust_remote_code"] is True
+    file = tmp_path / "arguments.yaml"
+    file.write_text(text)
+    assert engine_arguments(given(str(file)), KNOWN)["trust_remote_code"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("max_model_len: 5", "use --max-model-len"),
+        ("data_parallel_size: 2", "use --data-parallel-size"),
+        ("no_such: 1", "no argument 'no_such'"),
+        ("[1]", "has to be an object"),
+        ("{", "neither YAML nor JSON"),
+    ],
+)
+def test_wrong_further_arguments_are_named(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        engine_arguments(given(text), KNOWN)

@@ -1,0 +1,128 @@
+"""Limits of a tenant over front ends that share no memory, by way of the coordinator."""
+
+import pytest
+
+from coordinator.tenants import TenantUsage
+from engine.shared.messages import ClusterView, TenantUse
+from server.access.admission import Admission, Overloaded, Reservation
+from server.access.admission_table import AdmissionTable
+from server.access.tenants_elsewhere import MAX_AGE, MAX_TENANTS, REPEAT_INTERVAL, TenantsElsewhere
+from server.config import OverloadConfig, TenantConfig
+
+SEARCH, BATCH = 11, 12
+
+
+class Cluster:
+    """Front ends with a table each, and a coordinator."""
+
+    def __init__(self, number: int) -> None:
+        self.usage = TenantUsage()
+        self.now = 100.0
+        self.tables = [AdmissionTable(None) for _ in range(number)]
+        self.elsewhere = [
+            TenantsElsewhere(table, index, 7) for index, table in enumerate(self.tables)
+        ]
+        self.publish()
+
+    def publish(self, *, counted: bool = True) -> None:
+        tenants = self.usage.sums if counted else None
+        view = ClusterView(1, 1, 0, False, [], len(self.tables), tenants=tenants)
+        for each in self.elsewhere:
+            each.take(view, self.now)
+
+    def settle(self) -> None:
+        """Let all tell the coordinator, and it them."""
+        for each in self.elsewhere:
+            notice = each.notice(self.now)
+            if notice is not None:
+                self.usage.take(notice)
+        self.publish()
+
+    def admission(self, index: int, **limits: int) -> Admission:
+        return Admission(
+            self.tables[index],
+            OverloadConfig(max_queue=1000),
+            lambda: 100,
+            TenantConfig(**limits),  # type: ignore[arg-type]
+            elsewhere=self.elsewhere[index],
+        )
+
+    def reserve(
+        self, admission: Admission, place: int, tenant: int, tokens: int = 1
+    ) -> Reservation:
+        return admission.reserve(1, tokens, self.now, place, tenant)
+
+
+def test_a_key_has_one_limit_over_all_nodes() -> None:
+    cluster = Cluster(3)
+    nodes = [cluster.admission(index, max_sequences_per_key=4) for index in range(3)]
+    # Places in the table may differ between nodes; the tenant does not.
+    held = [cluster.reserve(node, 3 + i, SEARCH) for i, node in enumerate(nodes)]
+    cluster.settle()
+    held.append(cluster.reserve(nodes[0], 3, SEARCH))
+    cluster.settle()
+    for i, node in enumerate(nodes):
+        with pytest.raises(Overloaded, match="max_sequences_per_key is 4"):
+            cluster.reserve(node, 3 + i, SEARCH)
+        cluster.reserve(node, 1, BATCH)
+    held[1].release()
+    cluster.settle()
+    cluster.reserve(nodes[2], 5, SEARCH)
+
+
+def test_waiting_tokens_of_a_key_have_one_limit_over_all_nodes() -> None:
+    cluster = Cluster(2)
+    first, second = (cluster.admission(i, max_queue_tokens_per_key=100) for i in range(2))
+    held = cluster.reserve(first, 3, SEARCH, 80)
+    cluster.settle()
+    with pytest.raises(Overloaded, match="max_queue_tokens_per_key"):
+        cluster.reserve(second, 3, SEARCH, 50)
+    held.computed(60)
+    cluster.settle()
+    taken = cluster.reserve(second, 3, SEARCH, 50)
+    with pytest.raises(Overloaded, match="max_queue_tokens_per_key"):
+        taken.recount(90, cluster.now)
+
+
+def test_what_others_hold_is_forgotten_without_a_coordinator_and_with_a_front_end() -> None:
+    cluster = Cluster(2)
+    first, second = (cluster.admission(i, max_sequences_per_key=1) for i in range(2))
+    cluster.reserve(first, 3, SEARCH)
+    cluster.settle()
+    with pytest.raises(Overloaded):
+        cluster.reserve(second, 3, SEARCH)
+    assert cluster.usage.keep({(1, 7)})
+    assert not cluster.usage.keep({(1, 7)})
+    cluster.publish()
+    cluster.reserve(second, 3, SEARCH).release()
+    cluster.now += REPEAT_INTERVAL
+    cluster.settle()  # it is still there, and says so
+    with pytest.raises(Overloaded):
+        cluster.reserve(second, 3, SEARCH)
+    cluster.now += MAX_AGE + 1
+    cluster.reserve(second, 3, SEARCH)
+
+
+def test_only_what_is_new_is_told_and_no_more_than_a_view_holds() -> None:
+    cluster = Cluster(1)
+    node, elsewhere = cluster.admission(0, max_sequences_per_key=4), cluster.elsewhere[0]
+    held = [cluster.reserve(node, place, place) for place in range(MAX_TENANTS + 5)]
+    held.append(cluster.reserve(node, MAX_TENANTS + 1, MAX_TENANTS + 1))
+    notice = elsewhere.notice(cluster.now)
+    assert notice is not None
+    assert len(notice.tenants) == MAX_TENANTS
+    table = cluster.tables[0].name
+    assert notice.tenants[0] == TenantUse(table, MAX_TENANTS + 1, 2, 0)
+    assert elsewhere.notice(cluster.now) is None
+    for each in held:
+        each.release()
+    notice = elsewhere.notice(cluster.now)
+    assert notice is not None
+    assert notice.tenants == []
+
+
+def test_a_coordinator_of_the_release_before_is_told_nothing() -> None:
+    cluster = Cluster(1)
+    cluster.publish(counted=False)
+    cluster.reserve(cluster.admission(0, max_sequences_per_key=4), 3, SEARCH)
+    assert cluster.elsewhere[0].notice(cluster.now) is None

@@ -1,0 +1,54 @@
+from typing import Any
+
+from server.answer.injection import told
+
+WEATHER = {"type": "function", "function": {"name": "get_weather"}}
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+WRITTEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def test_tools_are_told_of_behind_the_system_message() -> None:
+    turns = told([turn("system", "Be brief."), turn("user", "hello")], [WEATHER])
+    assert [each["role"] for each in turns] == ["system", "user"]
+    assert turns[0]["content"].startswith("Be brief.\n\nYou can call functions.")
+    assert '{"type": "function", "function": {"name": "get_weather"}}' in turns[0]["content"]
+    assert turns[1] == turn("user", "hello")
+
+
+def test_without_a_system_message_there_is_one() -> None:
+    turns = told([turn("user", "hello")], [WEATHER])
+    assert [each["role"] for each in turns] == ["system", "user"]
+
+
+def test_templates_without_system_messages_get_them_in_the_first_of_the_user() -> None:
+    turns = told([turn("user", "hello")], [WEATHER], in_system=False)
+    assert [each["role"] for each in turns] == ["user"]
+    assert turns[0]["content"].endswith("\n\nhello")
+
+
+def test_calls_and_results_are_texts_and_turns_alternate() -> None:
+    turns = told(
+        [
+            turn("system", "Be brief."),
+            turn("user", "weather?"),
+            turn("assistant", "Let me see.", tool_calls=[CALL, CALL]),
+            turn("tool", "sun", tool_call_id="a"),
+            turn("tool", "rain", tool_call_id="b"),
+            turn("user", "and now?"),
+        ],
+        [WEATHER],
+    )
+    assert [each["role"] for each in turns] == ["system", "user", "assistant", "user"]
+    assert turns[2] == turn("assistant", f"Let me see.\n{WRITTEN}\n{WRITTEN}")
+    assert turns[3]["content"] == (
+        "<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response>\nand now?"
+    )
+
+
+def test_messages_of_the_user_that_follow_each_other_stay_apart() -> None:
+    turns = told([turn("user", "one"), turn("user", "two")], [WEATHER])
+    assert [each["content"] for each in turns[1:]] == ["one", "two"]

@@ -1,0 +1,19 @@
+"""The paths that the chart opens to clients."""
+
+from typing import Any
+
+import yaml
+
+from scripts.write_compatibility_doc import TARGET
+
+OPERATORS = ("/docs", "/openapi.json", "/metrics", "/status", "/admin/", "/server_info", "/load")
+"""Beginnings of paths that the chart's Ingress and route do not open."""
+
+
+def test_the_chart_publishes_every_path_that_clients_call_and_no_other(app: Any) -> None:
+    text = (TARGET.parents[1] / "helm" / "swell" / "values.yaml").read_text(encoding="utf-8")
+    published = yaml.safe_load(text)["api"]["publicPaths"]
+    for route in app.routes:
+        is_page = route.path == "/" or route.path.endswith((".js", ".css"))
+        opened = any(f"{route.path}/".startswith(f"{each}/") for each in published)
+        assert opened is not (is_page or route.path.startswith(OPERATORS)), route.path

@@ -1,0 +1,273 @@
+"""Requests of public bug reports that servers of this kind refused or answered wrongly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.shared.config import ModelConfig
+from server.config import FrontEndConfig
+from server.text.chat_template import ChatTemplate
+from server.text.tokenizer import ServedTokenizer
+from tests.server.answer.test_quoted_lark import PATCH
+from tests.server.conftest import tokenizer_with
+
+STRICT = (Path(__file__).parents[2] / "clients" / "strict.jinja").read_text(encoding="utf-8")
+SAY_HI = {"role": "user", "content": "Say hi."}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+NONE = {"type": "object", "properties": {}}
+EMPTY: list[Any] = [None, "", []]
+EXEC = {"type": "custom", "name": "exec"}
+G = {"type": "function", "name": "g", "parameters": NONE}
+
+
+def after_call(arguments: Any) -> list[Any]:
+    """Return a conversation in which the model has called a tool."""
+    function = {"name": "get_weather", "arguments": arguments}
+    call = {"id": "c1", "type": "function", "function": function}
+    return [
+        SAY_HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "user", "content": "and?"},
+    ]
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    """Return a message as Codex sends it."""
+    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+
+
+def beta(*blocks: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """Return a request for a message whose last turn holds some blocks."""
+    call = {"type": "tool_use", "id": "t", "name": "Read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [*blocks]}
+    turns = [
+        SAY_HI,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    return "/v1/messages?beta=true", {"max_tokens": 8, "messages": turns, **fields}
+
+
+CASES: list[tuple[str, tuple[str, dict[str, Any]], str]] = [
+    ("vllm-project/vllm#44000",
+     ("/v1/messages?beta=true",
+      {"max_tokens": 8, "messages": [SAY_HI, {"role": "system", "content": "note"}]}),
+     "<|user|>Say hi.\n\nnote<|end|>"),
+    ("anthropics/claude-code#21612",
+     ("/v1/messages?beta=true",
+      {"max_tokens": 8, "messages": [SAY_HI], "context_management":
+       {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+     "<|user|>Say hi.<|end|>"),
+    ("an image that a tool read", beta({"type": "image", "source": {"type": "base64"}}),
+     "[image omitted: this model reads text]"),
+    ("a tool that a search found", beta({"type": "tool_reference", "tool_name": "Bash"}),
+     "The tool Bash is available."),
+    ("a PDF that a tool read", beta({"type": "document", "source": {"type": "base64"}}),
+     "[document omitted: this model reads text]"),
+    ("a text file", beta({"type": "document", "source": {"type": "text", "data": "abc"}}), "abc"),
+    ("passages", beta({"type": "search_result", "source": "u", "title": "t",
+                       "content": [{"type": "text", "text": "p"}]}), "t\nu\np"),
+    ("stop sequences", beta(stop_sequences=[f"<{i}>" for i in range(14)]), ""),
+    ("hosted tools beside functions",
+     beta(tools=[{"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+                 {"name": "g", "input_schema": NONE}]), '"name": "g"'),
+    ("ikawrakow/ik_llama.cpp#1964",
+     ("/v1/responses", {"input": "hi", "max_output_tokens": 8, "tool_choice": "auto", "tools":
+      [G, {"type": "namespace", "name": "multi_agent_v1", "description": "d", "tools": [G]}]}),
+     '"name": "multi_agent_v1__g"'),
+    ("ikawrakow/ik_llama.cpp#1964, web search",
+     ("/v1/responses", {"input": "hi", "max_output_tokens": 8, "tool_choice": "auto", "tools":
+      [G, {"type": "web_search", "external_web_access": False}]}), '"name": "g"'),
+    ("apply_patch",
+     ("/v1/responses", {"input": "hi", "max_output_tokens": 8, "tools":
+      [{"type": "custom", "name": "apply_patch", "description": "d", "format":
+        {"type": "grammar", "syntax": "lark", "definition": PATCH}}]}), '"name": "apply_patch"'),
+    ("vllm-project/vllm#42407",
+     ("/v1/responses", {"max_output_tokens": 1, "input":
+      [said("developer", "a"), said("developer", "b"), said("user", "c")]}),
+     "<|system|>a\n\nb<|end|><|user|>c<|end|>"),
+    ("two system messages",
+     ("/v1/chat/completions", {"max_tokens": 1, "messages":
+      [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, SAY_HI]}),
+     "<|system|>a\n\nb<|end|><|user|>Say hi.<|end|>"),
+    *[(f"vllm-project/vllm#43851: {arguments!r}",
+       ("/v1/chat/completions",
+        {"max_tokens": 8, "tools": [WEATHER], "messages": after_call(arguments)}),
+       '{"name": "get_weather", "arguments": {}}')
+      for arguments in ("null", "", "  ", "[]", "{}", None)],
+    ("vllm-project/vllm#48922",
+     ("/v1/chat/completions", {"max_tokens": 8, "tools": [WEATHER],
+      "messages": after_call('{"city": "a\\_b"}')}),
+     '{"name": "get_weather", "arguments": {"city": "a\\_b"}}'),
+    ("continuedev/continue#1371",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages": [SAY_HI],
+      "stop": ["a1", "b1", "c1", "d1", "e1"]}), ""),
+    ("nothing to choose from",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages": [SAY_HI], "tools": None,
+      "tool_choice": "auto"}), ""),
+    ("an empty list of tools",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages": [SAY_HI], "tools": []}), ""),
+    ("300 tools",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages": [SAY_HI], "tools":
+      [{"type": "function", "function": {"name": f"f{i}"}} for i in range(300)]}), '"f299"'),
+    ("mxyhi/token_proxy#307",
+     ("/v1/responses", {"max_output_tokens": 1, "input":
+      [{"type": "additional_tools", "role": "developer", "tools":
+        [{"type": "namespace", "name": "functions", "tools": [EXEC]}]},
+       said("user", "c")]}), '"name": "functions__exec"'),
+    ("ggml-org/llama.cpp#23465",
+     ("/v1/responses", {"max_output_tokens": 1, "input":
+      [said("user", "c"),
+       {"type": "custom_tool_call", "call_id": "c1", "name": "exec", "input": "x"},
+       {"type": "custom_tool_call_output", "call_id": "c1", "output":
+        [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "u"}]}]}),
+     "a\n[input_image omitted: this model reads text]"),
+    ("anomalyco/opencode#42613",
+     ("/v1/responses", {"max_output_tokens": 1, "input":
+      [{"role": "user", "content": "hi"},
+       {"type": "message", "role": "assistant", "content":
+        [{"type": "output_text", "text": "Hello!"}]},
+       {"role": "user", "content": "bye"}]}), "<|assistant|>Hello!<|end|><|user|>bye<|end|>"),
+    *[(f"tashfeenahmed/freellmapi#165: {content!r}",
+       ("/v1/chat/completions", {"max_tokens": 1, "messages":
+        [SAY_HI, {"role": "assistant", "content": content}, SAY_HI]}),
+       "<|assistant|><|end|><|user|>Say hi.")
+      for content in EMPTY],
+    ("TQZHR/grok2api#41",
+     ("/v1/chat/completions", {"max_tokens": 1, "tools": [WEATHER], "messages":
+      [*after_call("{}")[:2], {"role": "tool", "tool_call_id": "c1", "content": None}]}),
+     "<tool_response></tool_response>"),
+    ("anomalyco/opencode#48637",
+     ("/v1/messages", {"max_tokens": 8, "thinking":
+      {"type": "adaptive", "block_binding": {"prefix_mismatch_behavior": "drop_block"}},
+      "messages": [SAY_HI, {"role": "assistant", "content":
+       [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Hi."}]},
+       SAY_HI]}), "<|assistant|>Hi.<|end|>"),
+    ("ikawrakow/ik_llama.cpp#1964, a probe",
+     ("/v1/responses", {"input": [], "max_output_tokens": 1}), "<|user|><|end|>"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def config() -> FrontEndConfig:
+    return FrontEndConfig(model=ModelConfig(model="org/tiny", served_model_name=("tiny",)))
+
+
+@pytest.fixture
+def tokenizer(backend: Tokenizer) -> ServedTokenizer:
+    return tokenizer_with(backend, STRICT)
+
+
+@pytest.mark.parametrize(
+    ("request_", "shown"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_a_request_is_answered(
+    http: Any, engines: Any, request_: tuple[str, dict[str, Any]], shown: str
+) -> None:
+    engines.context = 1 << 16
+    path, body = request_
+    answer = http.post(path, {"model": "tiny", **body})
+    assert answer.status_code == 200, answer.text
+    assert shown in engines.tokenizer.decode(
+        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
+    )
+    if path.startswith("/v1/messages"):
+        counted = {name: value for name, value in body.items()
+                   if name not in ("max_tokens", "stop_sequences")}  # fmt: skip
+        answer = http.post("/v1/messages/count_tokens?beta=true", {"model": "tiny", **counted})
+        assert answer.json() == {"input_tokens": len(engines.streams[-1].prompt_token_ids)}
+
+
+def test_a_call_that_was_streamed_is_taken_back(http: Any, engines: Any) -> None:
+    wrong = '{"name": "get_weather", "arguments": {\'city\': \'Oslo\'}}'
+    engines.script = engines.answer(f"<tool_call>\n{wrong}\n</tool_call>")
+    engines.context = 4096
+    asked: dict[str, Any] = {"tools": [WEATHER], "max_tokens": 200}
+    events = http.stream("/v1/chat/completions", {"messages": [SAY_HI], **asked})
+    arguments = "".join(
+        call["function"].get("arguments", "")
+        for event in events
+        for call in event["choices"][0]["delta"].get("tool_calls", [])
+    )
+    assert events[-1]["choices"][0]["unreadable_tool_calls"] == [0]
+    http.chat(messages=after_call(arguments), **asked)
+    whole = http.chat(messages=[SAY_HI], **asked)["choices"][0]
+    assert whole["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+    assert whole["unreadable_tool_calls"] == [0]
+    function = {"name": "get_weather", "input_schema": CITY}
+    body = {"model": "tiny", "messages": [SAY_HI], "tools": [function], "max_tokens": 200}
+    message = http.post("/v1/messages", body).json()
+    [block] = message["content"]
+    assert (block["input"], message["unreadable_tool_use"]) == ({}, [block["id"]])
+    text = http.post("/v1/messages", {**body, "stream": True}).text
+    assert '"stop_reason":"tool_use","stop_sequence":null,"unreadable_tool_use":["call_' in text
+
+
+def test_more_inputs_than_an_embedding_takes_are_refused_with_the_limit(pooling_http: Any) -> None:
+    answer = pooling_http().post("/v1/embeddings", {"input": ["x"] * 2049})
+    assert answer.status_code == 400
+    assert "2048" in answer.json()["error"]["message"]
+
+
+def test_an_image_of_the_user_is_refused_by_name(http: Any) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": [image]}]}
+    answer = http.post("/v1/messages", body)
+    assert answer.status_code == 400
+    assert "messages[0].content[0]: this model reads text" in answer.json()["error"]["message"]
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [url]}]}
+    answer = http.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[0].content[0]"
+    assert "this model reads text" in answer.json()["error"]["message"]
+
+
+FAILS_ON_TEXT = (
+    "{% for message in messages %}{% for call in message.tool_calls %}"
+    "{% for key, value in call.function.arguments | items %}{{ key }}={{ value }};{% endfor %}"
+    "!{% endfor %}{{ message.role }}{% endfor %}"
+)
+
+
+def test_arguments_that_a_template_cannot_show_are_empty(http: Any, engines: Any) -> None:
+    engines.tokenizer.chat_template = ChatTemplate(FAILS_ON_TEXT, {})
+    http.chat(messages=after_call("no JSON"))
+    prompt = engines.tokenizer.decode(
+        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
+    )
+    assert prompt == "user!assistanttooluser"
+
+
+def test_the_strict_template_refuses_what_is_not_merged() -> None:
+    """What these tests show would be refused by the template itself."""
+    turns = [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, SAY_HI]
+    template = ChatTemplate(STRICT, {})
+    assert "a\n\nb" in template.render(turns, add_generation_prompt=True)
+    with pytest.raises(Exception, match="must be at the beginning"):
+        template._template.render(messages=turns, tools=json.loads("null"))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("cut", range(3, 30))
+def test_a_demanded_call_that_is_cut_shows_no_markup(
+    http: Any, engines: Any, cut: int, streamed: bool
+) -> None:
+    """vllm-project/vllm#47903: the last of several calls ends before its arguments."""
+    engines.context = 4096
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    engines.script = engines.answer(f"{call}\n{call[:cut]}")
+    asked: dict[str, Any] = {"messages": [SAY_HI], "tools": [WEATHER], "tool_choice": "required"}
+    if streamed:
+        events = http.stream("/v1/chat/completions", asked)
+        content = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    else:
+        message = http.chat(**asked)["choices"][0]["message"]
+        content = message["content"] or ""
+        assert len(message["tool_calls"]) == 1
+    assert content == ""

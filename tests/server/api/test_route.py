@@ -1,0 +1,96 @@
+"""Path operations are what FastAPI knows of them: found by its router, seen by middleware."""
+
+from typing import Annotated, Any
+
+import httpx
+import pytest
+from fastapi import Depends, FastAPI, Response
+from starlette.types import Receive, Scope, Send
+
+from server.api.route import ApiRoute
+from server.api.services import ServicesDep
+from server.config import FrontEndConfig, GuardConfig
+from server.http.call import Call
+from server.schema.body import RequestBody
+from tests.server.http.test_http_protocol import run, served
+from tests.support.waiting import PATIENCE
+
+
+class NotesRoutes:
+    """Middleware that notes which route answered each request, as tracing does."""
+
+    def __init__(self, app: Any, noted: list[str]) -> None:
+        self._app, self._noted = app, noted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+        self._noted.append(scope["route"].path)
+
+
+def test_middleware_sees_the_route_of_every_request(app: FastAPI, http: Any) -> None:
+    noted: list[str] = []
+    app.add_middleware(NotesRoutes, noted=noted)
+    http.complete()
+    http.chat()
+    http.get("/v1/models/tiny")
+    assert noted == ["/v1/completions", "/v1/chat/completions", "/v1/models/{model_id:path}"]
+
+
+def test_an_operation_gets_what_its_parameters_say(app: FastAPI, http: Any) -> None:
+    async def echo(name: str, call: Call, services: ServicesDep, body: RequestBody) -> Response:
+        return Response(f"{name} {call.path} {services.names[0]} {body.model_dump()}")
+
+    app.router.routes.insert(0, ApiRoute("/echo/{name}", echo, methods=["POST"]))
+    answer = http.post("/echo/me", {})
+    assert answer.text == "me /echo/me tiny {}"
+    assert answer.headers["x-request-id"]
+
+
+def test_an_operation_with_a_body_that_asks_for_more_is_refused_where_it_is_made() -> None:
+    async def depends(body: RequestBody, found: Annotated[int, Depends(lambda: 1)]) -> Response:
+        return Response(f"{body} {found}")
+
+    async def queries(body: RequestBody, limit: int) -> Response:
+        return Response(f"{body} {limit}")
+
+    async def numbers(body: RequestBody, asks: int) -> Response:
+        return Response(f"{body} {asks}")
+
+    for operation in (depends, queries):
+        with pytest.raises(AssertionError, match="/asks"):
+            ApiRoute("/asks", operation, methods=["POST"])
+    with pytest.raises(AssertionError, match="asks"):
+        ApiRoute("/{asks}", numbers, methods=["POST"])
+
+
+def test_other_methods_of_its_path_are_refused(http: Any) -> None:
+    answer = http.get("/v1/completions")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+
+
+def test_guards_are_before_the_router(http_of: Any) -> None:
+    config = FrontEndConfig(guards=GuardConfig(api_key=("secret",)))
+    assert http_of(config).post("/v1/completions", {"prompt": "x"}).status_code == 401
+
+
+def test_head_is_answered_like_get_without_the_body(app: FastAPI) -> None:
+    paths = [
+        "/", "/docs", "/health", "/load", "/metrics", "/openapi.json", "/ping", "/ready",
+        "/status.css", "/status.json", "/v1/models", "/v1/models/tiny", "/v1/nothing", "/version",
+    ]  # fmt: skip
+
+    async def scenario() -> None:
+        async with (
+            served(app, GuardConfig()) as port,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client,
+        ):
+            for path in paths:
+                got, head = await client.get(path), await client.head(path)
+                assert head.status_code == got.status_code, path
+                assert head.headers["content-type"] == got.headers["content-type"]
+                assert "content-length" in head.headers
+                assert head.content == b""
+            assert (await client.head("/v1/completions")).status_code == 405
+
+    run(scenario)

@@ -1,0 +1,60 @@
+"""What a scrape shows of engines that a cluster has no room for."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.shared.messages import ControlRequest, ControlStatus
+from server.api.meta import endpoint
+from server.config import FrontEndConfig
+from server.control import SupervisorSilent
+
+
+class MadeUpControl:
+    """A supervisor that says this, nothing, or answers too late."""
+
+    def __init__(self, status: ControlStatus | None, *, may_wait: bool = True) -> None:
+        self.engines_may_wait = may_wait
+        self._status = status
+
+    async def ask(self, _request: ControlRequest) -> ControlStatus:
+        if self._status is None:
+            raise SupervisorSilent
+        return self._status
+
+
+class LateControl(MadeUpControl):
+    async def ask(self, _request: ControlRequest) -> ControlStatus:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def exposed(control: MadeUpControl | None) -> str:
+    services: Any = SimpleNamespace(config=FrontEndConfig(), names=("tiny",), control=control)
+    return asyncio.run(endpoint.waiting_engines(services)).decode()
+
+
+def status(**waiting: str) -> ControlStatus:
+    return ControlStatus(3, {}, busy=False, waiting=waiting)
+
+
+def test_engines_that_wait_are_shown_with_what_is_missing() -> None:
+    text = exposed(MadeUpControl(status(**{"1": "GPU", "2": "CPU, GPU"})))
+    first, second = text.splitlines()[2:]
+    assert first.startswith('swell_engine_waiting_for_resources{engine="1",model_name="')
+    assert first.endswith(',resources="GPU"} 1.0')
+    assert second.endswith(',resources="CPU, GPU"} 1.0')
+
+
+def test_nothing_is_shown_if_none_waits_or_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "WITHIN", 0.001)
+    for control in (
+        None,
+        MadeUpControl(status()),
+        MadeUpControl(status(**{"1": "GPU"}), may_wait=False),
+        MadeUpControl(None),
+        LateControl(None),
+    ):
+        assert exposed(control) == ""

@@ -1,0 +1,82 @@
+"""What `swell doctor` says of a machine."""
+
+import resource
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.shared.config import ModelConfig
+from server.config import GuardConfig, ServeConfig, StoreConfig
+from server.config.shown import changed_settings
+from server.doctor import command
+from server.doctor.command import Check, doctor, examine
+from server.doctor.config import DoctorConfig, DoctorTarget
+
+
+def checks(target: DoctorTarget, describe: Callable[[], str] = lambda: "amx") -> dict[str, Check]:
+    return {check.name: check for check in examine(target, describe)}
+
+
+def test_a_port_that_is_taken_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = DoctorConfig(doctor=DoctorTarget(port=port))
+        assert doctor(config, lambda: "amx") == 1
+    printed = capsys.readouterr().out
+    assert f"127.0.0.1 port {port} is not free" in printed
+    assert "1 failed" in printed
+
+
+def test_what_is_short_is_a_warning_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr(command, "MIN_SHM", 1 << 60)
+    monkeypatch.setattr(command, "MIN_MEMORY", 1 << 60)
+    monkeypatch.setattr(command, "_ENGINE", ("torch", "no-such-package"))
+    found = checks(DoctorTarget())
+    for name, advice in (
+        ("file descriptors", "ulimit -Hn"),
+        ("/dev/shm", "--shm-size"),
+        ("memory", "GiB available"),
+        ("packages of engines", "missing no-such-package: they need swell[engine]"),
+    ):
+        assert found[name].verdict == "warn", found[name]
+        assert advice in found[name].text
+
+
+def test_a_container_without_torch_is_no_failure() -> None:
+    def without_torch() -> str:
+        raise ImportError("torch")
+
+    def wrong() -> str:
+        raise ValueError("SWELL_PROCESSOR=z80: has to be one of amx")
+
+    assert checks(DoctorTarget(), without_torch)["processor"].verdict == "warn"
+    failed = checks(DoctorTarget(), wrong)["processor"]
+    assert failed.verdict == "fail"
+    assert "z80" in failed.text
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "models"))
+    assert checks(DoctorTarget())["cache of models"].verdict == "ok"
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "set HF_HOME" in checks(DoctorTarget())["cache of models"].text
+
+
+def test_the_line_at_the_start_has_what_was_set_and_no_secret() -> None:
+    config = ServeConfig(
+        model=ModelConfig(max_model_len=77),
+        guards=GuardConfig(api_key=("s3cret",), admin_key="s3cret", api_key_file="/run/keys"),
+    )
+    line = changed_settings(config)
+    assert "max_model_len=77" in line
+    assert "api_key_file='/run/keys'" in line
+    assert "admin_key='(hidden)'" in line
+    assert "s3cret" not in line
+    assert changed_settings(ServeConfig(store=StoreConfig())) == "all defaults"

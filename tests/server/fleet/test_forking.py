@@ -1,0 +1,278 @@
+"""Processes that are forked from a template, with real ones, whatever happens to it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.shared.messages import ChildReady, ChildStatus
+from server.fleet.child import Child, Program, watch_children_without_threads
+from server.fleet.forking import Template, can_fork
+from tests.support.waiting import PATIENCE, until, until_async
+
+pytestmark = [
+    pytest.mark.slow,  # it starts processes
+    pytest.mark.skipif(not can_fork(), reason="this system cannot give a fork to its grandparent"),
+]
+
+PROCESS = """
+import os, random, signal, sys, threading
+from engine.shared.lifeline import Lifeline
+lifeline = Lifeline.from_environment()
+launch = lifeline.read_launch(dict[str, int])
+print("it says", launch["number"], flush=True)
+if "code" in launch:
+    sys.exit(launch["code"])
+loaded = "loaded" in sys.modules
+lifeline.ready(f"{loaded} {os.getsid(0) == os.getpid()} {random.random()}")
+lifeline.watch()
+threading.Event().wait()
+"""
+LOADED = ""
+THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+DIES = "raise SystemExit(7)"
+NEVER = """
+import pathlib, signal
+pathlib.Path(__file__).with_name("begun").touch()
+signal.pause()
+"""
+TEMPLATE = """
+import importlib
+from engine.shared.template import run
+run("forked_one", lambda _: importlib.import_module("loaded"))
+"""
+
+
+class Place:
+    """Where the programs of a test are, and what its processes say."""
+
+    def __init__(self, directory: Path, loaded: str) -> None:
+        for name, text in (
+            ("forked_one", PROCESS), ("loaded", loaded), ("forked_one_template", TEMPLATE)
+        ):  # fmt: skip
+            (directory / f"{name}.py").write_text(text)
+        self.directory = directory
+        self.path = os.pathsep.join([str(directory), *filter(None, sys.path)])
+        self.statuses: list[ChildStatus] = []
+        self.lines: list[str] = []
+
+    async def template(self, forks: int = 9) -> Template:
+        program = Program(
+            name="template",
+            module="forked_one_template",
+            launch=None,
+            environment={"PYTHONPATH": self.path},
+        )
+        template = Template(forks)
+        await template.begin(program, None, lambda line: None)
+        return template
+
+    async def start(self, template: Template, number: int = 1, **more: int) -> Child:
+        program = Program(
+            name=f"process {number}",
+            module="forked_one",
+            launch={"number": number, **more},
+            environment={"PYTHONPATH": self.path},
+        )
+        return await template.start(
+            program, on_status=self.statuses.append, on_line=self.lines.append
+        )
+
+    async def details(self, count: int) -> list[list[str]]:
+        """Wait until so many processes serve; return what each says of itself."""
+        await until_async(lambda: len(self.statuses) >= count, "they serve")
+        assert all(isinstance(each, ChildReady) for each in self.statuses)
+        return [each.detail.split() for each in self.statuses if isinstance(each, ChildReady)]
+
+
+async def end(*children: Child) -> None:
+    for each in children:
+        each.kill()
+        await each.wait()
+
+
+def play(part: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(PATIENCE):
+            await part()
+
+    watch_children_without_threads()
+    asyncio.run(run())
+
+
+def test_forks_have_what_was_loaded_and_else_their_own(tmp_path: Path) -> None:
+    place = Place(tmp_path, LOADED)
+
+    async def run() -> None:
+        template = await place.template()
+        children = await asyncio.gather(place.start(template, 1), place.start(template, 2))
+        details = await place.details(2)
+        await template.close()
+        assert [each[:2] for each in details] == [["True", "True"]] * 2
+        assert details[0][2] != details[1][2]  # what is drawn at random
+        assert {psutil.Process(each.pid).ppid() for each in children} == {os.getpid()}
+        await until_async(lambda: len(place.lines) == 2, "both have said something")
+        assert sorted(place.lines) == ["it says 1", "it says 2"]
+        await end(*children)
+
+    play(run)
+
+
+def test_the_end_of_a_fork_is_seen_with_its_code(tmp_path: Path) -> None:
+    place = Place(tmp_path, LOADED)
+
+    async def run() -> None:
+        template = await place.template()
+        child = await place.start(template, 1, code=5)
+        assert (await child.wait()).code == 5
+        killed = await place.start(template, 2)
+        await place.details(1)
+        os.kill(killed.pid, signal.SIGKILL)
+        assert (await killed.wait()).code == -signal.SIGKILL
+        assert list(killed.last_lines) == ["it says 2"]
+        await template.close()
+
+    play(run)
+
+
+def test_forks_do_not_notice_that_their_template_ends(tmp_path: Path) -> None:
+    place = Place(tmp_path, LOADED)
+
+    async def run() -> None:
+        template = await place.template()
+        child = await place.start(template)
+        await place.details(1)
+        pid = template.pid
+        await template.close()
+        assert not psutil.pid_exists(pid)
+        assert child.alive
+        child.terminate()
+        assert (await child.wait()).code == -signal.SIGTERM
+
+    play(run)
+
+
+def test_a_template_ends_with_its_last_fork(tmp_path: Path) -> None:
+    place = Place(tmp_path, LOADED)
+
+    async def run() -> None:
+        template = await place.template(forks=2)
+        children = [await place.start(template, number) for number in range(2)]
+        await until_async(lambda: not template.pid, "it has ended")
+        children.append(await place.start(template, 3))
+        assert sorted(each[0] for each in await place.details(3)) == ["False", "True", "True"]
+        await template.close()
+        await end(*children)
+
+    play(run)
+
+
+@pytest.mark.parametrize("loaded", [DIES, THREAD], ids=["it dies", "it has a thread"])
+def test_what_cannot_be_forked_loads_its_libraries_itself(tmp_path: Path, loaded: str) -> None:
+    place = Place(tmp_path, loaded)
+
+    async def run() -> None:
+        template = await place.template()
+        child = await place.start(template)
+        assert (await place.details(1))[0][0] == "False"
+        await end(child)
+        await template.close()
+
+    play(run)
+
+
+def test_a_template_that_does_not_load_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.fleet.forking.LOAD_TIMEOUT", 0.3)
+    place = Place(tmp_path, NEVER)
+
+    async def run() -> None:
+        template = await place.template()
+        children = await asyncio.gather(place.start(template, 1), place.start(template, 2))
+        assert [each[0] for each in await place.details(2)] == ["False", "False"]
+        await until_async(lambda: not template.pid, "it has ended")
+        await template.close()
+        await end(*children)
+
+    play(run)
+
+
+def test_after_a_template_was_killed_processes_are_started_without_it(tmp_path: Path) -> None:
+    place = Place(tmp_path, LOADED)
+
+    async def run() -> None:
+        template = await place.template()
+        forked = await place.start(template)
+        os.kill(template.pid, signal.SIGKILL)
+        other = await place.start(template)
+        assert [each[0] for each in await place.details(2)] == ["True", "False"]
+        await end(forked, other)
+        await template.close()
+
+    play(run)
+
+
+def test_nothing_is_left_of_a_template_and_its_forks(tmp_path: Path) -> None:
+    place = Place(tmp_path, LOADED)
+
+    def open_here() -> int:
+        return psutil.Process().num_fds()
+
+    async def run() -> None:
+        before = open_here()
+        children = set(psutil.Process().children())
+        template = await place.template()
+        forked = [await place.start(template, number) for number in range(3)]
+        await place.details(3)
+        await template.close()
+        await end(*forked)
+        await until_async(lambda: open_here() == before, "all are closed")
+        assert set(psutil.Process().children()) == children  # zombies would be among them
+
+    play(run)
+
+
+def test_a_template_that_still_loads_ends_with_its_supervisor(tmp_path: Path) -> None:
+    place = Place(tmp_path, NEVER)
+    program = """
+import asyncio, pathlib
+from server.fleet.child import Program
+from server.fleet.forking import Template
+
+async def run():
+    program = Program(name="template", module="forked_one_template", launch=None)
+    template = Template(9)
+    await template.begin(program, None, print)
+    print(template.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(run())
+"""
+
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": place.path},
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        try:
+            pid = int(supervisor.stdout.readline())
+            until((tmp_path / "begun").exists, "it loads")
+        finally:
+            supervisor.kill()
+    until(lambda: not _runs(pid), "the template ends")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,184 @@
+"""A stream shows that it lives before its first token and whenever no other one comes."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from engine.shared.messages import RequestOutput
+from server.config import FrontEndConfig, GuardConfig
+from server.http.call import COMMENT
+from server.http.keep_alive import HEADERS_WITHIN
+from server.router.generation_client import NoEngineAvailable
+from tests.server.http.test_http_protocol import connect, run, served
+from tests.support.waiting import PATIENCE, until_async
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 9},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 9},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 9},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+}
+FAILED = NoEngineAvailable("The engine is gone.")
+
+
+def request(path: str) -> bytes:
+    body = json.dumps({"model": "tiny", "stream": True, **BODIES[path]}).encode()
+    return (
+        b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(body), body)
+    )
+
+
+class WithInterval:
+    INTERVAL = 15.0
+
+    @pytest.fixture
+    def config(self, config: FrontEndConfig) -> FrontEndConfig:
+        http = msgspec.structs.replace(config.http, sse_keep_alive=self.INTERVAL)
+        return msgspec.structs.replace(config, http=http)
+
+
+class TestWithManyComments(WithInterval):
+    INTERVAL = 0.2
+
+    @pytest.mark.parametrize("path", BODIES)
+    def test_comments_come_while_nothing_else_does(self, app: Any, engines: Any, path: str) -> None:
+        whole = engines.script
+        engines.script = lambda stream: []
+
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                reader, writer = await connect(port)
+                writer.write(request(path))
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200 ")
+                assert b"text/event-stream" in head
+                for _ in range(2):
+                    await reader.readuntil(COMMENT)
+                [stream] = engines.streams
+                first, *rest = whole(stream)
+                stream.feed(first)
+                text = await reader.readuntil(COMMENT)
+                assert b"data: " in text
+                stream.feed(*rest)
+                text = await reader.read()
+                assert b"data: " in text
+                assert text.endswith(b"\n\n\r\n0\r\n\r\n")
+                writer.close()
+
+        run(scenario)
+
+    @pytest.mark.parametrize("path", BODIES)
+    def test_what_fails_after_the_headers_is_the_last_event(
+        self, app: Any, engines: Any, path: str
+    ) -> None:
+        engines.script = lambda stream: []
+
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                reader, writer = await connect(port)
+                writer.write(request(path))
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+                engines.streams[0].feed(FAILED)
+                text = await reader.read()
+                assert text.count(b"The engine is gone.") == 1
+                assert b"[DONE]" not in text
+                assert text.endswith(b"\n\n\r\n0\r\n\r\n")
+                writer.close()
+
+        run(scenario)
+
+    @pytest.mark.parametrize("path", BODIES)
+    def test_what_fails_before_them_is_an_http_error(
+        self, app: Any, engines: Any, path: str
+    ) -> None:
+        engines.script = lambda stream: [FAILED]
+
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                reader, writer = await connect(port)
+                writer.write(request(path))
+                answer = await reader.read()
+                assert answer.startswith(b"HTTP/1.1 503 ")
+                assert b"The engine is gone." in answer
+                writer.close()
+
+        run(scenario)
+
+    def test_nothing_is_left_when_the_client_hangs_up(self, app: Any, engines: Any) -> None:
+        engines.script = lambda stream: []
+
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                _, writer = await connect(port)
+                writer.write(request("/v1/completions"))
+                await engines.submitted.wait()
+                writer.close()
+                await until_async(engines.streams[0].closed.is_set, "it is aborted")
+            await asyncio.sleep(0)
+            tasks = [each for each in asyncio.all_tasks() if "show_life" in repr(each)]
+            assert tasks == []
+
+        run(scenario)
+
+    def test_answers_that_are_no_streams_have_none(self, app: Any, engines: Any) -> None:
+        whole = engines.script
+        engines.script = lambda stream: []
+
+        async def scenario() -> None:
+            async with (
+                served(app, GuardConfig()) as port,
+                httpx.AsyncClient(timeout=PATIENCE) as client,
+            ):
+                url = f"http://127.0.0.1:{port}/v1/completions"
+                asked = asyncio.create_task(client.post(url, json={"prompt": "hello"}))
+                await engines.submitted.wait()
+                await asyncio.sleep(3 * self.INTERVAL)
+                [stream] = engines.streams
+                stream.feed(*whole(stream))
+                assert (await asked).json()["choices"][0]["text"] == "hello world"
+
+        run(scenario)
+
+
+class TestWithFewComments(WithInterval):
+    def test_headers_go_out_after_a_second_without_a_token(self, app: Any, engines: Any) -> None:
+        engines.script = lambda stream: []
+
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                reader, writer = await connect(port)
+                began = time.monotonic()
+                writer.write(request("/v1/completions"))
+                await reader.readuntil(b"\r\n\r\n")
+                assert time.monotonic() - began > 0.9 * HEADERS_WITHIN
+                engines.streams[0].feed(RequestOutput(1, [5], "length"))
+                assert b": keep-alive" not in await reader.read()
+                writer.close()
+
+        run(scenario)
+
+
+class TestWithoutComments(WithInterval):
+    INTERVAL = 0.0
+
+    def test_errors_stay_http_errors_until_the_first_token(self, app: Any, engines: Any) -> None:
+        engines.script = lambda stream: []
+
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                reader, writer = await connect(port)
+                writer.write(request("/v1/completions"))
+                await engines.submitted.wait()
+                await asyncio.sleep(1.5 * HEADERS_WITHIN)
+                engines.streams[0].feed(FAILED)
+                assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+                writer.close()
+
+        run(scenario)

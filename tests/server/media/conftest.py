@@ -1,0 +1,93 @@
+"""An app that serves a small vision model, over scripted engines that take images."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from server.api.services import make_services
+from server.app import build_app
+from server.config import FrontEndConfig, MediaConfig
+from server.media.processors import Idefics3
+from server.observe.metrics import FrontEndMetrics
+from server.store.service import ResponseStore
+from server.text.chat_template import ChatTemplate
+from server.text.placeholders import Placeholders
+from server.text.tokenizer import ServedTokenizer
+from tests.server.conftest import FakeGenerationClient, Http
+from tests.server.tokens import id_of
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}<image>{% endif %}{% endfor %}<end_of_utterance>\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""As SmolVLM's: contents are lists of parts, and a text would not be shown."""
+TILE = 32
+TOKENS = 4
+"""Of each tile."""
+
+
+@pytest.fixture
+def processor() -> Idefics3:
+    return Idefics3(
+        {
+            "size": {"longest_edge": 2 * TILE},
+            "max_image_size": {"longest_edge": TILE},
+            "image_seq_len": TOKENS,
+        },
+        {},
+    )
+
+
+@pytest.fixture
+def template() -> str:
+    return TEMPLATE
+
+
+@pytest.fixture
+def tokenizer(backend: Tokenizer, template: str) -> ServedTokenizer:
+    own = Tokenizer.from_str(backend.to_str())
+    special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    special += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    own.add_special_tokens([AddedToken(text, special=True) for text in special])
+    return ServedTokenizer(
+        own,
+        eos_token_ids=[id_of(own, "<|eos|>")],
+        chat_template=ChatTemplate(template, {}),
+        placeholders=Placeholders(["<image>"]),
+    )
+
+
+@pytest.fixture
+def media() -> MediaConfig:
+    return MediaConfig(limit_mm_per_prompt='{"image": 3}', max_image_pixels=1 << 20)
+
+
+@pytest.fixture
+def vision(
+    config: FrontEndConfig,
+    engines: FakeGenerationClient,
+    tokenizer: ServedTokenizer,
+    processor: Idefics3,
+    media: MediaConfig,
+) -> Callable[..., Http]:
+    """Return what makes a client of the app; settings of images may be other ones."""
+
+    def make(store: ResponseStore | None = None, **changed: Any) -> Http:
+        changed_media = msgspec.structs.replace(media, **changed)
+        own = msgspec.structs.replace(config, media=changed_media)
+        metrics = FrontEndMetrics(own)
+        services = make_services(own, engines, tokenizer, metrics, processor=processor, store=store)
+        return Http(build_app(services))
+
+    return make
+
+
+@pytest.fixture
+def http(vision: Callable[..., Http]) -> Http:
+    return vision()

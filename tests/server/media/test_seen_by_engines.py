@@ -1,0 +1,69 @@
+"""A picture sent over HTTP leads to the tokens that transformers generates for it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+from swell import AsyncLLM
+from tests.server.media.pictures import data_url, encoded, picture
+from tests.server.media.vision_models import (
+    NUM_TOKENS,
+    SETTINGS,
+    save_vision_model,
+    small_tokenizer,
+)
+
+QUESTION = "what is this"
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (40, 20)], ids=str)
+@pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
+def test_the_answer_is_that_of_transformers(
+    tmp_path: Path, name: str, shape: tuple[int, int]
+) -> None:
+    model = save_vision_model(name, tmp_path)
+    tokenizer, tokens = small_tokenizer(), NUM_TOKENS[name]
+    fast: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer.from_str(tokenizer.to_str())
+    )
+    theirs: Any = Idefics3Processor(
+        Idefics3ImageProcessorPil(**SETTINGS), fast, image_seq_len=tokens
+    )
+    shown = [picture(*shape, seed=seed) for seed in (0, 1)]
+    text = f"User:<image><image>{QUESTION}<end_of_utterance>\nAssistant:"
+    taken = theirs(images=[shown], text=text, return_tensors="pt")
+    with torch.inference_mode():
+        generated = model.reference.generate(
+            input_ids=taken["input_ids"], pixel_values=taken["pixel_values"].float(),
+            attention_mask=torch.ones_like(taken["input_ids"]), do_sample=False, max_new_tokens=8,
+            eos_token_id=None,
+        )  # fmt: skip
+    prompt = taken["input_ids"][0].tolist()
+    expected = generated[0].tolist()[len(prompt) :]
+
+    async def answers() -> list[Any]:
+        parts: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": data_url(encoded(each))}} for each in shown
+        ]
+        messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]
+        asked: dict[str, Any] = {
+            "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        async with await AsyncLLM.start(
+            tmp_path, dtype="float32", max_model_len=256, num_kv_blocks=64, block_size=16,
+            max_num_batched_tokens=32,
+        ) as served:  # fmt: skip
+            return [await served.chat(messages, **asked) for _ in range(2)]
+
+    first, second = asyncio.run(answers())
+    assert first.prompt_token_ids == prompt
+    assert first.choices[0].token_ids == expected
+    assert second.choices[0].token_ids == expected
+    assert second.usage.prompt_tokens_details.cached_tokens > 0

@@ -1,0 +1,70 @@
+"""Files are read below one directory only, whatever their URLs and links say."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from server.media.decode import BadImage
+from server.media.sources import ImageSources
+from tests.server.media.loops import in_loop
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "shown"
+    (root / "deep").mkdir(parents=True)
+    (tmp_path / "shown-not").mkdir()
+    (tmp_path / "shown-not" / "b.png").write_bytes(b"secret")
+    (root / "deep" / "a b.png").write_bytes(b"image")
+    (root / "large.png").write_bytes(b"x" * 101)
+    (root / "inside").symlink_to(root / "deep" / "a b.png")
+    (root / "outside").symlink_to(tmp_path / "shown-not" / "b.png")
+    (root / "up").symlink_to(tmp_path)
+    os.mkfifo(root / "pipe")
+    return root
+
+
+def sources(root: Path | None) -> ImageSources:
+    return ImageSources(local_path=root, max_bytes=100, seconds=1.0)
+
+
+@pytest.mark.parametrize("path", ["deep/a%20b.png", "inside", "deep/../inside"])
+@in_loop
+async def test_a_file_below_the_directory_is_read(root: Path, path: str) -> None:
+    for host in ("", "localhost"):
+        assert await sources(root).read(f"file://{host}{root}/{path}") == b"image"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../shown-not/b.png", "%2e%2e/shown-not/b.png", "outside", "up/shown-not/b.png", "deep",
+     "pipe", "nothing", "a%00b", "large.png"],
+)  # fmt: skip
+@in_loop
+async def test_what_is_not_below_it_is_refused(root: Path, path: str) -> None:
+    with pytest.raises(BadImage):
+        await sources(root).read(f"file://{root}/{path}")
+
+
+@in_loop
+async def test_files_of_other_hosts_or_of_none_allowed_are_refused(root: Path) -> None:
+    with pytest.raises(BadImage, match="file:///PATH"):
+        await sources(root).read(f"file://example.com{root}/inside")
+    with pytest.raises(BadImage, match="--allowed-local-media-path"):
+        await sources(None).read(f"file://{root}/inside")
+
+
+@pytest.mark.parametrize("size", [0, 99, 100])
+@in_loop
+async def test_data_of_any_size_up_to_the_limit_are_read(size: int) -> None:
+    import base64
+
+    url = "data:image/png;base64," + base64.b64encode(b"x" * size).decode()
+    assert await sources(None).read(url) == b"x" * size
+
+
+@in_loop
+async def test_more_data_are_not_read() -> None:
+    with pytest.raises(BadImage, match="more than 100 bytes"):
+        await sources(None).read("data:image/png;base64," + "A" * 200)

@@ -1,0 +1,45 @@
+"""Small random models that see images, with all files that serving them takes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint, save_tiny_model_with_vision
+from tests.server.media.conftest import TEMPLATE
+
+SETTINGS: dict[str, Any] = {
+    "size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32},
+    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+}  # fmt: skip
+
+
+def small_tokenizer() -> Tokenizer:
+    """Return a byte-level tokenizer in whose vocabulary the image token has its number."""
+    special = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|eos|>"]
+    special += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: IMAGE_TOKEN - len(special)]
+    vocabulary = {text: number for number, text in enumerate([*letters, *special, "<image>"])}
+    assert vocabulary["<image>"] == IMAGE_TOKEN
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in [*special, "<image>"]])
+    return tokenizer
+
+
+def save_vision_model(name: str, directory: Path) -> Checkpoint:
+    """Write a model, its processor's settings, its tokenizer and its chat template."""
+    model = save_tiny_model_with_vision(name, directory, 3)
+    (directory / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    sizes = json.dumps({"image_seq_len": NUM_TOKENS[name]})
+    (directory / "processor_config.json").write_text(sizes)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    small_tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
+    return model
+
+
+NUM_TOKENS = {"smolvlm": 4, "idefics3": 16}
+"""Of each tile."""

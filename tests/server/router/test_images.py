@@ -1,0 +1,92 @@
+"""Requests with images go to engines that take them, alike ones to the same, and whole again."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.shared.messages import AddRequest, ClusterView, EncoderInput, EngineEntry, EngineSetup
+from server.router.request import RoutedRequest
+from server.router.routing import AFFINITY_BLOCK, EngineLoad, PrefixAffinity
+from tests.server.router.played_cluster import GREEDY, SETUP, Cluster
+
+
+def image(digest: bytes = b"0123456789abcdef", position: int = 0) -> EncoderInput:
+    return EncoderInput(
+        position=position, num_tokens=1, digest=digest, height=1, width=1, pixels=b"rgb"
+    )
+
+
+class SomeSee(Cluster):
+    """Of its engines only some take images."""
+
+    def __init__(self, *ranks: int, seeing: Sequence[int]) -> None:
+        self.seeing = seeing
+        super().__init__(*ranks)
+
+    def setup_of(self, rank: int) -> EngineSetup:
+        return msgspec.structs.replace(SETUP, images=rank in self.seeing)
+
+    def publish(self) -> None:
+        self._version += 1
+        entries = [
+            EngineEntry(e.rank, e.incarnation, True, "h", 0, self.setup_of(e.rank), e.stats())
+            for e in self.engines.values()
+        ]
+        self.shell.handle(
+            ClusterView(
+                epoch=1, version=self._version, wave=0, running=True, engines=entries,
+                num_front_ends=1,
+            )
+        )  # fmt: skip
+
+
+def test_a_request_with_an_image_goes_to_an_engine_that_takes_images() -> None:
+    cluster = SomeSee(0, 1, 2, seeing=[1])
+    for name in ("a", "b", "c"):
+        cluster.submit(name, encoder_inputs=[image()])
+    assert [len(cluster.engines[rank].held) for rank in (0, 1, 2)] == [0, 3, 0]
+    assert cluster.router.members.serves_images
+    cluster.submit("text")
+    assert len(cluster.engines[1].held) == 3
+
+
+def test_an_image_moves_with_its_request_to_the_next_engine() -> None:
+    cluster = SomeSee(0, 1, 2, seeing=[1, 2])
+    cluster.submit("a", encoder_inputs=[image()])
+    first = next(e for e in cluster.engines.values() if e.held)
+    cluster.die(first)
+    (second,) = [e for e in cluster.engines.values() if e.held]
+    assert second.rank == ({1, 2} - {first.rank}).pop()
+    (message,) = second.held.values()
+    assert message.encoder_inputs == [image()]
+
+
+def test_a_request_with_an_image_waits_for_an_engine_that_takes_images() -> None:
+    cluster = SomeSee(0, seeing=[1])
+    assert not cluster.router.members.serves_images
+    cluster.submit("a", encoder_inputs=[image()])
+    assert not cluster.engines[0].held
+    cluster.start(1)
+    assert len(cluster.engines[1].held) == 1
+
+
+def routed(*inputs: EncoderInput) -> RoutedRequest:
+    tokens = [7] * (2 * AFFINITY_BLOCK)
+    return RoutedRequest(AddRequest(1, "a", 0, 0, tokens, GREEDY, encoder_inputs=list(inputs)))
+
+
+def test_prompts_begin_alike_only_if_their_images_are_the_same() -> None:
+    policy = PrefixAffinity()
+    loads = [EngineLoad(rank, 0, 0, 0, 0.0) for rank in range(4)]
+    cat, dog = image(b"c" * 16), image(b"d" * 16)
+    policy.choose(loads, routed(cat).shown_token_ids)
+    assert policy.choose(loads, routed(cat).shown_token_ids).reason == "prefix"
+    assert policy.choose(loads, routed(dog).shown_token_ids).reason == "prefix_hash"
+    assert policy.choose(loads, routed().shown_token_ids).reason == "prefix_hash"
+
+
+def test_a_later_image_leaves_what_is_before_it_alike() -> None:
+    later = image(position=AFFINITY_BLOCK)
+    shown, plain = routed(later).shown_token_ids, routed().shown_token_ids
+    assert shown[:AFFINITY_BLOCK] == plain[:AFFINITY_BLOCK]
+    assert shown[AFFINITY_BLOCK] != plain[AFFINITY_BLOCK]

