@@ -48,7 +48,8 @@ def test_a_request_to_one_engine_makes_the_other_run_dummy_batches(
     before_wave = wave_when_paused(pair.url)
     before = dummy_steps(pair.url)
     complete(pair.url, "To be", 30, rank)
-    assert wave_when_paused(pair.url) == before_wave + 1
+    # If the order to start overtakes the request, the group pauses once more before it comes.
+    assert wave_when_paused(pair.url) - before_wave in (1, 2)
     after = dummy_steps(pair.url)
     dummies = [after[of] - before[of] for of in (0, 1)]
     # They step together: where one computes, the other runs a dummy batch, and after the last token
