@@ -123,6 +123,8 @@ def test_a_token_is_computed_and_drawn_in_the_same_way_in_any_company(
     engine.step({0: LENGTH - 1})
     decoded = engine.step({0: 1})
     assert engine.prefill(1).logprobs == decoded.logprobs, "drawn after a prompt"
+    engine.start(3, prompt(60))
+    engine.prefill(3)
     beside = engine.step({3: 1, 2: LENGTH})
     assert (beside.logprobs or [])[1:] == decoded.logprobs, "drawn beside a decode"
 
