@@ -177,7 +177,7 @@ def test_no_request_breaks_or_leaks_anything(quick_stack: RunningStack) -> None:
     statuses: Counter[int | None] = Counter()
 
     visits = st.builds(
-        lambda request, more, cut, abrupt: Visit(*request, more, cut, abrupt),
+        lambda request, more, cut, abrupt: Visit(request[0], request[1], more, cut, abrupt),
         bodies_of(json.loads(fetch(f"{quick_stack.url}/openapi.json").text)),
         headers,
         cuts,
