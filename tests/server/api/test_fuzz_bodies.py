@@ -262,14 +262,18 @@ def fitting(schema: dict[str, Any], document: dict[str, Any], levels: int) -> An
         return st.sampled_from(schema.get("enum") or [schema["const"]])
     if levels and "properties" in schema:
         fields = {
-            name: st.deferred(lambda of=field: fitting(of, document, levels - 1) | values)
-            for name, field in schema["properties"].items()
+            name: later(field, document, levels - 1) for name, field in schema["properties"].items()
         }
         required = {name: fields.pop(name) for name in schema.get("required", ())}
         return st.fixed_dictionaries(required, optional=fields)
     if levels and "items" in schema:
         return st.lists(fitting(schema["items"], document, levels - 1), max_size=3)
     return SIMPLE.get(schema.get("type", ""), values)
+
+
+def later(schema: dict[str, Any], document: dict[str, Any], levels: int) -> Any:
+    """Return the same, or any value; worked out when it is drawn from."""
+    return st.deferred(lambda: fitting(schema, document, levels) | values)
 
 
 @pytest.mark.parametrize("path", [*OPERATIONS, *ADAPTERS])
