@@ -22,7 +22,7 @@ import psutil
 _SWELL = Path(sys.executable).with_name("swell")
 _PROGRAM = "import sys; from server.cli import main; sys.exit(main())"
 _READY = re.compile(r"swell is ready after ([\d.]+) s: (https?://\S+)")
-_ORPHANS_END_WITHIN = 30.0
+_ORPHANS_END_WITHIN = 60.0
 """Seconds after which a process whose parent has ended has noticed it, on a busy machine."""
 
 

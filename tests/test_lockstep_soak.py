@@ -26,7 +26,7 @@ def test_hundreds_of_requests_at_random_times_through_two_front_ends_and_three_e
     with (
         RunningStack(*flags, "--executor", "simulated") as stack,
         ThreadPoolExecutor(16) as clients,
-        watched(stack, 150),
+        watched(stack, 250),
     ):
         before = wave_when_paused(stack.url)
         sent: list[Any] = []
