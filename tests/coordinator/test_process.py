@@ -185,8 +185,9 @@ def test_a_peer_without_the_key_cannot_fill_the_coordinator(tmp_path: Path, port
         [SWELL, "coordinator", "--coordinator", f"127.0.0.1:{first}", "--cluster-key-file", key]
     )
     try:
-        address = ("127.0.0.1", first + port)
-        until(lambda: listens(address), "it listens")
+        addresses = [("127.0.0.1", first + number) for number in range(4)]
+        until(lambda: all(map(listens, addresses)), "it listens")
+        address = addresses[port]
         before = psutil.Process(process.pid).memory_info().rss
         assert flood(address, 256 << 20) < 64 << 20, "the connection is closed"
         assert psutil.Process(process.pid).memory_info().rss - before < 8 << 20
