@@ -84,9 +84,13 @@ def test_hybrid_front_ends_balance_over_the_engines_of_their_node(
     ) as urls:
         until(partial(sees, urls[1], {1, 2}), "the second node sees its engines")
         until(partial(sees, urls[0], {0}), "the first node sees its engine")
-        for url in urls:
-            ask(url, 6)
-        until(lambda: is_served_by(urls[1], {"1", "2"}) or ask(urls[1], 1), "both engines are used")
+        ask(urls[0], 6)
+
+        def are_both_used() -> bool:
+            ask(urls[1], 6)
+            return is_served_by(urls[1], {"1", "2"})
+
+        until(are_both_used, "both engines of the second node are used")
         assert served_by(urls[0]) == {"0"}
 
 
