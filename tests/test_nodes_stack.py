@@ -60,7 +60,9 @@ def shown_of(url: str) -> set[str]:
     return set(metric(url, "kv_cache_usage_perc"))
 
 
-def is_served_by(url: str, ranks: set[str]) -> bool:
+def uses_all(url: str, ranks: set[str]) -> bool:
+    """Whether these engines, and no others, have been used once the node was asked again."""
+    ask(url, 6)
     return served_by(url) == ranks
 
 
@@ -69,8 +71,7 @@ def test_front_ends_balance_over_the_engines_of_all_nodes(cluster: tuple[str, ..
     with nodes(cluster, one_engine, one_engine) as urls:
         for url in urls:
             until(partial(sees, url, {0, 1}), "both engines are seen by both nodes")
-            ask(url, 6)
-            until(partial(is_served_by, url, {"0", "1"}), "both engines are used")
+            until(partial(uses_all, url, {"0", "1"}), "both engines are used")
 
 
 def test_hybrid_front_ends_balance_over_the_engines_of_their_node(
@@ -85,12 +86,7 @@ def test_hybrid_front_ends_balance_over_the_engines_of_their_node(
         until(partial(sees, urls[1], {1, 2}), "the second node sees its engines")
         until(partial(sees, urls[0], {0}), "the first node sees its engine")
         ask(urls[0], 6)
-
-        def are_both_used() -> bool:
-            ask(urls[1], 6)
-            return is_served_by(urls[1], {"1", "2"})
-
-        until(are_both_used, "both engines of the second node are used")
+        until(partial(uses_all, urls[1], {"1", "2"}), "the second node uses both of its engines")
         assert served_by(urls[0]) == {"0"}
 
 
