@@ -25,7 +25,7 @@ from server.store.records import BackendFailed, DiskFull, Record
 from server.store.service import ResponseStore
 from server.store.sql import SqlBackend
 from tests.support.stores import sqlite_backend
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -585,4 +585,4 @@ def test_followers_of_background_responses_are_counted_where_they_are_let_in(
             await asyncio.sleep(0.01)
         await store.jobs.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))

@@ -51,12 +51,14 @@ holds_the_lock()
 """
 
 TURNS = """
+import itertools
 import time
 from engine.shared.lifeline import Lifeline
 lifeline = Lifeline.from_environment()
 lifeline.ready("it serves")
-while True:
+for turn in itertools.count():
     lifeline.turn()
+    print(turn, flush=True)
     time.sleep(0.2)
 """
 
@@ -392,16 +394,24 @@ def test_a_process_that_a_signal_has_stopped_does_not_count_as_hung(
     (tmp_path / "sleeper.py").write_text(TURNS)
 
     async def run() -> None:
-        kept = keeper(hang_timeout=1.0)
+        kept = keeper(hang_timeout=3.0)
         kept.fill(role)
         await kept.until_ready([role])
-        await until_async(lambda: role.turned_at is not None, "it turns")
+        holder = role.holder
+        assert holder is not None
+
+        def turns() -> int:
+            return int(holder.last_lines[-1]) if holder.last_lines else 0
+
+        await until_async(lambda: role.turned_at is not None and turns(), "it turns")
         first = pid_of(role)
         os.kill(first, signal.SIGSTOP)
-        await asyncio.sleep(4.0)
+        await asyncio.sleep(5.0)
         os.kill(first, signal.SIGCONT)
-        await asyncio.sleep(1.5)
+        before = turns()
+        await until_async(lambda: turns() > before + 5 or not holder.alive, "it turns again")
         assert pid_of(role) == first
+        assert holder.alive
         await stop(kept, role)
 
     asyncio.run(run())
