@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import PendingResult
 from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
-from engine.core.outbox import CoreStep
+from engine.core.front_ends import CoreStep
 from engine.core.sender import LATE_INTERVAL, Sender
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch

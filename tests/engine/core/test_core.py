@@ -9,7 +9,7 @@ import pytest
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import ExecutorInfo, PendingResult
 from engine.core.engine_core import EngineCore
-from engine.core.outbox import CoreStep
+from engine.core.front_ends import CoreStep
 from engine.core.steps import StepFailed
 from engine.distributed.spec import GroupBroken
 from engine.executor.simulated import SimulatedExecutor, simulated_token

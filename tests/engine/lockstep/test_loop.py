@@ -13,7 +13,7 @@ from engine.batch.executor import PendingResult
 from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
 from engine.core.inbox import InboxItem, Stop
-from engine.core.outbox import CoreStep
+from engine.core.front_ends import CoreStep
 from engine.core.watchdog import StepWatch
 from engine.distributed.engines import EngineGroup
 from engine.distributed.group import PendingRows
