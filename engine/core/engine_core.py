@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.batch.executor import Executor, ExecutorInfo, ExpertLoads, GroupExecutor
+from engine.batch.executor import Executor, ExecutorInfo, GroupExecutor
 from engine.core.events import (
     AdaptersSettled,
     CoreEvent,
@@ -104,9 +104,7 @@ class EngineCore:
             admission=admission,
             now=now,
         )
-        self._experts: ExpertLoads | None = None
-        if isinstance(executor, GroupExecutor):
-            self._experts = executor.expert_balance
+        self._experts = executor.expert_balance if isinstance(executor, GroupExecutor) else None
         self.setup: EngineSetup = _setup(
             executor.info,
             config.cache,
