@@ -30,17 +30,17 @@ AnyRequest = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 class InvocationRoute(ModelRoute):
     """An operation whose body is that of the endpoint whose fields it has."""
 
-    def read(self, call: Call, services: Services) -> BaseModel:
-        return read_body(_body_type(call.content, services), call.content)
+    async def read(self, call: Call, services: Services) -> BaseModel:
+        return await read_body(await _body_type(call.content, services), call.content)
 
 
-def _body_type(content: bytes, services: Services) -> type[BaseModel]:
+async def _body_type(content: bytes, services: Services) -> type[BaseModel]:
     """Return what a body is, by its fields and by what the model does.
 
     Raises:
         ApiError: it is none of these.
     """
-    fields, pooling = fields_of(content), services.model.pooling
+    fields, pooling = await fields_of(content), services.model.pooling
     if pooling is not None:
         if "query" in fields:
             return RerankRequest
