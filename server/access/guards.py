@@ -266,7 +266,7 @@ class Guard:
             _note_tenant(scope, self._doors.api)
             await self._app(scope, receive, send)
             return
-        self._metrics.http_request(label or _label(scope["path"]), refusal.status)
+        self._metrics.count("http_requests", label or _label(scope["path"]), refusal.status)
         await refusal.send(scope["path"], send)
 
 
