@@ -50,17 +50,16 @@ GUARD = 60.0
 class Counts:
     """What the client reported to its metrics."""
 
-    routed: list[tuple[int, str]] = field(default_factory=list)
+    routed: list[tuple[str | int, ...]] = field(default_factory=list)
     resumed: int = 0
     wakes: int = 0
 
-    def routing_decision(self, rank: int, reason: str) -> None:
-        self.routed.append((rank, reason))
+    def count(self, name: str, *labels: str | int) -> None:
+        if name == "routing_decisions":
+            self.routed.append(labels)
+        self.resumed += name == "requests_resumed"
 
-    def request_resumed(self) -> None:
-        self.resumed += 1
-
-    def observe_wake(self, seconds: float) -> None:
+    def observe(self, name: str, seconds: float) -> None:
         assert seconds >= 0
         self.wakes += 1
 
