@@ -23,7 +23,7 @@ from server.api.openapi import serve_document
 from server.api.operators import endpoint as operators
 from server.api.pooling import endpoint as pooling
 from server.api.responses import endpoint as responses
-from server.api.responses.kept import kept_router
+from server.api.responses import kept
 from server.api.scores import endpoint as scores
 from server.api.services import Services
 from server.api.status import endpoint as status
@@ -74,8 +74,7 @@ def build_app(services: Services) -> FastAPI:
     app.state.services = services
     routers = [*ROUTERS]
     if services.store is not None:
-        kept = kept_router(services.store, config.http.sse_keep_alive)
-        routers += [kept, conversations.router]
+        routers += [kept.router, conversations.router]
     if config.http.enable_tokenizer_info_endpoint:
         routers.append(meta.tokenizer_router)
     if access.has_admin:

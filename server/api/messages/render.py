@@ -15,8 +15,7 @@ from server.api.messages.content import (
     ToolUseContent,
 )
 from server.api.messages.schema import MessagesRequest
-from server.api.rendering import Renderer, event_frames
-from server.api.whole import WholeAnswers
+from server.api.rendering import Renderer, WholeBody, event_frames
 from server.errors import ApiError, MessagesErrorResponse, message_error
 from server.generate.fold import Delta
 from server.generate.request import GenerationRequest
@@ -86,24 +85,16 @@ class GrowingMessage:
             message.stop_reason, message.stop_sequence = "stop_sequence", piece.stop_reason
 
 
-class MessageBody:
+class MessageBody(WholeBody):
     """Shows the sum of deltas as one message."""
 
-    streams = False
-
     def __init__(self, growing: GrowingMessage) -> None:
+        super().__init__(1)
         self._growing = growing
-        self._whole = WholeAnswers(1)
-        self.push, self.error = self._whole.add, _error
-
-    @property
-    def large(self) -> bool:
-        """Whether `finish` takes more than a moment."""
-        return self._whole.large
 
     def finish(self, usage: Usage) -> bytes:
         """Return the body."""
-        self._growing.close(usage, self._whole.answers()[0])
+        self._growing.close(usage, self.answers()[0])
         return _encode(self._growing.message)
 
 
@@ -115,7 +106,6 @@ class MessageEvents:
     def __init__(self, growing: GrowingMessage) -> None:
         self._growing = growing
         self._begun = False
-        self.error = _error
 
     def push(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta."""
@@ -129,9 +119,9 @@ class MessageEvents:
         ending = Ending(message.stop_reason, message.stop_sequence, message.unreadable_tool_use)
         return event_frames([*told, MessageDelta(ending, message.usage), MessageStop()])
 
-
-def _error(error: ApiError) -> bytes:
-    return event_frames([MessagesErrorResponse(message_error(error))])
+    def error(self, error: ApiError) -> bytes:
+        """Return the last frame of a stream in which something went wrong."""
+        return event_frames([MessagesErrorResponse(message_error(error))])
 
 
 def _usage(usage: Usage) -> MessageUsage:
