@@ -15,7 +15,7 @@ class Labelled(Generic[M]):
     """A metric whose first label is the model's name; its children are kept."""
 
     def __init__(self, metric: M, model_name: str) -> None:
-        self._metric = metric
+        self._metric: M = metric
         self._model_name = model_name
         self._children: dict[tuple[str | int, ...], M] = {}
 

@@ -1,4 +1,4 @@
-"""GET and POST /admin/*."""
+"""GET and POST /admin/*, and the paths that load adapters: requests and answers."""
 
 import sys
 from typing import Annotated, Literal
@@ -6,9 +6,12 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import Field
 
+from engine.shared.config import MAX_NAME_SIZE
 from engine.shared.messages import UtilityValue
 from server.limits import INT64_MAX, INT64_MIN, MAX_TOKENS
-from server.schema.body import RequestBody
+from server.schema.body import Name, RequestBody
+
+MAX_PATH_SIZE = 4096
 
 
 class EngineStatus(msgspec.Struct):
@@ -140,3 +143,24 @@ class WeightsStatus(msgspec.Struct):
     weight_version: str
     engines: list[int]
     seconds: float
+
+
+class LoadLoraRequest(RequestBody):
+    """An adapter to serve beside the model."""
+
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME_SIZE)
+    lora_path: str = Field(
+        min_length=1,
+        max_length=MAX_PATH_SIZE,
+        description="Directory as PEFT writes it, on the engines' nodes, below --lora-dir.",
+    )
+    load_inplace: bool = Field(
+        False, description="Replace an adapter of the same name; requests that run keep theirs."
+    )
+    base_model_name: Name | None = Field(None, description="Refuse if another model is served.")
+
+
+class UnloadLoraRequest(RequestBody):
+    """An adapter that shall not be served any more."""
+
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME_SIZE)

@@ -22,7 +22,7 @@ from engine.shared.messages import (
     UtilityResult,
     UtilityValue,
 )
-from server.api.admin.scaling import ask
+from server.api.admin.endpoint import ask
 from server.api.openapi import ADMIN_ERRORS, json_responses
 from server.api.operators.schema import (
     Done,
