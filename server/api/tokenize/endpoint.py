@@ -15,7 +15,7 @@ from server.api.tokenize.schema import (
 )
 from server.errors import invalid
 from server.text.conversation import render_chat
-from server.text.vocabulary import check_vocabulary
+from server.text.tokenizer import check_vocabulary
 
 router = APIRouter(route_class=ModelRoute)
 
