@@ -10,16 +10,14 @@ from engine.shared.version import SWELL_VERSION
 from server.access.guards import install
 from server.api import docs_page, invocations
 from server.api.admin import endpoint as admin
-from server.api.admin import lora, weights
+from server.api.admin import lora, operators, weights
 from server.api.chat import endpoint as chat
 from server.api.completions import endpoint as completions
-from server.api.conversations import endpoint as conversations
 from server.api.messages import endpoint as messages
 from server.api.meta import endpoint as meta
 from server.api.openapi import serve_document
-from server.api.operators import endpoint as operators
+from server.api.responses import conversations, kept
 from server.api.responses import endpoint as responses
-from server.api.responses import kept
 from server.api.services import Services
 from server.api.status import endpoint as status
 from server.api.tokenize import endpoint as tokenize

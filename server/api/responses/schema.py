@@ -1,11 +1,15 @@
-"""POST /v1/responses: the request."""
+"""POST /v1/responses and /v1/conversations: the requests."""
 
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
 from server.limits import (
+    MAX_ADDED_ITEMS,
     MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_METADATA_KEY,
+    MAX_METADATA_VALUE,
     MAX_PARTS,
     MAX_TOKENS,
     MAX_TOOLS,
@@ -442,3 +446,31 @@ PASSED_ON = (
     "logit_bias", "include_reasoning",
 )  # fmt: skip
 """Fields that mean the same in a chat completion; a stream too keeps its whole answer."""
+
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MAX_METADATA_KEY)],
+        Annotated[str, Field(max_length=MAX_METADATA_VALUE)],
+    ],
+    Field(max_length=MAX_METADATA),
+]
+
+
+class ConversationRequest(RequestBody):
+    """Begin a conversation."""
+
+    items: Annotated[list[InputItem], Field(max_length=MAX_ADDED_ITEMS)] | None = None
+    metadata: Metadata | None = None
+
+
+class MetadataRequest(RequestBody):
+    """Change the metadata of a conversation."""
+
+    metadata: Metadata
+
+
+class ItemsRequest(RequestBody):
+    """Add items to a conversation."""
+
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ADDED_ITEMS)]

@@ -8,12 +8,17 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi import Response as HttpResponse
 
-from server.api.conversations.schema import ConversationRequest, ItemsRequest, MetadataRequest
 from server.api.openapi import ENGINE_ERRORS, json_responses
 from server.api.responses.items import Conversation, Deleted, ItemList, OutputMessage
 from server.api.responses.keeping import is_conversation, kept, kept_item, now
 from server.api.responses.kept import KEPT_ERRORS, not_found, owner_of, page, store_of
-from server.api.responses.schema import InputItem, ItemReference
+from server.api.responses.schema import (
+    ConversationRequest,
+    InputItem,
+    ItemReference,
+    ItemsRequest,
+    MetadataRequest,
+)
 from server.api.route import ApiRoute, json_response
 from server.api.services import Services, ServicesDep
 from server.errors import invalid

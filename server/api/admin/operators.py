@@ -23,8 +23,7 @@ from engine.shared.messages import (
     UtilityValue,
 )
 from server.api.admin.endpoint import ask
-from server.api.openapi import ADMIN_ERRORS, json_responses
-from server.api.operators.schema import (
+from server.api.admin.schema import (
     Done,
     EngineFault,
     FaultStatus,
@@ -36,6 +35,7 @@ from server.api.operators.schema import (
     RpcResults,
     ScaleEpRequest,
 )
+from server.api.openapi import ADMIN_ERRORS, json_responses
 from server.api.route import ApiRoute, json_response
 from server.api.services import Services, ServicesDep
 from server.errors import invalid, unavailable
