@@ -58,7 +58,7 @@ class ApiRoute(APIRoute):
         finally:
             call.release()
         if call.status is not None:
-            services.metrics.http_request(self.path, call.status)
+            services.metrics.count("http_requests", self.path, call.status)
 
     async def answer(self, call: Call, services: Services) -> None:
         """Answer a call whose bytes have been read."""

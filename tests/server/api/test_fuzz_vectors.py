@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from benchmarks.hostile.bodies import bodies
 from benchmarks.hostile.operations import OPERATIONS
-from server.api.lora.schema import MAX_PATH_SIZE
+from server.api.admin.schema import MAX_PATH_SIZE
 from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
