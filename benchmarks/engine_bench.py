@@ -107,7 +107,7 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 def instrumented(clock: Clock) -> Iterator[None]:
     """Time the parts of every step of this process."""
     from engine.models.decoder import Decoder
-    from engine.models.products import blocked, converted, dense, int4, int8, int8_weights, mxfp4
+    from engine.models.products import blocked, converted, dense, int4, int8, mxfp4
     from engine.runner import model_runner
     from engine.scheduler.scheduler import Scheduler
 
@@ -118,7 +118,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
         dense.PackedLinear,
         int4.Int4Linear,
         int8.Int8Linear,
-        int8_weights.Int8WeightLinear,
+        int8.Int8WeightLinear,
         mxfp4.Mxfp4Linear,
     )
     with ExitStack() as stack:

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from engine.core.engine_core import EngineCore
-from engine.core.outbox import CoreStep
+from engine.core.front_ends import CoreStep
 from engine.executor.simulated import SimulatedExecutor
 from engine.shared.config import (
     CacheConfig,

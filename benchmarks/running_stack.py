@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -22,8 +23,10 @@ import psutil
 _SWELL = Path(sys.executable).with_name("swell")
 _PROGRAM = "import sys; from server.cli import main; sys.exit(main())"
 _READY = re.compile(r"swell is ready after ([\d.]+) s: (https?://\S+)")
-_ORPHANS_END_WITHIN = 30.0
+_ORPHANS_END_WITHIN = 60.0
 """Seconds after which a process whose parent has ended has noticed it, on a busy machine."""
+_NEVER_GIVEN_TO_CONNECTIONS = (2000, 10_000)
+"""Ports that the kernel does not choose from, nor tests that need some in a row."""
 
 
 started: "weakref.WeakSet[RunningStack]" = weakref.WeakSet()
@@ -216,5 +219,8 @@ def _parent(process: psutil.Process) -> int | None:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    """Return a port that no connection gets before the stack listens on it."""
+    while True:
+        port = random.SystemRandom().randrange(*_NEVER_GIVEN_TO_CONNECTIONS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

@@ -8,7 +8,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from server.api.compatibility import rows_of
-from server.api.conversations import endpoint as conversations
+from server.api.responses import conversations
 from server.app import ROUTERS
 
 TARGET = Path(__file__).parent.parent / "docs" / "compatibility.md"

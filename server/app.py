@@ -10,24 +10,19 @@ from engine.shared.version import SWELL_VERSION
 from server.access.guards import install
 from server.api import docs_page, invocations
 from server.api.admin import endpoint as admin
-from server.api.admin import scaling, weights
+from server.api.admin import lora, operators, weights
 from server.api.chat import endpoint as chat
-from server.api.classify import endpoint as classify
 from server.api.completions import endpoint as completions
-from server.api.conversations import endpoint as conversations
-from server.api.embeddings import endpoint as embeddings
-from server.api.lora import endpoint as lora
 from server.api.messages import endpoint as messages
 from server.api.meta import endpoint as meta
 from server.api.openapi import serve_document
-from server.api.operators import endpoint as operators
-from server.api.pooling import endpoint as pooling
+from server.api.responses import conversations, kept
 from server.api.responses import endpoint as responses
-from server.api.responses.kept import kept_router
-from server.api.scores import endpoint as scores
 from server.api.services import Services
 from server.api.status import endpoint as status
 from server.api.tokenize import endpoint as tokenize
+from server.api.vectors import endpoint as vectors
+from server.api.vectors import scores
 from server.errors import ApiError
 from server.http.call import foreseen
 from server.http.load_header import LoadHeader
@@ -43,9 +38,7 @@ ROUTERS = (
     chat.router,
     responses.router,
     messages.router,
-    embeddings.router,
-    pooling.router,
-    classify.router,
+    vectors.router,
     scores.router,
     invocations.router,
     tokenize.router,
@@ -74,12 +67,11 @@ def build_app(services: Services) -> FastAPI:
     app.state.services = services
     routers = [*ROUTERS]
     if services.store is not None:
-        kept = kept_router(services.store, config.http.sse_keep_alive)
-        routers += [kept, conversations.router]
+        routers += [kept.router, conversations.router]
     if config.http.enable_tokenizer_info_endpoint:
         routers.append(meta.tokenizer_router)
     if access.has_admin:
-        routers += [meta.settings_router, scaling.router, admin.router, weights.router]
+        routers += [meta.settings_router, admin.router, weights.router]
         routers += [operators.router, lora.router]
     for router in routers:
         app.router.routes += router.routes  # `include_router` would look up each request twice

@@ -148,9 +148,9 @@ def _fetch(config: FetchConfig) -> int:
 
 
 def _models(config: CachedConfig) -> int:
-    from server.fetch import cached
+    from server.fetch import command
 
-    return cached.cached(config)
+    return command.cached(config)
 
 
 def _doctor(config: DoctorConfig) -> int:

@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,7 +242,7 @@ class FrontEnd:
             self._lifeline.turn()
             due = time.monotonic() + TURN_INTERVAL
             await asyncio.sleep(TURN_INTERVAL)
-            metrics.observe_loop_lag(max(0.0, time.monotonic() - due))
+            metrics.observe("event_loop_lag_seconds", max(0.0, time.monotonic() - due))
 
     async def _mend_sockets(self) -> None:
         while True:
@@ -294,7 +295,8 @@ class FrontEnd:
             path = Path(config.response_store).expanduser()
             database = SqliteDatabase(path, lasting=True)
         limits = config.response_store_bytes, config.response_store_age
-        backend = SqlBackend(database, *limits, metrics.store_evicted)
+        evicted = partial(metrics.count, "response_store_evictions")
+        backend = SqlBackend(database, *limits, evicted)
         metrics.store_usage = lambda: (backend.total, backend.max_bytes)
         return ResponseStore(backend)
 

@@ -125,7 +125,9 @@ def _start(module: str) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # and none of the secrets
         bufsize=0,
-        start_new_session=True,
+        # Signals from a terminal are not for it. In a session of its own its niceness could mean
+        # nothing: Linux may divide processors between sessions first (`sched_autogroup_enabled`).
+        process_group=0,
     )
 
 

@@ -1,12 +1,14 @@
 """What a JSON text would cost to parse, found without parsing it.
 
 A parser makes an object of every value and every key, so two megabytes of `[0,0,0` can become a
-gigabyte. Here only characters are counted, in a few passes that run in C. Of valid JSON the price
-is exact where it could be too much; of other texts it is not less than what a parser makes of
-them before it finds them wrong.
+gigabyte. Here only characters are counted, in a few passes that run in C, a part of the text at a
+time: what waits for the same thread has its turn in between. Of valid JSON the price is exact where
+it could be too much; of other texts it is not less than what a parser makes of them before it finds
+them wrong.
 """
 
 import re
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ _TEXT = bytes(set(range(256)) - set(_STRUCTURE))
 _TEXT_WITHOUT_QUOTES = bytes(set(_TEXT) - set(b'"'))
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRING = re.compile(rb'"[^"]*"?')
+_PART_BYTES = 1 << 17
+"""Of a text that are looked at in one go, about half a millisecond."""
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\x00\x00")
 
 
@@ -65,10 +69,21 @@ def check_price(text: bytes) -> None:
     Raises:
         TooCostly: it is more.
     """
+    for _ in checked_parts(text):
+        pass
+
+
+def checked_parts(text: bytes) -> Iterator[None]:
+    """Compare a text's price with what one request may hold, and yield after each part of it.
+
+    Raises:
+        TooCostly: it is more.
+    """
     # So short a text has few values and containers, and so few brackets are not deep.
     short = len(text) <= MAX_JSON_CONTAINERS
     if not short or text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH:
-        price(text).check()
+        for _ in _prices(text):
+            yield
 
 
 def costly_field(text: bytes) -> str | None:
@@ -94,29 +109,56 @@ def price(text: bytes) -> Price:
     """Return the price of a text.
 
     Raises:
-        TooCostly: there are more strings than values are taken.
+        TooCostly: it is more than one request may hold.
     """
-    structure = text.translate(None, _TEXT)
-    if len(structure) > MAX_JSON_DEPTH:
-        structure = _outside_strings(text)
-    brackets = structure.translate(None, _NOT_BRACKETS)
-    opened = brackets.count(b"[") + brackets.count(b"{")
-    values = 1 + structure.count(b",") + structure.count(b":") + opened
-    return Price(values, opened, _depth(brackets, opened))
+    *_, found = _prices(text)
+    return found
 
 
-def _outside_strings(text: bytes) -> bytes:
-    """Return the characters of structure that are no part of a string."""
+def _prices(text: bytes) -> Iterator[Price]:
+    """Yield the price of the text up to the end of each of its parts.
+
+    Raises:
+        TooCostly: it is more than one request may hold.
+    """
+    few = text.translate(None, _TEXT)
+    if len(few) <= MAX_JSON_DEPTH:  # whether in strings or not
+        opened = few.count(b"[") + few.count(b"{")
+        yield Price(1 + few.count(b",") + few.count(b":") + opened, opened, opened)
+        return
+    found, level, start, inside = Price(), 0, 0, False
+    while True:
+        part = text[start : start + _PART_BYTES]
+        # What a backslash stands before is in the same part.
+        cut = (len(part) - len(part.rstrip(b"\\"))) % 2 and start + len(part) < len(text)
+        part = part[:-1] if cut else part
+        start += len(part)
+        structure, inside = _outside_strings(b'"' + part if inside else part)
+        brackets = structure.translate(None, _NOT_BRACKETS)
+        opened = brackets.count(b"[") + brackets.count(b"{")
+        containers = found.containers + opened
+        values = found.values + structure.count(b",") + structure.count(b":") + opened
+        depth = min(containers, MAX_JSON_DEPTH)
+        if MAX_JSON_DEPTH < containers <= MAX_JSON_CONTAINERS:
+            depth = max(_deepest(brackets, level, containers), found.depth)
+        level += 2 * opened - len(brackets)
+        found = Price(values, containers, depth)
+        found.check()
+        yield found
+        if start >= len(text):
+            return
+
+
+def _outside_strings(text: bytes) -> tuple[bytes, bool]:
+    """Return the characters of structure in no string, and whether the last string goes on."""
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
     # Strings without such characters in them are pairs of quotes now.
     left = plain.translate(None, _TEXT_WITHOUT_QUOTES).replace(b'""', b"")
-    if left.count(b'"') > 2 * MAX_JSON_VALUES:
-        raise TooCostly(f"more than {MAX_JSON_VALUES} values and keys")
-    return _STRING.sub(b"", left)
+    return _STRING.sub(b"", left), left.count(b'"') % 2 == 1
 
 
-def _depth(brackets: bytes, opened: int) -> int:
-    if opened <= MAX_JSON_DEPTH or opened > MAX_JSON_CONTAINERS:
-        return min(opened, MAX_JSON_DEPTH)
-    steps = (1 if step else -1 for step in brackets.translate(_STEPS))
-    return max(accumulate(steps))
+def _deepest(brackets: bytes, level: int, opened: int) -> int:
+    """Return the most containers around a value of a part that begins within `level` of them."""
+    # A parser does not come further: more are closed than were opened.
+    steps = (1 if step else -1 for step in brackets[: 2 * opened + 1].translate(_STEPS))
+    return max(accumulate(steps, initial=level))

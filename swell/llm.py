@@ -24,8 +24,8 @@ from engine.shared.model_files import model_directory
 from engine.shared.pooling import read_pooling
 from server.api.chat.schema import ChatCompletionResponse
 from server.api.completions.schema import CompletionResponse
-from server.api.embeddings.schema import EmbeddingsResponse
 from server.api.services import make_services
+from server.api.vectors.schema import EmbeddingsResponse
 from server.app import build_app
 from server.config import ServeConfig
 from server.config.devices import defaults_for

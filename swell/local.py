@@ -10,8 +10,8 @@ import msgspec
 
 from engine.core.engine_core import EngineCore
 from engine.core.events import AdaptersSettled, FrontEndJoined, PrerequisitesSettled
+from engine.core.front_ends import CoreStep
 from engine.core.inbox import InboxItem, Stop
-from engine.core.outbox import CoreStep
 from engine.core.turns import Turns
 from engine.core.watchdog import StepWatch
 from engine.process.early_stop import EarlyStop

@@ -33,7 +33,8 @@ def test_the_health_check_for_gpus_asks_every_engine() -> None:
     assert check() == 1, "nothing runs"
     with RunningStack("--executor", "simulated", environment=variables) as stack:
         until(lambda: check() == 0, "both engines are ready")
-        stack.processes()["engine 1"].suspend()
-        stack.processes()["engine 1"].kill()
-        assert check() == 1, "one of two is away"
-        until(lambda: check() == 0, "it is back")
+        engine = stack.processes()["engine 1"]
+        engine.suspend()
+        assert check() == 1, "one of two does not answer"
+        engine.kill()
+        until(lambda: check() == 0 and stack.processes()["engine 1"] != engine, "it is back")

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.running_stack import RunningStack
 from tests.support.disks import fill, small_disk
 from tests.support.http import MODEL, call, fetch
+from tests.support.metrics import scrape
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
@@ -210,5 +211,5 @@ def test_a_full_disk_ends_no_front_end_and_no_store() -> None:
             assert fetch(f"{stack.url}/v1/responses/{made['id']}", key=None).status == 200
         alive = {process.pid for name, process in stack.processes().items() if "api" in name}
         assert alive == pids
-        text = fetch(f"{stack.url}/metrics", key=None).text
-        assert re.search(r'response_store_evictions_total{[^}]*reason="disk"} [1-9]', text)
+        evicted = re.compile(r'response_store_evictions_total{[^}]*reason="disk"} [1-9]')
+        until(lambda: evicted.search(scrape(stack.url)), "it is counted what the disk cost")

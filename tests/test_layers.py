@@ -103,7 +103,7 @@ STATE_MACHINES = [
         for name in (
             "coordinator/events.py", "coordinator/expected.py", "coordinator/formation.py",
             "coordinator/groups.py", "coordinator/state.py", "coordinator/wave.py",
-            "engine/core/ending.py", "engine/core/halting.py", "engine/core/receive_counts.py",
+            "engine/core/ending.py", "engine/core/halting.py", "engine/core/front_ends.py",
             "engine/core/turns.py", "engine/core/wave_clock.py",
             "engine/lockstep/group_membership.py", "engine/lockstep/wave.py",
             "engine/process/links.py", "engine/process/reception.py", "engine/shared/cpu/lists.py",
@@ -139,7 +139,7 @@ def test_what_decides_knows_no_tensors_sockets_or_clocks(
 TELLS_THE_TIME = {
     "server/api/services.py", "server/store/sqlite.py", "server/api/responses/keeping.py",
     "server/api/generation.py", "server/api/status/endpoint.py",
-    "server/observe/engine_metrics.py", "server/api/vectors.py",
+    "server/observe/engine_metrics.py", "server/api/vectors/pooled_call.py",
     "engine/kv_events/publisher.py",
 }  # fmt: skip
 """What tells clients when something was; all else measures durations, and the clock may be set."""

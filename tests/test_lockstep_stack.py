@@ -49,7 +49,7 @@ def test_a_request_to_one_engine_makes_the_other_run_dummy_batches(
     before = dummy_steps(pair.url)
     complete(pair.url, "To be", 30, rank)
     # If the order to start overtakes the request, the group pauses once more before it comes.
-    assert wave_when_paused(pair.url) - before_wave in (1, 2)
+    assert wave_when_paused(pair.url, after=before_wave) - before_wave in (1, 2)
     after = dummy_steps(pair.url)
     dummies = [after[of] - before[of] for of in (0, 1)]
     # They step together: where one computes, the other runs a dummy batch, and after the last token
@@ -167,7 +167,7 @@ def test_a_new_coordinator_takes_the_group_over_as_it_is(pair: RunningStack) -> 
         until(lambda: "coordinator" in pair.processes(), "the coordinator is back")
         until(lambda: metric(pair.url, "engines_ready")[""] == 2, "the engines have registered")
         complete(pair.url, "With a new one", 5, 0)
-        until(lambda: wave_when_paused(pair.url) > before, "the wave goes on")
+        wave_when_paused(pair.url, after=before)
     assert {info["topology"] for info in utility(pair.url, "info").values()} == topology
 
 

@@ -1,5 +1,6 @@
 """Whole stacks whose engines compute with two processes each."""
 
+import contextlib
 import subprocess
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -130,11 +131,11 @@ def test_a_stack_stopped_while_its_workers_start_leaves_none() -> None:
     workers: list[psutil.Process] = []
 
     def worker_starts() -> bool:
-        workers[:] = [
-            each
-            for each in supervisor.children(recursive=True)
-            if "engine.executor.worker_main" in each.cmdline()
-        ]
+        workers.clear()
+        for each in supervisor.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if "engine.executor.worker_main" in each.cmdline():
+                    workers.append(each)
         return bool(workers)
 
     until(worker_starts, "a worker starts")

@@ -110,7 +110,9 @@ def test_processes_find_each_other_and_say_how_they_are(cluster: Cluster) -> Non
 
     for _ in range(4):
         complete(f"http://127.0.0.1:{cluster.http}", "Act", 4)
-    assert cluster.total("generation_tokens_total") == 16, "one scrape covers both front ends"
+    until(
+        lambda: cluster.total("generation_tokens_total") == 16, "one scrape covers both front ends"
+    )
 
     # A front end is replaced, and its successor is known under a number of its own at once.
     victim = psutil.Process(api.pid).children()[0]

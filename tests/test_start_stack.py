@@ -108,7 +108,7 @@ def test_a_stop_while_templates_load_leaves_nothing() -> None:
         children = supervisor.children(recursive=True)
         process.terminate()
         assert process.wait(PATIENCE) == 0
-    assert not [each for each in children if each.is_running()]
+    assert not psutil.wait_procs(children, timeout=PATIENCE)[1]
 
 
 @ANEW

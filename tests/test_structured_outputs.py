@@ -256,5 +256,5 @@ def test_nested_quantifiers_in_a_schema_freeze_nothing(
             body |= {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         case _:
             body |= {"input": "Hi", "max_output_tokens": 16}
-    answer = client.with_options(timeout=20).post(path, body=body, cast_to=httpx.Response)
+    answer = client.post(path, body=body, cast_to=httpx.Response)
     assert answer.status_code == 200

@@ -12,8 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.running_stack import RunningStack
 from engine.shared.config.model import BUNDLED_MODEL
-from tests.support.http import ADMIN_KEY, Answer, call, completion, fetch
-from tests.support.lockstep import utility
+from tests.support.http import (
+    ADMIN_KEY,
+    Answer,
+    are_replaced,
+    call,
+    completion,
+    everywhere,
+    fetch,
+    incarnations,
+)
+from tests.support.lockstep import infos
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
@@ -51,7 +60,7 @@ def update(url: str, model: str, version: str, mode: str) -> Answer:
 
 
 def versions(url: str) -> dict[int, str]:
-    return {rank: info["weight_version"] for rank, info in utility(url, "info").items()}
+    return {rank: info["weight_version"] for rank, info in infos(url).items()}
 
 
 @pytest.mark.slow
@@ -74,7 +83,13 @@ def test_weights_are_replaced_under_streams_and_outlive_engines(tmp_path: Path) 
 
         for version, model, mode in (("one", one, "rolling"), ("two", two, "in_place")):
             answers = [pool.submit(stream, number) for number in range(STREAMS)]
-            until(lambda: sum(i["running"] for i in utility(url, "info").values()) > 4, "they run")
+            until(
+                lambda: (
+                    sum(info["running"] for info in infos(url).values()) > 4
+                    or all(answer.done() for answer in answers)  # noqa: B023
+                ),
+                "they run, or have run",
+            )
             done = update(url, model, version, mode)
             assert done.status == 200, done
             assert json.loads(done.text)["engines"] == [0, 1]
@@ -94,14 +109,11 @@ def test_weights_are_replaced_under_streams_and_outlive_engines(tmp_path: Path) 
         refused = update(url, "/etc", "three", "rolling")
         assert "--weights-dir" in refused.error["message"]
 
-        killed = stack.processes()["engine 0"]
-        killed.kill()
+        before = incarnations(url, range(2))
+        stack.processes()["engine 0"].kill()
+        until(lambda: are_replaced(url, before, [0]), "it is replaced")
         until(
-            lambda: (
-                stack.processes().get("engine 0") not in (None, killed)
-                and set(versions(url)) == {0, 1}
-            ),
-            "it is replaced",
+            lambda: everywhere(lambda: versions(url) == {0: "two", 1: "two"}),
+            "its successor has the weights of the others",
         )
-        assert versions(url) == {0: "two", 1: "two"}
         assert text(greedy(url, 0)) == texts["two"]

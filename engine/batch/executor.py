@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engine.distributed.engines import EngineGroup
     from engine.distributed.spec import GroupSpec
     from engine.lora.store import AdapterStore
+    from engine.models.parallel.balance import ExpertBalance
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):
@@ -138,20 +139,6 @@ class Executor(Protocol):
         ...
 
 
-class ExpertLoads(Protocol):
-    """What an executor knows of how evenly the work of experts is shared out."""
-
-    @property
-    def imbalance(self) -> float | None:
-        """What the fullest process computed, as a multiple of the mean; None: not known yet."""
-        ...
-
-    @property
-    def moved_layers(self) -> int:
-        """How often the experts of a layer have been dealt out anew."""
-        ...
-
-
 @runtime_checkable
 class GroupExecutor(Executor, Protocol):
     """An executor whose steps hold collectives with other engines.
@@ -161,7 +148,7 @@ class GroupExecutor(Executor, Protocol):
     """
 
     @property
-    def expert_balance(self) -> ExpertLoads | None:
+    def expert_balance(self) -> "ExpertBalance | None":
         """What is known of the experts' load; None if it is not measured."""
         ...
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.batch.executor import Executor, GroupExecutor
+from engine.batch.executor import Executor, ExecutorInfo, GroupExecutor
 from engine.core.events import (
     AdaptersSettled,
     CoreEvent,
@@ -14,13 +14,10 @@ from engine.core.events import (
     Rejoined,
 )
 from engine.core.extensions import Extensions, Worker
+from engine.core.front_ends import CoreStep, FrontEnds, News
 from engine.core.halting import FLEET, Halting
 from engine.core.held_adapters import HeldAdapters
-from engine.core.load_reports import LoadReports, engine_setup
 from engine.core.operations import Operations
-from engine.core.outbox import CoreStep, Outbox
-from engine.core.profiles import Profiles
-from engine.core.receive_counts import FrontEndCounts
 from engine.core.shared_sampling import SharedSampling
 from engine.core.steps import Steps
 from engine.core.utilities import carry_out
@@ -29,13 +26,14 @@ from engine.kv_events.events import KvEventLog
 from engine.kv_tiers.tiers import KvTiers
 from engine.scheduler.admission import AdmissionPolicy
 from engine.scheduler.scheduler import Scheduler
-from engine.shared.config import EngineConfig
+from engine.shared.config import CacheConfig, EngineConfig
 from engine.shared.messages import (
     AbortRequests,
     AdapterSheet,
     AddRequest,
     EngineSetup,
     EngineStats,
+    ExpertLoad,
     FleetOrder,
     HeldAdapter,
     HoldAdapters,
@@ -51,8 +49,8 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """One engine: it takes events, steps, and says what is to be sent.
 
-    It composes the owners of what an engine has: its scheduler, the steps, the books about front
-    ends, what is to be said, and what operators want.
+    It composes the owners of what an engine has: its scheduler, the steps, the front ends and what
+    they are to be sent, and what operators want.
     """
 
     def __init__(
@@ -80,8 +78,10 @@ class EngineCore:
         """
         self.clock: WaveClock = clock or OwnClock()
         self._kv_events = kv_events
-        self._rank = rank
+        self._rank, self._incarnation = rank, incarnation
         self._now = now
+        self._version = 0
+        """Of the stats."""
         self._scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -92,32 +92,20 @@ class EngineCore:
             events=kv_events,
         )
         self.adapters = HeldAdapters(config.lora, executor.adapters, self._scheduler, on_adapters)
-        self._front_ends = FrontEndCounts()
+        self._front_ends = FrontEnds()
         self._sampling = SharedSampling()
-        self._outbox = Outbox()
         self.halting = Halting()
         self.steps = Steps(
             rank,
             config.scheduler,
             self._scheduler,
             executor,
-            self._outbox,
+            self._front_ends,
             admission=admission,
             now=now,
         )
-        self._reports = LoadReports(
-            rank,
-            incarnation,
-            self.clock,
-            scheduler=self._scheduler,
-            steps=self.steps,
-            halting=self.halting,
-            front_ends=self._front_ends,
-            adapters=self.adapters,
-            experts=executor.expert_balance if isinstance(executor, GroupExecutor) else None,
-            weight_version=lambda: self.operations.weights.version,
-        )
-        self.setup: EngineSetup = engine_setup(
+        self._experts = executor.expert_balance if isinstance(executor, GroupExecutor) else None
+        self.setup: EngineSetup = _setup(
             executor.info,
             config.cache,
             max_model_len=self._scheduler.max_model_len,
@@ -127,19 +115,18 @@ class EngineCore:
         self.operations = Operations(
             self.setup,
             halting=self.halting,
-            reports=self._reports,
+            stats=self.stats,
             steps=self.steps,
             scheduler=self._scheduler,
             executor=executor,
             adapters=self.adapters,
-            outbox=self._outbox,
+            front_ends=self._front_ends,
             weights=WeightsSource(config.model.model, config.model.revision, weight_version),
             weights_dir=config.model.weights_dir,
             is_divided=config.parallel.processes > 1 or config.parallel.enable_expert_parallel,
             on_setup=on_setup,
-            profiles=Profiles(
-                config.executor.torch_profiler_dir, executor, engine=f"{rank}-{incarnation:x}"
-            ),
+            profiler_dir=config.executor.torch_profiler_dir,
+            name=f"{rank}-{incarnation:x}",
             extensions=Extensions(
                 config.executor.worker_extensions, Worker(rank, incarnation, executor)
             ),
@@ -150,7 +137,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to send."""
-        if self.steps.are_in_flight or self._outbox:
+        if self.steps.are_in_flight or self._front_ends.has_mail:
             return True
         return self._scheduler.needs_step and not self.halting.is_halted
 
@@ -160,7 +147,7 @@ class EngineCore:
 
         Requests of an engine that is halted do not count, but what is in flight of them.
         """
-        if self.steps.have_rows or self._outbox:
+        if self.steps.have_rows or self._front_ends.has_mail:
             return True
         return self._scheduler.has_requests and not self.halting.is_halted
 
@@ -184,7 +171,40 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return load and counters as of now, newer than all stats returned before."""
-        return self._reports.stats()
+        self._version += 1
+        clock, scheduler, halting = self.clock, self._scheduler, self.halting
+        waiting, running, kv_usage, queued_prefill_tokens = scheduler.gauges()
+        experts = self._experts
+        return EngineStats(
+            self._rank,
+            self._incarnation,
+            self._version,
+            clock.wave,
+            self.steps.count,
+            waiting,
+            running,
+            kv_usage,
+            queued_prefill_tokens,
+            self._front_ends.received(),
+            scheduler.counters.snapshot(),
+            clock.topology,
+            clock.running,
+            clock.hold_epoch,
+            self._news.halted,
+            scheduler.num_deferred,
+            scheduler.alone,
+            halting.hands_over,
+            self.adapters.load(),
+            halting.sleep_level,
+            None if experts is None else ExpertLoad(experts.imbalance or 0.0, experts.moved_layers),
+            self.operations.weights.version,
+        )
+
+    @property
+    def _news(self) -> News:
+        """What all front ends have to know at once when it changes."""
+        is_halted = self.halting.is_halted or not self._scheduler.admits
+        return News(is_halted, self.halting.hands_over, self._scheduler.alone)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -205,13 +225,13 @@ class EngineCore:
             ):
                 pass
             case UtilityCall() | FleetOrder():
-                self._outbox.results += carry_out(self.operations, event, self._rank)
+                self._front_ends.results += carry_out(self.operations, event, self._rank)
             case FrontEndJoined(index, incarnation):
                 self.front_end_joined(index, incarnation)
             case FrontEndLeft(index):
                 self.front_end_left(index)
             case PrerequisitesSettled():
-                self._outbox.collect(self._scheduler.queue_compiled())
+                self._front_ends.collect(self._scheduler.queue_compiled())
             case HoldAdapters():
                 self.adapters.take(event.sheet)
             case AdaptersSettled():
@@ -254,8 +274,8 @@ class EngineCore:
 
     def answers(self) -> CoreStep | None:
         """Return what there is to send without a step, if anything."""
-        has_news = self._front_ends.told != self._reports.news
-        return self._take() if self._outbox or has_news else None
+        has_news = self._front_ends.told != self._news
+        return self._take() if self._front_ends.has_mail or has_news else None
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -264,14 +284,9 @@ class EngineCore:
             self.adapters.sweep()
         if self._kv_events is not None:
             self._kv_events.flush()
-        was_alone = self._front_ends.told.alone
-        for front_end in self._front_ends.to_tell(self._reports.news):
-            self._outbox.address(front_end)
-        outputs, results = self._outbox.take()
-        for front_end in outputs:
-            self._front_ends.count_outputs(front_end)
-        changes_alone = self._scheduler.alone != was_alone
-        return CoreStep(outputs, results, self.stats(), changes_alone)
+        news = self._news
+        changes_alone = news.alone != self._front_ends.told.alone
+        return self._front_ends.hand_over(news, self.stats, changes_alone=changes_alone)
 
     def _add(self, message: AddRequest) -> None:
         if not self._is_present(message.front_end, message.request_id):
@@ -287,12 +302,11 @@ class EngineCore:
             logger.exception("request %s could not be queued", name, extra={"request_id": name})
             answer = RequestOutput(message.id, [], "error", error=f"{type(error).__name__}")
         if answer is not None:
-            self._outbox.address(message.front_end).append(answer)
+            self._front_ends.address(message.front_end).append(answer)
 
     def _drop_requests(self, index: int) -> None:
         self._sampling.forget(index)
         self._scheduler.abort_front_end(index)
-        self._outbox.drop(index)
 
     def _is_present(self, index: int, what: str) -> bool:
         """Return whether somebody waits for an answer; say what is dropped if nobody does."""
@@ -300,3 +314,24 @@ class EngineCore:
         if not present:
             logger.warning("%s dropped: front end %d is not there", what, index)
         return present
+
+
+def _setup(
+    info: ExecutorInfo, cache: CacheConfig, *, max_model_len: int, max_num_seqs: int
+) -> EngineSetup:
+    """Return what the coordinator is told when an engine is ready."""
+    return EngineSetup(
+        info.num_kv_blocks if info.has_kv else 0,
+        cache.block_size,
+        max_model_len,
+        info.model_fingerprint,
+        max_num_seqs,
+        cache.enable_prefix_caching and not info.in_one_step,
+        cache.gpu_memory_utilization,
+        cache.num_kv_blocks,
+        cache.kv_cache_memory_bytes,
+        len(info.cache_windows),
+        cache.kv_cache_dtype,
+        info.is_batch_invariant,
+        images=info.vision is not None,
+    )

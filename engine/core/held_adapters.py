@@ -6,11 +6,13 @@ that has left the sheet stays until the last request with it has ended.
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 from engine.batch.executor import CannotDo
-from engine.lora.store import AdapterLoading, AdapterStore
+from engine.lora.adapter_config import BadAdapter
+from engine.lora.store import AdapterStore
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import LoraConfig
 from engine.shared.messages import AdapterEntry, AdapterLoad, AdapterSheet, HeldAdapter
@@ -23,8 +25,8 @@ class _Held:
     """One entry of the sheet, and how reading it ended."""
 
     entry: AdapterEntry
-    loading: AdapterLoading | None
-    """None once the outcome is known."""
+    loading: "Future[str] | None"
+    """Returns its version; None once the outcome is known."""
     outcome: HeldAdapter | None = None
 
 
@@ -95,7 +97,7 @@ class HeldAdapters:
         """Take the outcome of what has been read."""
         news = False
         for held in self._held.values():
-            if held.loading is not None and held.loading.settled:
+            if held.loading is not None and held.loading.done():
                 held.outcome = self._outcome(held.entry, held.loading)
                 held.loading = None
                 news = True
@@ -103,22 +105,21 @@ class HeldAdapters:
         if news:
             self._tell()
 
-    def _outcome(self, entry: AdapterEntry, loading: AdapterLoading) -> HeldAdapter:
-        error = loading.error
-        if error is None and entry.version and entry.version != loading.version:
-            error = "its files have changed since it was loaded: load it again"
-        if error is not None:
+    def _outcome(self, entry: AdapterEntry, loading: "Future[str]") -> HeldAdapter:
+        try:
+            version = loading.result()
+            if entry.version and entry.version != version:
+                raise BadAdapter("its files have changed since it was loaded: load it again")
+        except BadAdapter as error:
             logger.error("adapter %s cannot be served: %s", entry.name, error)
-            return HeldAdapter(entry.serial, error=error)
-        logger.info("adapter %s is loaded, version %s", entry.name, loading.version)
-        self._scheduler.adapters.held.add(loading.version)
-        return HeldAdapter(entry.serial, loading.version)
+            return HeldAdapter(entry.serial, error=str(error))
+        logger.info("adapter %s is loaded, version %s", entry.name, version)
+        self._scheduler.adapters.held.add(version)
+        return HeldAdapter(entry.serial, version)
 
     def wait(self) -> list[tuple[AdapterEntry, str]]:
         """Wait for all that is being read; return the entries that cannot be served, with why."""
-        for held in self._held.values():
-            if held.loading is not None:
-                held.loading.wait()
+        wait(held.loading for held in self._held.values() if held.loading is not None)
         self.settled()
         return [
             (held.entry, held.outcome.error)

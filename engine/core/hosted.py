@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.core.events import CoreEvent
-from engine.core.outbox import CoreStep
+from engine.core.front_ends import CoreStep
 from engine.core.wave_clock import OwnClock
 from engine.shared.config import EngineConfig
 from engine.shared.messages import EngineSetup, EngineStats

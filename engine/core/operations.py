@@ -9,11 +9,9 @@ from msgspec.structs import replace
 
 from engine.batch.executor import CannotDo, Executor
 from engine.core.extensions import Extensions
+from engine.core.front_ends import FrontEnds
 from engine.core.halting import Halting
 from engine.core.held_adapters import HeldAdapters
-from engine.core.load_reports import LoadReports
-from engine.core.outbox import Outbox
-from engine.core.profiles import Profiles
 from engine.core.steps import Steps
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.messages import (
@@ -24,6 +22,7 @@ from engine.shared.messages import (
     SleepMode,
     WeightsSource,
 )
+from engine.shared.writable import writable_directory
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
@@ -36,30 +35,34 @@ class Operations:
         setup: EngineSetup,
         *,
         halting: Halting,
-        reports: LoadReports,
+        stats: Callable[[], EngineStats],
         steps: Steps,
         scheduler: Scheduler,
         executor: Executor,
         adapters: HeldAdapters,
-        outbox: Outbox,
+        front_ends: FrontEnds,
         weights: WeightsSource,
         weights_dir: str | None,
         is_divided: bool,
         on_setup: Callable[[EngineSetup], None],
-        profiles: Profiles,
+        profiler_dir: str | None,
+        name: str,
         extensions: Extensions,
     ) -> None:
+        """Wire the owners; `name` tells the engine's recordings in `profiler_dir` from others'."""
         self.setup = setup
         self.halting = halting
-        self.profiles = profiles
+        self.stats = stats
+        """Returns load and counters as of now, newer than all stats returned before."""
         self.extensions = extensions
         self.adapters = adapters
         self.vocab_size = executor.info.vocab_size
-        self._reports = reports
         self._steps = steps
         self._scheduler = scheduler
         self._executor = executor
-        self._outbox = outbox
+        self._front_ends = front_ends
+        self._profiler_dir = profiler_dir
+        self._name = name
         self.weights = weights
         """What the engine computes with."""
         self.weight_updates = 0
@@ -68,10 +71,6 @@ class Operations:
         self._weights_dir = weights_dir
         self._is_divided = is_divided
         self._on_setup = on_setup
-
-    def stats(self) -> EngineStats:
-        """Return load and counters as of now, newer than all stats returned before."""
-        return self._reports.stats()
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes and return how many blocks they had."""
@@ -92,7 +91,7 @@ class Operations:
             self._scheduler.admits = False
             return
         if mode == "abort":
-            self._outbox.collect(self._scheduler.abort_all())
+            self._front_ends.collect(self._scheduler.abort_all())
         self.halting.pause(hand_over=mode == "move")
 
     def resume(self) -> None:
@@ -115,7 +114,7 @@ class Operations:
         if level:
             self._steps.vacate()
         if mode == "abort":
-            self._outbox.collect(self._scheduler.abort_all())
+            self._front_ends.collect(self._scheduler.abort_all())
         self.halting.sleep(level, hand_over=mode == "move")
         if level:
             self._executor.sleep(level)
@@ -173,3 +172,26 @@ class Operations:
         self.setup = replace(self.setup, model_fingerprint=fingerprint)
         self._on_setup(self.setup)
         return before
+
+    def start_profile(self) -> str:
+        """Begin to record what steps do; return the directory where the trace will be.
+
+        Raises:
+            CannotDo: there is no such directory, or nothing to record.
+        """
+        if self._profiler_dir is None:
+            raise CannotDo("profiles need a place: start the engines with --torch-profiler-dir")
+        writable_directory(self._profiler_dir)
+        self._executor.start_profile()
+        return self._profiler_dir
+
+    def stop_profile(self) -> str:
+        """End the recording and return the path of its trace.
+
+        Raises:
+            CannotDo: nothing is being recorded.
+        """
+        name = f"engine-{self._name}-step-{self._steps.count}.json.gz"
+        path = Path(self._profiler_dir or "") / name
+        self._executor.stop_profile(path)
+        return str(path)

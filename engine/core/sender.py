@@ -13,7 +13,7 @@ from typing import Protocol
 
 import zmq
 
-from engine.core.outbox import CoreStep
+from engine.core.front_ends import CoreStep
 from engine.shared.messages import (
     EngineDead,
     EngineOutput,

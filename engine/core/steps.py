@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo, Executor, PendingResult
-from engine.core.outbox import Outbox
+from engine.core.front_ends import FrontEnds
 from engine.distributed.spec import GroupBroken
 from engine.scheduler.admission import (
     NO_LOAD,
@@ -44,7 +44,7 @@ class _Launched(NamedTuple):
 
 
 class Steps:
-    """Launches steps and takes their results, which go to the outbox.
+    """Launches steps and takes their results, which go to the front ends.
 
     As many steps are in flight as the executor has stages, so that each of these computes one.
     With `async_scheduling` it is one more: that is planned and handed to the executor while the
@@ -57,7 +57,7 @@ class Steps:
         config: SchedulerConfig,
         scheduler: Scheduler,
         executor: Executor,
-        outbox: Outbox,
+        front_ends: FrontEnds,
         *,
         admission: AdmissionPolicy | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -68,7 +68,7 @@ class Steps:
         self._config = config
         self._scheduler = scheduler
         self._executor = executor
-        self._outbox = outbox
+        self._front_ends = front_ends
         self._admission = admission or build_admission_policy(config, lockstep_size=1)
         self._now = now
         self._max_in_flight = _steps_in_flight(config, executor.info.num_stages)
@@ -245,7 +245,7 @@ class Steps:
         assert pending is not None, "it has to be launched again"
         result = pending.result()
         self._in_flight.popleft()
-        self._outbox.collect(self._scheduler.update(plan, result, self._now()))
+        self._front_ends.collect(self._scheduler.update(plan, result, self._now()))
         self.count += 1
         self._scheduler.counters.dummy_steps += not plan.slots
         self._last_prefill_tokens = plan.num_prefill_tokens
@@ -253,7 +253,7 @@ class Steps:
     def _take_result(self) -> None:
         plan, pending = self._in_flight.popleft()
         result = BatchResult([]) if pending is None else pending.result()
-        self._outbox.collect(self._scheduler.update(plan, result, self._now()))
+        self._front_ends.collect(self._scheduler.update(plan, result, self._now()))
 
 
 def _steps_in_flight(scheduling: SchedulerConfig, stages: int) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.core.ending import Ending
+from engine.core.front_ends import CoreStep
 from engine.core.hosted import HostedEngine
 from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
-from engine.core.outbox import CoreStep
 from engine.shared.messages import FormGroup
 
 IDLE_STATS_INTERVAL = 2.0

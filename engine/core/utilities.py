@@ -232,11 +232,11 @@ def _load_weights(engine: Operations, arguments: _LoadWeights) -> Answer:
 
 
 def _start_profile(engine: Operations, _: _NoArguments) -> Answer:
-    return {"directory": engine.profiles.start()}
+    return {"directory": engine.start_profile()}
 
 
 def _stop_profile(engine: Operations, _: _NoArguments) -> Answer:
-    return {"trace": engine.profiles.stop(engine.stats().step)}
+    return {"trace": engine.stop_profile()}
 
 
 def _list_loras(engine: Operations, _: _NoArguments) -> Answer:

@@ -10,17 +10,24 @@ from collections.abc import Sequence
 import torch
 
 from engine.distributed.backend import open_store
-from engine.distributed.bundle import Bundle
-from engine.distributed.group import CPU, Group, PendingRows, connect, could_not_join, join_group
+from engine.distributed.group import (
+    CPU,
+    Bundle,
+    Group,
+    PendingRows,
+    connect,
+    could_not_join,
+    join_group,
+)
 from engine.distributed.spec import GroupBroken, GroupSpec
 
 
-class EngineGroup:
+class EngineGroup(Bundle):
     """One process's end of a group of engines; made by `join_engines`."""
 
     def __init__(self, spec: GroupSpec, leaders: Group | None, processes: Group) -> None:
         """Take the groups, the first of which only leaders have."""
-        self._groups = Bundle(leaders, processes)
+        super().__init__(leaders, processes)
         self.rank = spec.rank
         """This engine's."""
         self.size = spec.size
@@ -38,14 +45,6 @@ class EngineGroup:
         """
         assert self._leaders is not None, "a worker"
         return self._leaders.all_gather_rows(row)
-
-    def abort(self) -> None:
-        """End all groups at once, from any thread: whoever waits in them is freed."""
-        self._groups.abort()
-
-    def close(self) -> None:
-        """Free sockets and threads; what is in flight has to be aborted first. Idempotent."""
-        self._groups.close()
 
 
 def join_engines(

@@ -9,8 +9,7 @@ import socket
 import torch
 
 from engine.distributed.backend import open_store
-from engine.distributed.bundle import Bundle
-from engine.distributed.group import Group, Transfer, connect, could_not_join
+from engine.distributed.group import Bundle, Group, Transfer, connect, could_not_join
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.shared.addresses import address_towards, join_host_port
 
@@ -18,11 +17,11 @@ _EARLIER, _LATER = 0, 1
 """Ranks in a group of two."""
 
 
-class Grid:
+class Grid(Bundle):
     """One process's connections to its groups; made by `join_grid`."""
 
     def __init__(self, shards: Group, before: Group | None, after: Group | None) -> None:
-        self._groups = Bundle(shards, before, after)
+        super().__init__(shards, before, after)
         self.shards = shards
         """The processes of its stage."""
         self._before = before
@@ -45,14 +44,6 @@ class Grid:
         """
         assert self._after is not None, "the last stage"
         return self._after.begin_send(states, _LATER)
-
-    def abort(self) -> None:
-        """End all groups at once, from any thread: whoever waits in them is freed."""
-        self._groups.abort()
-
-    def close(self) -> None:
-        """Free sockets and threads; what is in flight has to be aborted first. Idempotent."""
-        self._groups.close()
 
 
 def join_grid(

@@ -14,10 +14,9 @@ from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
 from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupSpec
-from engine.executor.draft_loading import load_draft
-from engine.executor.draft_price import draft_price
+from engine.executor.draft_loading import draft_price, load_draft
 from engine.executor.kv_sizing import KvSizing
-from engine.executor.leader import Leader
+from engine.executor.leader import TeamLeader
 from engine.executor.loading import (
     load_model,
     max_head_threads,
@@ -64,7 +63,7 @@ class InProcessExecutor:
         rank: int = 0,
         engines_on_node: int = 1,
         progress: Callable[[str], None] | None = None,
-        leader: Leader | None = None,
+        leader: TeamLeader | None = None,
     ) -> None:
         """Load the model and size the KV cache.
 

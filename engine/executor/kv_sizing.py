@@ -3,7 +3,7 @@
 import msgspec
 import torch
 
-from engine.executor.leader import Leader
+from engine.executor.leader import TeamLeader
 from engine.models.decoder import Decoder
 from engine.models.heads.head import DraftHead
 from engine.models.parallel.exchange import MirrorGroup
@@ -21,7 +21,7 @@ class KvSizing:
         config: EngineConfig,
         device: torch.device,
         processes: int,
-        leader: Leader | None = None,
+        leader: TeamLeader | None = None,
         draft: Decoder | DraftHead | None = None,
         kept_bytes: int = 0,
     ) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.executor.batch_invariance import is_batch_invariant
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
 from engine.kernels.processor import kernels_are_faster
@@ -21,6 +20,7 @@ from engine.models.formats.fingerprint import computed_fingerprint
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.hf_config import read_config, read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
+from engine.models.loading.invariance import is_batch_invariant
 from engine.models.loading.kernels_ahead import compile_ahead
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance

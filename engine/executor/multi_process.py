@@ -1,35 +1,23 @@
 """Runs a model that is divided over several processes: this one leads, workers follow."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from socket import socket
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
 from engine.distributed.engines import EngineGroup
 from engine.distributed.grid import Grid, join_grid
-from engine.distributed.group import Transfer
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.layout import Layout
+from engine.executor.leader import TeamLeader
 from engine.executor.loading import take_device
 from engine.executor.team import Team, UnlikeWorkers
 from engine.executor.team_messages import (
-    Allocate,
-    BeginTrial,
-    Command,
-    DummyStep,
-    EndTrial,
-    Forward,
     JoinGroup,
-    LoadAdapter,
-    Logits,
     PrepareGroup,
     Sleep,
     StartProfile,
@@ -38,144 +26,13 @@ from engine.executor.team_messages import (
 from engine.executor.worker import GROUP_TIMEOUT
 from engine.grammar.masks import GrammarTable
 from engine.lora.store import AdapterStore
-from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
-from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import Decoder, ImageTokens, StepTokens
+from engine.models.adapters import AdapterWeights
 from engine.models.hf_config import read_spec
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.experts import ExpertsLost
 from engine.models.parallel.stages import Stage, divide_layers
-from engine.runner.inputs import BatchRows
-from engine.runner.model_runner import EarlierStages
 from engine.shared.config import EngineConfig
 from engine.shared.model_files import model_directory
-
-IntArray = npt.NDArray[np.int64]
-
-
-class TeamLeader:
-    """Tells the workers what the model in this process is about to compute.
-
-    Those of its own stage compute the same layers at the same time. Those of earlier stages are
-    told first, and send what they have computed.
-    """
-
-    def __init__(
-        self,
-        team: Team,
-        grid: Grid,
-        layout: Layout,
-        device: torch.device,
-        stages: Sequence[Stage],
-    ) -> None:
-        self.group = grid.shards
-        self._team = team
-        self._grid = grid
-        self._layout = layout
-        self._stages = stages
-        self._device = device
-
-    def forward(self, step: StepTokens) -> None:
-        """Have those of this stage run all its layers on these tokens."""
-        if self._layout.shards == 1:
-            return
-        token_ids, positions, slots = map(_array, (step.token_ids, step.positions, step.slots))
-        others = [_array(each.slots) for each in step.others]
-        command = _forward(token_ids, positions, slots, step.rows, _slots(step.adapters), others)
-        if self._layout.stages == 1:  # else the first stage has the embeddings
-            command = _with_images(command, step.images)
-        self._team.tell(command, self._layout.mates)
-
-    def dummy_step(self) -> None:
-        """Have them run the experts that they hold for other engines."""
-        self._team.tell(DummyStep(), self._layout.mates)
-
-    def logits(self, hidden: Tensor, adapters: AdapterRows | None) -> None:
-        """Have those of this stage compute their part of the logits of these states."""
-        self._team.tell(Logits(len(hidden), _slots(adapters)), self._layout.mates)
-        self.group.broadcast(hidden.contiguous())
-
-    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        """Have those of this stage put their part of an adapter into a slot."""
-        self._team.tell(LoadAdapter(slot, _shapes(weights)), self._layout.mates)
-        for pair in weights.values():
-            for matrix in pair:
-                self.group.broadcast(matrix.to(self._device).contiguous())
-
-    def earlier(self, model: Decoder) -> EarlierStages | None:
-        """Return the stages before this one, whose part of the model is given; None if none."""
-        if self._layout.stages == 1:
-            return None
-        return _TeamStages(self._team, self._grid, self._layout, self._stages[:-1], model)
-
-    def min_blocks(self, own: int) -> int:
-        """Wait until all have answered; return the fewest KV blocks that any has memory for."""
-        return min(own, *(answer.free_blocks for answer in self._team.collect()))
-
-    def begin_trial(self, num_blocks: int) -> None:
-        """Have them watch their memory, with a KV cache of so many blocks."""
-        self.call(BeginTrial(num_blocks))
-
-    def end_trial(self) -> None:
-        """Have them free that cache and answer how many blocks they have memory for."""
-        self._team.tell(EndTrial())
-
-    def allocate(self, num_blocks: int, fingerprint: str) -> None:
-        """Have them hold their parts of these weights, and an empty KV cache of so many blocks."""
-        self.call(Allocate(num_blocks, fingerprint))
-
-    def call(self, command: Command) -> None:
-        """Have them do something and wait until they have.
-
-        Raises:
-            CannotDo: one of them could not, for the reason given.
-            WorkerFailed: one of them has died.
-        """
-        self._team.tell(command)
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait until all have answered what they were told; raises as `call` does."""
-        refused = [answer for answer in self._team.collect() if answer.error]
-        if refused:
-            raise CannotDo(refused[0].error)
-
-
-class _TeamStages:
-    """The workers of all stages before the leader's."""
-
-    def __init__(
-        self, team: Team, grid: Grid, layout: Layout, stages: Sequence[Stage], model: Decoder
-    ) -> None:
-        self._team = team
-        self._grid = grid
-        self._layout = layout
-        self._stages = stages
-        self._width = model.spec.hidden_size
-        self._dtype = model.dtype
-        self._device = model.device
-
-    def begin(self, rows: BatchRows, shape: AttentionRows, images: ImageTokens | None) -> Transfer:
-        """Have them run their layers on these tokens; return the states that will come."""
-        states = torch.empty(
-            len(rows.token_ids), self._width, dtype=self._dtype, device=self._device
-        )
-        arriving = self._grid.begin_receive(states)
-        adapters = rows.adapters.tobytes() if (rows.adapters != NO_ADAPTER).any() else b""
-        command = _forward(
-            rows.token_ids, rows.positions, rows.cache_slots, shape, adapters, rows.other_slots
-        )
-        self._team.tell(_with_images(command, images), self._layout.earlier)
-        return arriving
-
-    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        """Have them put their part of an adapter into a slot, before what they are told next."""
-        for number, stage in enumerate(self._stages):
-            here = {name: pair for name, pair in weights.items() if stage.has(name)}
-            first, *others = self._layout.ranks(number)
-            command = LoadAdapter(slot, _shapes(here))
-            self._team.tell(msgspec.structs.replace(command, data=_data(here)), [first])
-            self._team.tell(command, others)
 
 
 class _TeamStep:
@@ -365,67 +222,7 @@ class MultiProcessExecutor:
         self._team.close()
 
 
-def _slots(adapters: AdapterRows | None) -> bytes:
-    return b"" if adapters is None else _array(adapters.slots).tobytes()
-
-
 def _stages(config: EngineConfig) -> list[Stage]:
     num_layers = read_spec(model_directory(config.model, weights=False)).num_layers
     parallel = config.parallel
     return divide_layers(num_layers, parallel.pipeline_parallel_size, parallel.layers_of_stages)
-
-
-def _shapes(weights: AdapterWeights) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    return {
-        name: ((len(pair.a), pair.a.shape[1]), (len(pair.b), pair.b.shape[1]))
-        for name, pair in weights.items()
-    }
-
-
-def _data(weights: AdapterWeights) -> bytes:
-    matrices = (matrix for pair in weights.values() for matrix in pair)
-    return b"".join(map(_bytes, matrices))
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    content: bytes = tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-    return content
-
-
-def _with_images(command: Forward, images: ImageTokens | None) -> Forward:
-    """Return the command for a step of which some tokens may stand for images."""
-    if images is None:
-        return command
-    return msgspec.structs.replace(
-        command,
-        image_tokens=_array(images.tokens).tobytes(),
-        image_embeddings=_bytes(images.embeddings),
-    )
-
-
-def _forward(
-    token_ids: IntArray,
-    positions: IntArray,
-    slots: IntArray,
-    rows: AttentionRows,
-    adapters: bytes = b"",
-    other_slots: Sequence[IntArray] = (),
-) -> Forward:
-    return Forward(
-        token_ids=token_ids.tobytes(),
-        positions=positions.tobytes(),
-        slots=slots.tobytes(),
-        starts=rows.starts.tobytes(),
-        counts=rows.counts.tobytes(),
-        first_token=rows.first_token.tobytes(),
-        block_tables=rows.block_tables.tobytes(),
-        block_size=rows.block_size,
-        adapters=adapters,
-        other_slots=tuple(each.tobytes() for each in other_slots),
-        other_tables=tuple(each.tobytes() for each in rows.other_tables),
-    )
-
-
-def _array(tensor: Tensor) -> IntArray:
-    array: IntArray = tensor.cpu().numpy()
-    return array

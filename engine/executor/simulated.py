@@ -1,22 +1,19 @@
-"""An executor without a model: steps cost what a formula says, and tokens prove the bookkeeping.
+"""An executor without a model: steps cost what a formula says.
 
 The token at a position is a pure function of the request's seed, the position and the token
 before, so a request continues in the same way in any batch, after a preemption and on any engine.
 With penalties it depends on the set of tokens that the request has drawn before, too.
-With checking on, the executor keeps a KV memory that holds tokens in place of keys and values,
-and before each row compares what attention would read with what it ought to read.
 """
 
+import time
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
-from engine.executor.checked_memory import NOT_HERE, CheckedMemory, SimulatedSlot
-from engine.executor.simulated_time import StageTimes
 from engine.models.spec import VisionSpec
 from engine.shared.config import EngineConfig, ExecutorConfig
 from engine.shared.messages import SamplingParams, TokenLogprob
@@ -74,29 +71,66 @@ def adapted_seed(seed: int, version: str) -> int:
     return (seed ^ int(version[:16], 16)) & _MASK
 
 
-class _Pending:
+class StageTimes:
+    """Every stage computes one step after the other, each for an equal part of the step's cost.
+
+    A step enters the first stage when that is free and the tokens that it goes on from have been
+    drawn, by the last stage. Times are in seconds: of the monotonic clock, or of one that stands
+    still but while somebody waits for a step.
+    """
+
+    def __init__(self, num_stages: int, *, virtual: bool) -> None:
+        self._virtual = virtual
+        self._now = 0.0
+        self._free_at = [0.0] * num_stages
+        self.busy = [0.0] * num_stages
+        """How long each stage has computed."""
+        self._drawn_at: dict[int, float] = {}
+        """By slot: when its newest token is drawn."""
+
+    def now(self) -> float:
+        """Return the time."""
+        return self._now if self._virtual else time.monotonic()
+
+    def run(self, cost: float, slots: Sequence[int], drawing: Iterable[int]) -> float:
+        """Compute a step with rows of these slots, which draws for some; return when it is over."""
+        at = max([self.now(), *(self._drawn_at.get(slot, 0.0) for slot in slots)])
+        part = cost / len(self.busy)
+        for stage, free_at in enumerate(self._free_at):
+            at = max(at, free_at) + part
+            self._free_at[stage] = at
+            self.busy[stage] += part
+        self._drawn_at.update(dict.fromkeys(drawing, at))
+        return at
+
+    def wait_until(self, over_at: float) -> None:
+        """Wait for a step."""
+        if self._virtual:
+            self._now = max(self._now, over_at)
+        elif (remaining := over_at - time.monotonic()) > 0:
+            time.sleep(remaining)
+
+
+class SimulatedSlot(NamedTuple):
+    """The state of one slot, as an executor keeps it between steps."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    adapter: int
+
+
+class _Pending(NamedTuple):
     """A simulated step, over at `over_at` by the clock of the stages."""
 
-    def __init__(
-        self,
-        result: BatchResult,
-        step: int,
-        over_at: float,
-        times: StageTimes,
-        memory: CheckedMemory | None,
-    ) -> None:
-        self._result = result
-        self._step = step
-        self._over_at = over_at
-        self._times = times
-        self._memory = memory
+    outcome: BatchResult
+    over_at: float
+    times: StageTimes
 
     def result(self) -> BatchResult:
         """Sleep until the step would be done and return what it produced."""
-        self._times.wait_until(self._over_at)
-        if self._memory is not None:
-            self._memory.done(self._step)
-        return self._result
+        self.times.wait_until(self.over_at)
+        return self.outcome
 
 
 def _row_price(costs: ExecutorConfig) -> float:
@@ -109,16 +143,12 @@ class SimulatedExecutor:
     Args:
         config: block size, number of blocks, length limit and cost model.
         vocab_size: tokens are below this.
-        eos_token_ids: reported to the scheduler; drawn like any other token.
         timing: "real" makes each step take its cost, "virtual" only adds it to `virtual_us` and
             to a clock that stands still otherwise.
         adapters: tokens depend on the adapters of requests; without it there are none.
         grammars: tokens follow the grammars of requests; without it these are refused.
         pooling: sequences get a vector each, which is a function of their tokens.
         vision: encodes images, of which nothing is made; without it they are refused.
-        cache_windows: for each group of layers how far back its tokens attend.
-        check: compare every read of the KV memory with what it ought to be; costs time
-            proportional to the context of every row.
     """
 
     def __init__(
@@ -126,29 +156,24 @@ class SimulatedExecutor:
         config: EngineConfig,
         *,
         vocab_size: int = DEFAULT_VOCAB_SIZE,
-        eos_token_ids: tuple[int, ...] = (),
         timing: Literal["real", "virtual"] = "real",
         grammars: "GrammarTable | None" = None,
         adapters: "AdapterStore[bool] | None" = None,
-        check: bool = False,
         pooling: PoolingSpec | None = None,
-        cache_windows: tuple[int | None, ...] = (None,),
         vision: VisionSpec | None = None,
     ) -> None:
         self._grammars = grammars
         self._pooling = pooling
         self._adapters = adapters
         self._placed: dict[int, str] = {}
-        num_kv_blocks = config.cache.num_kv_blocks or DEFAULT_NUM_KV_BLOCKS
         self._info = ExecutorInfo(
-            num_kv_blocks=num_kv_blocks,
+            num_kv_blocks=config.cache.num_kv_blocks or DEFAULT_NUM_KV_BLOCKS,
             max_model_len=config.model.max_model_len or DEFAULT_MAX_MODEL_LEN,
             vocab_size=vocab_size,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=(),
             model_fingerprint=f"simulated-{vocab_size}",
             pools=pooling is not None,
             in_one_step=pooling is not None and pooling.in_one_step,
-            cache_windows=cache_windows,
             num_stages=config.parallel.pipeline_parallel_size,
             row_price=_row_price(config.executor),
             vision=vision,
@@ -160,12 +185,7 @@ class SimulatedExecutor:
         self._token_us = config.executor.simulated_token_us
         self.times = StageTimes(self._info.num_stages, virtual=timing == "virtual")
         self._slots: dict[int, SimulatedSlot] = {}
-        self._encoded: set[bytes] = set()
-        """The images that are kept encoded."""
         self._group: Group | None = None
-        self._memory = None
-        if check:
-            self._memory = CheckedMemory(num_kv_blocks, config.cache.block_size, cache_windows)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -186,7 +206,6 @@ class SimulatedExecutor:
         """Run a step; its result is there when the steps before it and its own cost are over.
 
         Raises:
-            AssertionError: checking is on and the plan would read or overwrite the wrong things.
             GroupBroken: another engine of the group failed; nothing has changed.
         """
         num_tokens = plan.num_tokens
@@ -195,21 +214,18 @@ class SimulatedExecutor:
         self._apply_changes(plan)
         result = self._run(plan)
         over_at = self._charge(num_tokens, plan)
-        return _Pending(result, plan.step, over_at, self.times, self._memory)
+        return _Pending(result, over_at, self.times)
 
     def sleep(self, level: int) -> None:
-        """Forget all sequences and everything in the KV memory."""
+        """Forget all sequences."""
         self._slots.clear()
         self._placed.clear()
-        self._encoded.clear()
-        if self._memory is not None:
-            self._memory = self._memory.emptied()
 
     def wake_up(self, *, kv_cache: bool = True) -> None:
         """Nothing has to be loaded."""
 
     def load_weights(self, model: str, revision: str | None) -> None:
-        """Forget the KV memory; tokens do not depend on any weights."""
+        """Forget all sequences; tokens do not depend on any weights."""
         self.sleep(1)
 
     def start_profile(self) -> None:
@@ -261,33 +277,16 @@ class SimulatedExecutor:
             assert version in self._adapters, f"adapter {version} is not there"
             self._placed[slot] = version
         for start in plan.starting:
-            if self._memory is not None:
-                self._memory.start(start.slot)
             self._slots[start.slot] = SimulatedSlot(
-                start.token_ids.copy(),
-                start.num_prompt_tokens,
-                start.sampling,
-                start.adapter,
-                len(self._info.cache_windows),
-                start.images,
+                start.token_ids.copy(), start.num_prompt_tokens, start.sampling, start.adapter
             )
-        self._encoded.difference_update(plan.forgotten)
-        self._encoded.update(image.digest for image in plan.encoded)
-        for added in plan.blocks:
-            block_ids = self._slots[added.slot].block_ids[added.group]
-            if not block_ids:
-                block_ids += [NOT_HERE] * added.first
-            assert added.first == len(block_ids), f"slot {added.slot}: gap in the block table"
-            block_ids += added.block_ids
+        for row, proposed in plan.proposed.items():
+            self._slots[plan.slots[row]].token_ids.extend(proposed)
         if self._grammars is not None:
             for start in plan.starting:
                 self._grammars.start(start)
 
     def _run(self, plan: BatchPlan) -> BatchResult:
-        for row, proposed in plan.proposed.items():
-            self._slots[plan.slots[row]].token_ids += proposed
-        if self._memory is not None:
-            self._check(plan, self._memory)
         slots, vocab_size = self._slots, self._info.vocab_size
         if self._pooling is not None:
             size, pooled = self._pooling.size, {}
@@ -364,24 +363,6 @@ class SimulatedExecutor:
             token_ids.append(token_id)
             new.append(token_id)
         return new
-
-    def _check(self, plan: BatchPlan, memory: CheckedMemory) -> None:
-        """Read before any write: a row must not depend on what another row of the step computes."""
-        assert len(set(plan.slots)) == len(plan.slots), "a slot has two rows"
-        rows = list(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))
-        for slot, start, count, sample in rows:
-            state = self._slots[slot]
-            assert count > 0
-            known = len(state.token_ids)
-            assert start + count == known if sample else start + count <= known, (
-                f"slot {slot}: row {start}+{count} does not fit {known} tokens"
-            )
-            memory.read(state, start)
-            for image in state.images:
-                if image.position < start + count and start < image.end:
-                    assert image.digest in self._encoded, f"slot {slot}: its image is not there"
-        for slot, start, count, _ in rows:
-            memory.write(plan.step, slot, self._slots[slot], start, count)
 
 
 def _token_logprob(

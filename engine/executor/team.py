@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +19,9 @@ from engine.executor.worker_process import StartedWorker, end_worker, spawn, sta
 from engine.shared.config import EngineConfig
 from engine.shared.lifeline import FrameReader, pack_frame
 from engine.shared.messages import ChildFailed, ChildStatus
+
+if TYPE_CHECKING:
+    from engine.executor.nodes.leading import NodeLinks  # few engines span nodes
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +39,6 @@ class WorkerFailed(Exception):
 
 class UnlikeWorkers(ValueError):
     """Workers, which may be on other nodes, do not go with the engine's own process."""
-
-
-class RemoteNodes(Protocol):
-    """The other nodes that an engine spans."""
-
-    @property
-    def host(self) -> str:
-        """The address of this node under which they reach it."""
-
-    def worker(self, rank: int) -> StartedWorker:
-        """Return a worker of theirs, which starts when all begin."""
-
-    def begin(self, engine: int, address: str) -> None:
-        """Have them start their workers, which meet the others of an engine at HOST:PORT."""
-
-    def close(self) -> None:
-        """End their workers."""
 
 
 class _Worker:
@@ -77,7 +63,7 @@ class Team:
         config: EngineConfig,
         engine: int,
         engines_on_node: int,
-        elsewhere: RemoteNodes | None = None,
+        elsewhere: "NodeLinks | None" = None,
     ) -> None:
         """Start the workers, which load their libraries while the caller goes on.
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
+from engine.core.front_ends import CoreStep
 from engine.core.inbox import Drain, InboxItem, Stop, Welcomed, receive
-from engine.core.outbox import CoreStep
 from engine.core.sender import Outlet
 from engine.core.steps import StepFailed
 from engine.core.turns import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL

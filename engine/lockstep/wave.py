@@ -170,10 +170,8 @@ class EngineWave:
         rank: int,
         incarnation: int,
         wave: int = 0,
-        topology: int = 0,
         gather_interval: int = 1,
         max_in_flight: int = 1,
-        leads: bool | None = None,
         phase: Phase = Phase.FORMING,
     ) -> None:
         """A rank of a group that has just been formed, or, with `phase` APART, of none yet.
@@ -181,15 +179,15 @@ class EngineWave:
         `wave` is what the coordinator's welcome or the group's last formation knew. Only every
         `gather_interval`-th step of a wave begins with a gather; 1 for admission policies that
         look at the loads. At most `max_in_flight` steps are launched and not landed. Both are the
-        same on all ranks. One of them, by default rank 0, leads: it reports the end of waves.
+        same on all ranks. One of them, at first rank 0, leads: it reports the end of waves.
         """
         self.phase = phase
         self.wave = wave
-        self.topology = topology
+        self.topology = 0
         self.step = 0
         self.hold_epoch = 0
         self._rank = rank
-        self._leads = rank == 0 if leads is None else leads
+        self._leads = rank == 0
         self._incarnation = incarnation
         self._gather_interval = gather_interval
         self._max_in_flight = max_in_flight

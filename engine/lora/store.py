@@ -2,8 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from engine.lora.adapter_config import BadAdapter
@@ -13,33 +12,6 @@ from engine.lora.modules import AdaptableModules, ModulePair
 logger = logging.getLogger(__name__)
 
 W = TypeVar("W")
-
-
-class AdapterLoading:
-    """An adapter that is being read, has been, or cannot be."""
-
-    __slots__ = ("_done", "error", "path", "version")
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.version = ""
-        """Known when it is settled, unless it cannot be served."""
-        self.error: str | None = None
-        """Why it cannot be served."""
-        self._done = Event()
-
-    @property
-    def settled(self) -> bool:
-        """Whether it is known how that ended."""
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        """Wait until it is settled."""
-        self._done.wait()
-
-    def settle(self) -> None:
-        """Note that it has ended."""
-        self._done.set()
 
 
 class AdapterStore(Generic[W], Mapping[str, W]):
@@ -61,7 +33,7 @@ class AdapterStore(Generic[W], Mapping[str, W]):
             convert: makes what the executor takes; it may raise BadAdapter.
         """
         self.on_settled: Callable[[], None] | None = None
-        """Called in the reading thread when a loading is settled."""
+        """Called when an adapter has been read or cannot be, in the reading thread."""
         self._modules = modules
         self._max_rank = max_rank
         self._convert = convert
@@ -77,14 +49,14 @@ class AdapterStore(Generic[W], Mapping[str, W]):
     def __len__(self) -> int:
         return len(self._weights)
 
-    def load(self, path: str, root: str | None) -> AdapterLoading:
-        """Begin to read an adapter's directory.
+    def load(self, path: str, root: str | None) -> "Future[str]":
+        """Begin to read an adapter's directory; return its version, or BadAdapter, once it is read.
 
         Args:
             root: below which it has to lie; None: anywhere.
         """
-        loading = AdapterLoading(path)
-        self._thread.submit(self._read, loading, root)
+        loading = self._thread.submit(self._read, path, root)
+        loading.add_done_callback(lambda _: self.on_settled and self.on_settled())
         return loading
 
     def drop(self, version: str) -> None:
@@ -95,19 +67,16 @@ class AdapterStore(Generic[W], Mapping[str, W]):
         """End the thread; idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, loading: AdapterLoading, root: str | None) -> None:
+    def _read(self, path: str, root: str | None) -> str:
         try:
-            directory = resolve_adapter(loading.path, root)
+            directory = resolve_adapter(path, root)
             files = read_adapter(directory, root, self._modules.max_size(self._max_rank))
             pairs = self._modules.pairs(files, self._max_rank)
             if files.version not in self._weights:
                 self._weights[files.version] = self._convert(files, pairs)
-            loading.version = files.version
-        except BadAdapter as error:
-            loading.error = str(error)
+            return files.version
+        except BadAdapter:
+            raise
         except Exception as error:
-            logger.exception("the adapter %s could not be read", loading.path)
-            loading.error = f"{type(error).__name__} while it was read"
-        loading.settle()
-        if self.on_settled is not None:
-            self.on_settled()
+            logger.exception("the adapter %s could not be read", path)
+            raise BadAdapter(f"{type(error).__name__} while it was read") from error

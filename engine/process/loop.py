@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import assert_never
 
+from engine.core.front_ends import CoreStep
 from engine.core.hosted import HostedEngine
 from engine.core.inbox import InboxItem, Stop, receive
-from engine.core.outbox import CoreStep
 from engine.core.sender import Outlet
 from engine.core.turns import Action, Compute, End, RefuseNew, Rest, Say, Settle, Turns
 from engine.core.watchdog import StepWatch

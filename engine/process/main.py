@@ -10,6 +10,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -215,7 +216,7 @@ class EngineProcess:
         self._watch = StepWatch(config.executor.step_timeout)
         self._health = Health(config.health.stall_timeout, may_wait=self._watch.is_within_budget)
         serve_health(config.health, self._health)
-        self._early_stop = EarlyStop()
+        self._early_stop = EarlyStop(partial(signal.setitimer, signal.ITIMER_REAL))
         self._kv_memory: KvMemory | None = None
         self._tiers: KvTiers | None = None
         self._kv_events: KvEventLog | None = None
@@ -295,6 +296,7 @@ class EngineProcess:
             return self._serve_alone(executor, welcome)
         finally:
             with self._early_stop.held():
+                self._early_stop.has_left()
                 self._receiver.stop()
                 self._sender.stop()
                 if self._tiers is not None:
@@ -510,9 +512,11 @@ def run(config: EngineConfig, lifeline: Lifeline, incarnation: int | None = None
         incarnation = secrets.randbits(48)
     try:
         process = EngineProcess(config, lifeline, incarnation)
-        for signum in end_signals():
+        for signum in (*end_signals(), signal.SIGALRM):  # that one from `EarlyStop`
             signal.signal(signum, lambda *_: process.request_stop())
         return process.run()
+    except SystemExit:  # it was asked to end before it served
+        return 0
     except (CannotStart, InsecureCluster, ValueError, OSError) as error:
         lifeline.failed(str(error))
         return CANNOT_START

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from engine.kernels.registry import compiled_for_cpu
 from engine.runner.categorical import FloatArray
-from engine.runner.drawing import WITH_TORCH, Drawing
-from engine.runner.filters import Filters, draw_filtered
+from engine.runner.filters import WITH_TORCH, Drawing, Filters, draw_filtered
 
 _LINE = 16
 """Values of float32 in a cache line."""

@@ -10,14 +10,14 @@ from engine.batch.batch import BatchPlan
 from engine.models.decoder import Taps
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
-from engine.runner.drawing import Drawing
+from engine.runner.filters import Drawing
 from engine.runner.host_memory import untouched_zeros
-from engine.runner.inputs import BatchRows, attention_rows, batch_rows
+from engine.runner.inputs import BatchRows, attention_rows, batch_rows, plain_plan
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.sampler import draft
 from engine.runner.slots import SlotTable
 from engine.runner.step_input import step_tokens
-from engine.runner.verification import Draws
+from engine.runner.verification import draws_of
 
 IntArray = npt.NDArray[np.int64]
 
@@ -190,30 +190,14 @@ class HeadDrafts:
 
         Without draws nothing is computed but what the cache keeps.
         """
-        rows = batch_rows(
-            BatchPlan(
-                step=0,
-                starting=[],
-                blocks=[],
-                slots=slots.tolist(),
-                starts=starts.tolist(),
-                counts=counts.tolist(),
-                samples=[wants_draws] * len(slots),
-            ),
-            self._table,
-        )
-        draws = Draws(
-            rows.last_tokens[rows.samples],
-            rows.slots[rows.samples],
-            rows.next_positions[rows.samples],
-            {},
-        )
+        plan = plain_plan(slots, starts, counts, np.full(len(slots), wants_draws))
+        rows = batch_rows(plan, self._table)
         step = step_tokens(
             self._head.block,
             self._table,
             rows,
             attention_rows(rows, self._table),
-            draws=None if wants_draws else draws,
+            draws=None if wants_draws else draws_of(plan, rows),
         )
         return self._head.run(step, states, self._cache)
 

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from engine.batch.batch import BatchPlan
 from engine.models.decoder import Decoder
-from engine.runner.drawing import Drawing
-from engine.runner.inputs import attention_rows, batch_rows
+from engine.runner.filters import Drawing
+from engine.runner.inputs import attention_rows, batch_rows, plain_plan
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.sampler import draft
 from engine.runner.slots import SlotTable
 from engine.runner.step_input import step_tokens
-from engine.runner.verification import Draws
+from engine.runner.verification import draws_of
 
 IntArray = npt.NDArray[np.int64]
 
@@ -67,7 +67,7 @@ class DraftModel:
             left[rows] -= 1
             rows = rows[left[rows] > 0]
             if len(rows):
-                tokens = self._draw_after(plan.step, slots[rows], ends[rows])
+                tokens = self._draw_after(slots[rows], ends[rows])
                 ends[rows] += 1
                 self._computed[slots[rows]] = ends[rows]
         return msgspec.structs.replace(plan, proposed=drafted)
@@ -99,15 +99,12 @@ class DraftModel:
         if not len(order):
             return ends, np.zeros(0, np.int64)
         tokens = self._run(
-            BatchPlan(
-                step=plan.step,
-                starting=[],
-                blocks=[],
-                slots=slots[order].tolist(),
-                starts=begins[order].tolist(),
-                counts=counts[order].tolist(),
-                samples=(drafts[order] > 0).tolist(),
-                proposed={row: [] for row in np.flatnonzero(split[order]).tolist()},
+            plain_plan(
+                slots[order],
+                begins[order],
+                counts[order],
+                drafts[order] > 0,
+                {row: [] for row in np.flatnonzero(split[order]).tolist()},
             )
         )
         drawn = np.zeros(len(slots), np.int64)
@@ -123,27 +120,15 @@ class DraftModel:
         fills = ends // size > begins // size
         return fills | (known > 1) | (ends - begins >= _MOST_LEFT)
 
-    def _draw_after(self, step: int, slots: IntArray, positions: IntArray) -> IntArray:
+    def _draw_after(self, slots: IntArray, positions: IntArray) -> IntArray:
         """Compute one token of each slot, and draw the next."""
-        return self._run(
-            BatchPlan(
-                step=step,
-                starting=[],
-                blocks=[],
-                slots=slots.tolist(),
-                starts=positions.tolist(),
-                counts=[1] * len(slots),
-                samples=[True] * len(slots),
-            )
-        )
+        ones = np.ones_like(slots)
+        return self._run(plain_plan(slots, positions, ones, ones.astype(np.bool_)))
 
     def _run(self, plan: BatchPlan) -> IntArray:
         """Compute the rows of a plan; return a draw for each that samples."""
         rows = batch_rows(plan, self._table)
-        samples = rows.samples
-        draws = Draws(
-            rows.last_tokens[samples], rows.slots[samples], rows.next_positions[samples], {}
-        )
+        draws = draws_of(plan, rows)
         some = len(draws.tokens) < len(rows.token_ids)
         step = step_tokens(
             self._model,

@@ -3,6 +3,7 @@
 Every operation treats rows independently, as in `engine.runner.categorical`.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.runner.categorical import FloatArray, draw_from_weights
+from engine.runner.categorical import (
+    DrawFromLogits,
+    FloatArray,
+    draw_from_logits,
+    draw_from_weights,
+)
 
 IntArray = npt.NDArray[np.int64]
 
@@ -142,3 +148,15 @@ def _descending(values: Tensor, count: int) -> npt.NDArray[np.float32]:
 
 def _column(values: FloatArray, like: Tensor) -> Tensor:
     return torch.from_numpy(values.astype(np.float32)).to(like.device).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Draws a token of each row; all functions treat rows independently."""
+
+    unfiltered: DrawFromLogits
+    filtered: DrawFiltered
+
+
+WITH_TORCH = Drawing(draw_from_logits, draw_filtered)
+"""With torch's operators, on any device."""

@@ -43,6 +43,26 @@ class BatchRows(msgspec.Struct, frozen=True):
         return self.starts + self.counts
 
 
+def plain_plan(
+    slots: IntArray,
+    starts: IntArray,
+    counts: IntArray,
+    samples: npt.NDArray[np.bool_],
+    proposed: dict[int, list[int]] | None = None,
+) -> BatchPlan:
+    """Return a plan of these rows, whose sequences have started with all their blocks."""
+    return BatchPlan(
+        step=0,
+        starting=[],
+        blocks=[],
+        slots=slots.tolist(),
+        starts=starts.tolist(),
+        counts=counts.tolist(),
+        samples=samples.tolist(),
+        proposed=proposed or {},
+    )
+
+
 def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
     """Look up everything that the plan's rows refer to."""
     slots = np.array(plan.slots, np.int64)

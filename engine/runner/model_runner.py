@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.batch import BatchPlan, BatchResult
+from engine.distributed.group import Transfer
 from engine.grammar.masks import Ends, GrammarTable
 from engine.kernels.processor import kernels_are_faster
 from engine.models.adapters import AdapterRows, AdapterWeights
@@ -21,7 +22,7 @@ from engine.runner.compiled_draws import drawing_for
 from engine.runner.cuda_graphs import DecodeGraphs, recordable_attention
 from engine.runner.draft_head import HeadDrafts
 from engine.runner.draft_model import DraftModel
-from engine.runner.drawing import WITH_TORCH, Drawing
+from engine.runner.filters import WITH_TORCH, Drawing
 from engine.runner.head_threads import head_threads
 from engine.runner.image_embeddings import ImageEmbeddings
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
@@ -43,18 +44,10 @@ _PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose full logits are held at once."""
 
 
-class Incoming(Protocol):
-    """States of a step that are on their way from the previous pipeline stage."""
-
-    def wait(self) -> Tensor:
-        """Return them, [tokens, hidden]; raises GroupBroken if they will not come."""
-        ...
-
-
 class EarlierStages(Protocol):
     """The processes that have the layers before those of this process."""
 
-    def begin(self, rows: BatchRows, shape: AttentionRows, images: ImageTokens | None) -> Incoming:
+    def begin(self, rows: BatchRows, shape: AttentionRows, images: ImageTokens | None) -> Transfer:
         """Have them compute these tokens, after those of all steps begun before."""
         ...
 
@@ -73,7 +66,8 @@ class BegunStep(NamedTuple):
     adapters: AdapterRows | None
     placed: dict[int, AdapterWeights]
     """What slots of adapters get before it is computed here: steps before it need what they had."""
-    incoming: Incoming | None
+    incoming: Transfer | None
+    """States that are on their way from the previous pipeline stage."""
     images: ImageTokens | None = None
 
 

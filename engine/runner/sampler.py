@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.grammar.masks import TokenMasks
-from engine.runner.drawing import WITH_TORCH, Drawing
-from engine.runner.draws import uniform
-from engine.runner.filters import Filters
+from engine.runner.categorical import uniform
+from engine.runner.filters import WITH_TORCH, Drawing, Filters
 from engine.runner.logprobs import token_logprobs
 from engine.runner.penalties import adjust, adjusted_rows, forbid_others
 from engine.runner.slots import NO_LOGPROBS, FloatArray, SamplingTable, SlotTable

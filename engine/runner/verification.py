@@ -41,7 +41,7 @@ def write_proposed(plan: BatchPlan, table: SlotTable) -> None:
 def draws_of(plan: BatchPlan, rows: BatchRows) -> Draws:
     """Return one draw for each row that samples, and one more for each proposed token."""
     samples = rows.samples
-    if not plan.proposed:
+    if not any(plan.proposed.values()):
         last, positions = rows.last_tokens[samples], rows.next_positions[samples]
         return Draws(last, rows.slots[samples], positions, {})
     counts = np.array([1 + len(plan.proposed.get(row, ())) for row in samples.tolist()])

@@ -28,6 +28,10 @@ from engine.scheduler.step_costs import StepCosts
 _COSTLY_US = 100
 """Microseconds from which the time for a mask is taken into account."""
 
+_MAX_BURST = 1.0
+"""What a tenant's prompt tokens may add to one step of decodes, as a fraction of its cost: a prompt
+for which its tenant has saved up would otherwise make a step many times as long."""
+
 _arrival = attrgetter("arrival")
 _priority = attrgetter("priority")
 
@@ -232,10 +236,15 @@ class Fairness:
 
     def begin_prefill(self, rows: int) -> None:
         """Begin the prefill of a step with this many decodes."""
-        refill = sys.maxsize
+        refill = piece = sys.maxsize
+        mixed = self.mixed_tokens(rows)
         if self._fraction is not None:
-            refill = int(self._fraction * (self._costs.base + rows) / self._costs.prefill)
-        self.shares.begin_step(max(1, refill), self.mixed_tokens(rows))
+            alone = (self._costs.base + rows) / self._costs.prefill
+            refill = int(self._fraction * alone)
+            if rows:
+                burst = max(_MAX_BURST, self._fraction) * alone
+                piece = max(1, int(burst - mixed), int(burst / 4))
+        self.shares.begin_step(max(1, refill), mixed, piece)
         self._quota = self.shares.quota()
 
     def mixed_tokens(self, rows: int) -> int:

@@ -6,8 +6,7 @@ from engine.kv_events.events import KvEventLog
 from engine.kv_tiers.tiers import BlockName, Fetch, KvTiers
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.block_table import FREED, NEVER, BlockTable, CacheShape, GroupTable
-from engine.scheduler.known_digests import KnownDigests
-from engine.scheduler.prefix_cache import PrefixCache, block_digest, shown_in
+from engine.scheduler.prefix_cache import KnownDigests, PrefixCache, block_digest, shown_in
 
 
 class KVCacheManager:

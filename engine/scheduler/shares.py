@@ -45,32 +45,41 @@ class PrefillQuota:
 
     A prompt that its tenant's credit covers is computed at once. One that has to be cut waits for a
     step without prompt tokens of other tenants, whose first tokens it would delay, and until most
-    of the credit pays for the prompt itself; meanwhile its tenant's credit grows.
+    of the credit pays for the prompt itself; meanwhile its tenant's credit grows. One that is
+    longer than a piece is cut into pieces, each in a step without those of other tenants.
 
     Args:
         limit: maximum tokens of one tenant.
         credit: tokens of tenants that may have less.
         mixed_cost: what it costs a tenant to have any prompt tokens in this step, in tokens.
+        piece: maximum tokens of one tenant in this step, whatever its credit.
     """
 
     def __init__(
-        self, limit: int, credit: Mapping[int, int] = _NOTHING, mixed_cost: int = 0
+        self,
+        limit: int,
+        credit: Mapping[int, int] = _NOTHING,
+        mixed_cost: int = 0,
+        piece: int = sys.maxsize,
     ) -> None:
         self._limit = limit
         self._credit = credit
         self._mixed_cost = mixed_cost
+        self._piece = piece
         self._taken: dict[int, int] = {}
 
     def left(self, tenant: int, wanted: int) -> int:
         """Return how many of the tokens that a tenant wants for a prompt it may have."""
         taken = self._taken.get(tenant, 0)
-        room = self._limit - taken
+        room, piece = self._limit - taken, self._piece - taken
+        others_took = any(each != tenant for each in self._taken)
         if tenant in self._credit:
             room = min(room, self._credit[tenant] - self._mixed_cost - taken)
-            others_took = any(each != tenant for each in self._taken)
             if wanted > room and (room < self._mixed_cost or others_took):
                 return 0
-        return max(0, min(wanted, room))
+        if wanted > piece and others_took:
+            return 0
+        return max(0, min(wanted, room, piece))
 
     def take(self, tenant: int, wanted: int) -> int:
         """Take for a tenant what is left for it; return how many tokens."""
@@ -103,6 +112,7 @@ class Shares:
         self._credit: dict[int, int] = {}
         """Prompt-token credit by tenant; a missing tenant has the maximum."""
         self._mixed_cost = 0
+        self._piece = sys.maxsize
         self._mixing: set[int] = set()
         """Tenants with prompt tokens in this step, which have paid the mixed cost."""
 
@@ -165,19 +175,24 @@ class Shares:
             return PrefillQuota(sys.maxsize)
         if not by_credit:
             return PrefillQuota(self._max_prefill)
-        return PrefillQuota(self._max_prefill, self._credit.copy(), self._mixed_cost)
+        piece = self._piece if self.contended else sys.maxsize
+        return PrefillQuota(self._max_prefill, self._credit.copy(), self._mixed_cost, piece)
 
     @property
     def _guarded(self) -> bool:
         return self.contended or self._quiet_steps < GUARDED_STEPS
 
-    def begin_step(self, refill: int = sys.maxsize, mixed_cost: int = 0) -> None:
+    def begin_step(
+        self, refill: int = sys.maxsize, mixed_cost: int = 0, piece: int = sys.maxsize
+    ) -> None:
         """Count a step's decodes: one token for each running request.
 
         Args:
             refill: prompt tokens added to each tenant's credit.
             mixed_cost: what it costs to have any prompt tokens in this step, in tokens.
+            piece: maximum prompt tokens of one tenant in this step while others are present.
         """
+        self._piece = piece
         # The maximum credit has to cover more than this cost, however low it is.
         self._mixed_cost = min(mixed_cost, self._max_prefill // 4)
         self._mixing.clear()

@@ -1,7 +1,8 @@
 """Which draft tokens are proposed for which request, and how many are accepted."""
 
 import sys
-from typing import Protocol
+from array import array
+from collections.abc import Sequence
 
 from engine.batch.batch import TO_BE_DRAFTED
 from engine.batch.executor import ExecutorInfo
@@ -9,26 +10,80 @@ from engine.scheduler.admission import StepBudget
 from engine.scheduler.draft_lengths import DraftLengths, Offer, Prices
 from engine.scheduler.fairness import Fairness
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.ngram import NgramIndex
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.request import Request, RequestStatus
 from engine.shared.config import SchedulerConfig
 from engine.shared.messages import EngineCounters
 
+_MAX_CANDIDATES = 8
+"""Maximum earlier occurrences that are compared, newest first."""
+
+
+class NgramIndex:
+    """Finds where the last tokens of one sequence occurred before; grows with the sequence.
+
+    Occurrences of the same `shortest` tokens form a chain, newest first, as in the hash chains of
+    LZ77 compressors (RFC 1951, section 4), so that a token costs one look-up to add.
+    """
+
+    __slots__ = ("_earlier", "_longest", "_newest", "_shortest")
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        """Look for matches of at least `shortest` tokens; more than `longest` are not compared."""
+        self._shortest = shortest
+        self._longest = longest
+        self._newest: dict[tuple[int, ...], int] = {}
+        """Position after the newest occurrence of so many tokens."""
+        self._earlier = array("q")
+        """For each position from `shortest` on the one before it in its chain, or -1."""
+
+    def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """Return `count` tokens that may follow, or none where the last ones are new.
+
+        Of the earlier occurrences the one that agrees furthest back is continued, and of those
+        the newest. A continuation that reaches the end of the sequence goes on with itself.
+
+        Args:
+            token_ids: the whole sequence; from call to call it only grows.
+            count: at least 1.
+        """
+        self._extend(token_ids)
+        end = len(token_ids)
+        if end < self._shortest:
+            return []
+        best, best_length = -1, 0
+        position = self._newest.get(tuple(token_ids[end - self._shortest :]), -1)
+        for _ in range(_MAX_CANDIDATES):
+            if position < 0 or best_length == self._longest:
+                break
+            length = self._agreement(token_ids, position)
+            if length > best_length:
+                best, best_length = position, length
+            position = self._earlier[position - self._shortest]
+        if best < 0:
+            return []
+        period = end - best
+        return [token_ids[best + offset % period] for offset in range(count)]
+
+    def _extend(self, token_ids: Sequence[int]) -> None:
+        """Enter every position whose token has become known."""
+        size, newest, earlier = self._shortest, self._newest, self._earlier
+        for position in range(len(earlier) + size, len(token_ids)):
+            key = tuple(token_ids[position - size : position])
+            earlier.append(newest.get(key, -1))
+            newest[key] = position
+
+    def _agreement(self, token_ids: Sequence[int], position: int) -> int:
+        """Return how many tokens before `position` are those at the end of the sequence."""
+        length, end = self._shortest, len(token_ids)
+        longest = min(self._longest, position)
+        while length < longest and token_ids[position - length - 1] == token_ids[end - length - 1]:
+            length += 1
+        return length
+
+
 DEFAULT_LOOKUP_MIN = 2
 DEFAULT_LOOKUP_MAX = 4
-
-
-class Proposer(Protocol):
-    """Where draft tokens come from."""
-
-    def propose(self, request: Request, count: int) -> list[int]:
-        """Return at most `count` tokens, 1 or more, that may follow the request's known ones."""
-        ...
-
-    def forget(self, request: Request) -> None:
-        """The request does not run any more."""
-        ...
 
 
 class NgramProposer:
@@ -55,20 +110,6 @@ class NgramProposer:
         self._indexes.pop(request.id, None)
 
 
-class ModelProposer:
-    """Leaves it to a draft model or head beside the executor's, when the step is computed.
-
-    There it finds the request's blocks and its newest token.
-    """
-
-    def propose(self, request: Request, count: int) -> list[int]:
-        """Return `count` placeholders."""
-        return [TO_BE_DRAFTED] * count
-
-    def forget(self, request: Request) -> None:
-        """Nothing is remembered here."""
-
-
 class Speculator:
     """Proposes tokens that a step computes beside the newest one of a request.
 
@@ -82,9 +123,11 @@ class Speculator:
         """Draft as the settings say, as long as it pays at these prices."""
         self._max = scheduling.max_draft_tokens
         self._max_decodes = scheduling.speculative_disable_by_batch_size or sys.maxsize
-        self._proposer: Proposer = ModelProposer()
+        self._ngrams: NgramProposer | None = None
+        """None: a draft model or head beside the executor drafts when the step is computed; there
+        it finds the request's blocks and its newest token."""
         if not scheduling.drafts_with_model:
-            self._proposer = NgramProposer(*lookup_lengths(scheduling))
+            self._ngrams = NgramProposer(*lookup_lengths(scheduling))
         self._counters = counters
         self._lengths = DraftLengths(self._max, prices)
 
@@ -148,7 +191,10 @@ class Speculator:
         """Return at most `most` tokens that may follow the request's known ones."""
         room = request.max_total_tokens - request.num_computed_tokens - 1
         count = min(most, room, self._max)
-        return self._proposer.propose(request, count) if count > 0 else []
+        if count <= 0:
+            return []
+        ngrams = self._ngrams
+        return [TO_BE_DRAFTED] * count if ngrams is None else ngrams.propose(request, count)
 
     def verified(self, request: Request, proposed: int, accepted: int) -> None:
         """This many of the tokens proposed last were accepted."""
@@ -162,7 +208,8 @@ class Speculator:
     def forget(self, request: Request) -> None:
         """The request does not run any more."""
         self._lengths.forget(request.id)
-        self._proposer.forget(request)
+        if self._ngrams is not None:
+            self._ngrams.forget(request)
 
     @property
     def num_tracked(self) -> int:

@@ -27,9 +27,8 @@ from engine.core.events import (
     PrerequisitesSettled,
     Rejoined,
 )
+from engine.core.front_ends import CoreStep, FrontEnds, News
 from engine.core.halting import FLEET, Halting
-from engine.core.outbox import CoreStep, Outbox
-from engine.core.receive_counts import FrontEndCounts, News
 from engine.core.steps import StepFailed
 from engine.core.utilities import carry_out
 from engine.core.wave_clock import OwnClock
@@ -108,8 +107,7 @@ class VllmCore:
         self.weight_updates = 0
         self.setup = self._setup(config)
         self._rank, self._incarnation, self._clock = rank, incarnation, clock
-        self._front_ends = FrontEndCounts()
-        self._outbox = Outbox()
+        self._front_ends = FrontEnds()
         self._counters = EngineCounters()
         self._sequences: dict[int, Sequence] = {}
         self._held: deque[Any] = deque()
@@ -147,14 +145,19 @@ class VllmCore:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to compute or to send."""
-        if self._outbox or self._core.batch_queue or self._core.scheduler.has_requests():
+        if (
+            self._front_ends.has_mail
+            or self._core.batch_queue
+            or self._core.scheduler.has_requests()
+        ):
             return True
         return bool(self._held) and self._admits and not self.halting.is_halted
 
     @property
     def has_requests(self) -> bool:
         """Whether there are requests, or answers to be sent; those of a halted engine wait."""
-        return bool(self._outbox or (self._sequences and not self.halting.is_halted))
+        waits = bool(self._sequences) and not self.halting.is_halted
+        return self._front_ends.has_mail or waits
 
     @property
     def has_front_ends(self) -> bool:
@@ -204,7 +207,7 @@ class VllmCore:
             ):
                 pass
             case UtilityCall() | FleetOrder():
-                self._outbox.results += carry_out(self, event, self._rank)
+                self._front_ends.results += carry_out(self, event, self._rank)
                 self._follow_halting()
             case FrontEndJoined(index, incarnation):
                 if self._front_ends.joined(index, incarnation):
@@ -228,7 +231,7 @@ class VllmCore:
             return
         answer = self._queue(message)
         if answer is not None:
-            self._outbox.address(message.front_end).append(answer)
+            self._front_ends.address(message.front_end).append(answer)
 
     def _queue(self, message: AddRequest) -> RequestOutput | None:
         """Give a request to vLLM's scheduler; return the answer to one that cannot run."""
@@ -274,7 +277,6 @@ class VllmCore:
     def _drop(self, front_end: int) -> None:
         of_it = [i for i, each in self._sequences.items() if each.message.front_end == front_end]
         self._abort(of_it)
-        self._outbox.drop(front_end)
 
     def _abort(self, ids: list[int]) -> None:
         names = {str(each) for each in ids}
@@ -328,7 +330,7 @@ class VllmCore:
         if mode == "abort":
             for each in list(self._sequences.values()):
                 answer = RequestOutput(each.message.id, [], "abort")
-                self._outbox.address(each.message.front_end).append(answer)
+                self._front_ends.address(each.message.front_end).append(answer)
             self._abort(list(self._sequences))
 
     def sleep(self, level: int, mode: SleepMode = "keep") -> None:
@@ -412,7 +414,7 @@ class VllmCore:
         if was_first and sequence.first is not None:
             self._uncomputed -= sequence.message.num_tokens
             computed += sequence.message.num_tokens - result.num_cached_tokens
-        self._outbox.address(sequence.message.front_end).append(result)
+        self._front_ends.address(sequence.message.front_end).append(result)
         if result.finish_reason is not None:
             self._forget(request_id)
         if request_id == self._alone:
@@ -453,9 +455,4 @@ class VllmCore:
 
     def _take(self, *, changes_alone: bool = False) -> CoreStep:
         news = News(self._is_halted, self.halting.hands_over, self._alone)
-        for front_end in self._front_ends.to_tell(news):
-            self._outbox.address(front_end)
-        outputs, results = self._outbox.take()
-        for front_end in outputs:
-            self._front_ends.count_outputs(front_end)
-        return CoreStep(outputs, results, self.stats(), changes_alone)
+        return self._front_ends.hand_over(news, self.stats, changes_alone=changes_alone)

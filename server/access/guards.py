@@ -7,7 +7,7 @@ import ssl
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -97,30 +97,21 @@ class Keys:
         return found
 
 
-def api_keys(config: GuardConfig, may_be_empty: bool = False) -> Keys:
-    """Return the keys for all but /admin.
+def keys_for(
+    what: Literal["api", "admin", "metrics"], config: GuardConfig, may_be_empty: bool = False
+) -> Keys:
+    """Return the keys for all of the API, for /admin or for /metrics alone, if there are any.
 
     Raises:
         BadGuards: there is no key where one is said to be.
     """
-    return _keys(config.api_key, config.api_key_file, "api", may_be_empty)
-
-
-def admin_keys(config: GuardConfig, may_be_empty: bool = False) -> Keys:
-    """Return the key for /admin, if there is one.
-
-    Raises:
-        BadGuards: there is no key where one is said to be.
-    """
-    given = () if config.admin_key is None else (config.admin_key,)
-    return _keys(given, config.admin_key_file, "admin", may_be_empty)
-
-
-def _keys(given: tuple[str, ...], file: str | None, name: str, may_be_empty: bool) -> Keys:
+    given, file = getattr(config, f"{what}_key"), getattr(config, f"{what}_key_file")
+    if not isinstance(given, tuple):
+        given = () if given is None else (given,)
     secrets = [secret.strip() for secret in given]
     owners: dict[str, str] = {}
     if file is not None:
-        flag = f"--{name}-key-file"
+        flag = f"--{what}-key-file"
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -134,20 +125,10 @@ def _keys(given: tuple[str, ...], file: str | None, name: str, may_be_empty: boo
             if named:
                 owners[secrets[-1]] = owner.strip()
     if "" in secrets:
-        raise BadGuards(f"--{name}-key must not be empty")
+        raise BadGuards(f"--{what}-key must not be empty")
     keys = Keys(secrets, owners)
     keys.are_asked_for |= file is not None
     return keys
-
-
-def metrics_keys(config: GuardConfig, may_be_empty: bool = False) -> Keys:
-    """Return the key for /metrics alone, if there is one.
-
-    Raises:
-        BadGuards: there is no key where one is said to be.
-    """
-    given = () if config.metrics_key is None else (config.metrics_key,)
-    return _keys(given, config.metrics_key_file, "metrics", may_be_empty)
 
 
 class PathAccess:
@@ -177,9 +158,9 @@ class PathAccess:
         )
 
     def _read(self, may_be_empty: bool = False) -> None:
-        self.api, self._admin, self._metrics = (
-            read(self._config, may_be_empty) for read in (api_keys, admin_keys, metrics_keys)
-        )
+        self.api = keys_for("api", self._config, may_be_empty)
+        self._admin = keys_for("admin", self._config, may_be_empty)
+        self._metrics = keys_for("metrics", self._config, may_be_empty)
 
     @property
     def num_tenants(self) -> int:
@@ -266,7 +247,7 @@ class Guard:
             _note_tenant(scope, self._doors.api)
             await self._app(scope, receive, send)
             return
-        self._metrics.http_request(label or _label(scope["path"]), refusal.status)
+        self._metrics.count("http_requests", label or _label(scope["path"]), refusal.status)
         await refusal.send(scope["path"], send)
 
 

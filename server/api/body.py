@@ -1,5 +1,6 @@
 """From the bytes of a request body to what they say."""
 
+import asyncio
 from collections.abc import Set
 from typing import TypeVar
 
@@ -9,7 +10,7 @@ import pydantic
 from server.api.compatibility import refuse_unserved
 from server.errors import invalid, too_complex
 from server.http.errors import invalid_body
-from server.json_price import TooCostly, check_price, costly_field
+from server.json_price import TooCostly, checked_parts, costly_field
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 
@@ -17,8 +18,8 @@ _LARGE = 1 << 16
 """Bytes of a body from which on it matters how often pydantic makes objects of it."""
 
 
-def read_body(model: type[Body], body: bytes) -> Body:
-    """Validate a body.
+async def read_body(model: type[Body], body: bytes) -> Body:
+    """Validate a body; others have their turn between the parts of a large one.
 
     Raises:
         ApiError: it is no JSON, too many things, not what `model` says, or asks for what is not
@@ -26,7 +27,7 @@ def read_body(model: type[Body], body: bytes) -> Body:
     """
     try:
         # Before anything is made of it: what it would cost is not in its size.
-        check_price(body)
+        await _check_price(body)
         if len(body) >= _LARGE:
             _check_required(model, body)
         found = model.model_validate_json(body)
@@ -58,14 +59,19 @@ def _check_required(model: type[pydantic.BaseModel], body: bytes) -> None:
             )
 
 
-def fields_of(body: bytes) -> Set[str]:
+async def _check_price(body: bytes) -> None:
+    for _ in checked_parts(body):
+        await asyncio.sleep(0)
+
+
+async def fields_of(body: bytes) -> Set[str]:
     """Return the names of a body's fields.
 
     Raises:
         ApiError: it is no JSON object, or too many things.
     """
     try:
-        check_price(body)
+        await _check_price(body)
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
     except TooCostly as error:
         raise too_complex(error, costly_field(body)) from error

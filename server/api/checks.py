@@ -3,7 +3,7 @@
 from server.errors import invalid
 from server.generate.model import ServedModel
 from server.schema.fields import SamplingFields
-from server.text.vocabulary import check_vocabulary
+from server.text.tokenizer import check_vocabulary
 
 
 def check_fields(request: SamplingFields, model: ServedModel) -> tuple[str, ...]:

@@ -150,7 +150,7 @@ class Generation(Response, Generic[B]):
         request.shows_timing = http.enable_per_request_metrics and request.num_sequences == 1
         if request.plan.tools.format is not None:
             parser = services.model.formats.call_parser
-            services.metrics.calls_looked_for(parser, request.num_answers)
+            services.metrics.count("tool_call_parser_invocations", parser, by=request.num_answers)
         if isinstance(run, Run):
             call.weight_version = lambda: services.client.weight_version(run.engine)
         self._renderer = self._make_renderer(self._body, request, services.table)
@@ -177,10 +177,10 @@ class Generation(Response, Generic[B]):
                 if request.adapter or call.key.name:
                     usage = run.usage()
                     tokens = usage.prompt_tokens, usage.completion_tokens
-                    services.metrics.key_used(call.key.name, *tokens)
+                    services.metrics.used("key", call.key.name, *tokens)
                     if request.adapter:
                         name = services.client.adapters.name(request.adapter)
-                        services.metrics.adapter_used(name, *tokens)
+                        services.metrics.used("lora", name, *tokens)
                 if services.tracer is not None:
                     services.tracer.record(_ended(call, services, request, run))
 

@@ -8,19 +8,21 @@ from pydantic import BaseModel
 from server.api.body import fields_of, read_body
 from server.api.chat.endpoint import CHAT_RESPONSES, create_chat_completion
 from server.api.chat.schema import ChatCompletionRequest
-from server.api.classify.endpoint import classify
-from server.api.classify.schema import ClassifyRequest
 from server.api.completions.endpoint import COMPLETION_RESPONSES, create_completion
 from server.api.completions.schema import CompletionRequest
-from server.api.embeddings.endpoint import create_embeddings
-from server.api.embeddings.schema import EmbeddingsRequest
 from server.api.openapi import REQUEST_HEADERS, any_of
 from server.api.responses.endpoint import RESPONSE_RESPONSES, create_response
 from server.api.responses.schema import ResponsesRequest
 from server.api.route import ModelRoute
-from server.api.scores.endpoint import rerank, score
-from server.api.scores.schema import RerankRequest, ScoreRequest
 from server.api.services import Services, ServicesDep
+from server.api.vectors.endpoint import classify, create_embeddings
+from server.api.vectors.schema import (
+    ClassifyRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from server.api.vectors.scores import rerank, score
 from server.errors import invalid
 from server.http.call import Call
 
@@ -30,17 +32,17 @@ AnyRequest = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 class InvocationRoute(ModelRoute):
     """An operation whose body is that of the endpoint whose fields it has."""
 
-    def read(self, call: Call, services: Services) -> BaseModel:
-        return read_body(_body_type(call.content, services), call.content)
+    async def read(self, call: Call, services: Services) -> BaseModel:
+        return await read_body(await _body_type(call.content, services), call.content)
 
 
-def _body_type(content: bytes, services: Services) -> type[BaseModel]:
+async def _body_type(content: bytes, services: Services) -> type[BaseModel]:
     """Return what a body is, by its fields and by what the model does.
 
     Raises:
         ApiError: it is none of these.
     """
-    fields, pooling = fields_of(content), services.model.pooling
+    fields, pooling = await fields_of(content), services.model.pooling
     if pooling is not None:
         if "query" in fields:
             return RerankRequest

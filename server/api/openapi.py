@@ -78,31 +78,28 @@ def stream_responses(
     success: type[msgspec.Struct], chunk: type[msgspec.Struct], *errors: int
 ) -> Responses:
     """The same for an endpoint that can also answer with a stream of chunks."""
-    responses = json_responses(success, *errors)
-    responses[200]["content"]["text/event-stream"] = {
-        "schema": {
-            "type": "string",
-            "description": "Events `data: CHUNK`, the last one `data: [DONE]`. An error after the "
-            "headers comes as the last event, with an error body.",
-        },
-        "x-chunk": _reference(chunk),
-    }
-    return responses
+    text = (
+        "Events `data: CHUNK`, the last one `data: [DONE]`. An error after the headers comes as "
+        "the last event, with an error body."
+    )
+    return _with_stream(json_responses(success, *errors), text, {"x-chunk": _reference(chunk)})
 
 
 def event_responses(
     success: type[msgspec.Struct], kinds: Sequence[type[msgspec.Struct]], *errors: int
 ) -> Responses:
     """The same for an endpoint that can also answer with a stream of typed events."""
-    responses = json_responses(success, *errors)
-    responses[200]["content"]["text/event-stream"] = {
-        "schema": {
-            "type": "string",
-            "description": "Events `event: TYPE` and `data: EVENT`. An error after the first "
-            "comes as an event of type error.",
-        },
-        "x-events": [_reference(kind) for kind in kinds],
-    }
+    text = (
+        "Events `event: TYPE` and `data: EVENT`. An error after the first comes as an event of "
+        "type error."
+    )
+    events = {"x-events": [_reference(kind) for kind in kinds]}
+    return _with_stream(json_responses(success, *errors), text, events)
+
+
+def _with_stream(responses: Responses, text: str, parts: dict[str, Any]) -> Responses:
+    schema = {"type": "string", "description": text}
+    responses[200]["content"]["text/event-stream"] = {"schema": schema, **parts}
     return responses
 
 

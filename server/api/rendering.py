@@ -7,11 +7,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.errors import ApiError
+from server.generate.answer import DeltaSum
 from server.generate.fold import Delta
 from server.generate.request import GenerationRequest
 from server.schema.answer import RequestMetrics, Usage
 
 _encode = msgspec.json.Encoder().encode
+
+_LARGE = 2000
+"""Tokens and scores of answers from which on JSON is made beside the event loop."""
 
 
 def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | UnsetType:
@@ -66,3 +70,32 @@ class Renderer(Protocol):
     def error(self, error: ApiError) -> bytes:
         """Return the last frames of a stream in which something went wrong."""
         ...
+
+
+class WholeBody:
+    """What renderers of whole answers have in common: the sums of all sequences of a request."""
+
+    streams = False
+
+    def __init__(self, count: int) -> None:
+        """Sum up the deltas of `count` sequences."""
+        self._sums = [DeltaSum() for _ in range(count)]
+
+    def push(self, index: int, delta: Delta) -> bytes:
+        """Add a delta of a sequence; there is nothing to show of it yet."""
+        self._sums[index].add(delta)
+        return b""
+
+    @property
+    def large(self) -> bool:
+        """Whether `finish` takes more than a moment."""
+        return sum([one.size for one in self._sums]) > _LARGE
+
+    def answers(self) -> list[Delta]:
+        """Return all answers in order, and forget them."""
+        sums, self._sums = self._sums, []
+        return [one.whole() for one in sums]
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the body of an error."""
+        return error.body()

@@ -58,11 +58,11 @@ class ApiRoute(APIRoute):
         finally:
             call.release()
         if call.status is not None:
-            services.metrics.http_request(self.path, call.status)
+            services.metrics.count("http_requests", self.path, call.status)
 
     async def answer(self, call: Call, services: Services) -> None:
         """Answer a call whose bytes have been read."""
-        given = {self._body_name: self.read(call, services), **call.path_params}
+        given = {self._body_name: await self.read(call, services), **call.path_params}
         if self._call_name is not None:
             given[self._call_name] = call
         for name in self._services_names:
@@ -70,13 +70,13 @@ class ApiRoute(APIRoute):
         response: Response = await self.endpoint(**given)
         await response(call.scope, call.receive, call.send)
 
-    def read(self, call: Call, services: Services) -> BaseModel:
+    async def read(self, call: Call, services: Services) -> BaseModel:
         """Return the validated body of a call.
 
         Raises:
             ApiError: it is wrong.
         """
-        body: BaseModel = read_body(self._body_type, call.content)
+        body: BaseModel = await read_body(self._body_type, call.content)
         return body
 
 

@@ -1,6 +1,7 @@
 """What endpoints are served with, made once per process."""
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -137,7 +138,7 @@ def make_services(
         config.tenants,
         several=lambda: tenancy.are_several(access.num_tenants),
         elsewhere=elsewhere,
-        on_rejection=metrics.admission_rejected,
+        on_rejection=partial(metrics.count, "admission_rejections"),
     )
     template = tokenizer.chat_template
     formats = answer_formats(

@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.connection
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -16,7 +19,6 @@ from typing import Any
 import msgspec
 
 from server.bench import worker
-from server.bench.arrivals import arrival_times
 from server.bench.config import BenchConfig
 from server.bench.connection import HttpClient
 from server.bench.datasets import make_prompts, request_body
@@ -56,6 +58,23 @@ class Progress:
 
 
 Watcher = Callable[[Progress], None]
+
+
+def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Return the seconds after the start at which `count` requests are due, in order.
+
+    The gaps are drawn from a gamma distribution of shape `burstiness` and mean 1 / `rate`: shape
+    1 gives exponential gaps, a Poisson process; the coefficient of variation of the gaps is
+    1 / sqrt(burstiness). They are scaled so that the last request is due at count / rate, so
+    that short runs too have the rate that was asked for. An infinite rate makes all due at once.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    generator = random.Random(seed)
+    scale = 1.0 / (rate * burstiness)
+    times = list(accumulate(generator.gammavariate(burstiness, scale) for _ in range(count)))
+    stretch = count / rate / times[-1] if times[-1] > 0 else 1.0
+    return [time * stretch for time in times]
 
 
 def base_address(url: str) -> str:

@@ -1,5 +1,7 @@
 """All settings of `swell serve`, of `swell api-server` and of one front end."""
 
+from typing import TypeVar
+
 import msgspec
 
 from coordinator.config import CoordinatorConfig, PublishConfig
@@ -22,6 +24,13 @@ from server.config.http import GuardConfig, HttpConfig
 from server.config.load import OverloadConfig, RoutingConfig, TenantConfig
 from server.config.media import MediaConfig
 from server.config.store import StoreConfig
+
+C = TypeVar("C", bound=Section)
+
+
+def _part(config: Section, kind: type[C]) -> C:
+    """Return the sections of a config that make up one of another kind."""
+    return kind(**{name: getattr(config, name) for name in kind.__struct_fields__})
 
 
 class FrontEndConfig(Section, frozen=True, kw_only=True):
@@ -60,9 +69,7 @@ class ApiServerConfig(FrontEndConfig, frozen=True, kw_only=True):
 
     def front_end(self) -> FrontEndConfig:
         """Return the part that each front end gets."""
-        return FrontEndConfig(
-            **{name: getattr(self, name) for name in FrontEndConfig.__struct_fields__}
-        )
+        return _part(self, FrontEndConfig)
 
     def node(self) -> "ServeConfig":
         """Return the settings of a node that runs these front ends and no engine."""
@@ -102,26 +109,15 @@ class ServeConfig(Section, frozen=True, kw_only=True):
 
     def engine(self) -> EngineConfig:
         """Return the part that engines get."""
-        return EngineConfig(
-            model=self.model,
-            cache=self.cache,
-            scheduler=self.scheduler,
-            executor=self.executor,
-            lora=self.lora,
-            parallel=self.parallel,
-            cluster=self.cluster,
-            health=self.health,
-            log=self.log,
-        )
+        return _part(self, EngineConfig)
 
     def coordinator(self) -> CoordinatorConfig:
         """Return the part that the coordinator gets."""
-        return CoordinatorConfig(cluster=self.cluster, publish=self.publish, log=self.log)
+        return _part(self, CoordinatorConfig)
 
     def front_end(self) -> FrontEndConfig:
         """Return the part that front ends get."""
-        fields = {name: getattr(self, name) for name in FrontEndConfig.__struct_fields__}
-        return FrontEndConfig(**{**fields, "tenants": self._tenants()})
+        return msgspec.structs.replace(_part(self, FrontEndConfig), tenants=self._tenants())
 
     def _tenants(self) -> TenantConfig:
         """Return the settings of tenants with what follows from the engines' policy."""

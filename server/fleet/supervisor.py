@@ -205,9 +205,7 @@ class Supervisor:
             for role in self._engines.values() or self._front_ends:
                 if not role.ready.is_set() and told.get(role.name) != role.phase:
                     told[role.name] = role.phase
-                    self._console.print(
-                        f"{role.name}: {escape(role.phase)}", highlight=False, soft_wrap=True
-                    )
+                    self._say(f"{role.name}: {escape(role.phase)}")
 
     def _report_death(self, role: Role) -> None:
         """Tell the coordinator at once, so that its end is not found by missing heartbeats."""
@@ -237,20 +235,19 @@ class Supervisor:
             host, port = self._listener.getsockname()[:2]
             address = f"{self._config.guards.scheme}://{join_host_port(host, port)}"
         elapsed = self._keeper.elapsed
-        self._console.print(
-            f"[bold green]swell is ready[/] after {elapsed:.1f} s: {address}  (Ctrl-C stops it)",
-            highlight=False,
-            soft_wrap=True,
+        self._say(
+            f"[bold green]swell is ready[/] after {elapsed:.1f} s: {address}  (Ctrl-C stops it)"
         )
         parallel, head = self._config.parallel, self._config.nodes.data_parallel_address
         here, size = parallel.engines_on_node, parallel.data_parallel_size
         if self._coordinator and head is not None and here < size:
-            self._console.print(
+            self._say(
                 f"{here} of {size} engines are on this node. Others join it with --headless "
-                f"--data-parallel-address {head} and the same --data-parallel-size and cluster key",
-                highlight=False,
-                soft_wrap=True,
+                f"--data-parallel-address {head} and the same --data-parallel-size and cluster key"
             )
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     async def _scale_until_stopped(self) -> None:
         scaler = EngineScaler(

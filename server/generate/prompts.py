@@ -15,8 +15,7 @@ from server.generate.request import Conversation, GenerationRequest, Prompt
 from server.limits import MAX_ECHO
 from server.text.conversation import render_chat, said_last
 from server.text.prompt_text import TextTooLong, encode_prompt
-from server.text.tokenizer import ServedTokenizer
-from server.text.vocabulary import check_vocabulary
+from server.text.tokenizer import ServedTokenizer, check_vocabulary
 
 _LONG = 1 << 16
 """Characters of a prompt from which on it is tokenized by itself, not with others."""

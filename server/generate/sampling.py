@@ -9,8 +9,7 @@ from server.errors import ApiError, invalid
 from server.generate.budget import check_named_tokens
 from server.generate.request import GenerationRequest
 from server.schema.fields import SamplingFields
-from server.text.tokenizer import ServedTokenizer
-from server.text.vocabulary import check_vocabulary
+from server.text.tokenizer import ServedTokenizer, check_vocabulary
 
 T = TypeVar("T")
 

@@ -66,7 +66,7 @@ class UnsentBudget:
                         if exceeded is not None:
                             refused = True
                             error = _TOO_MUCH_OF_ONE if exceeded == "own" else _TOO_MUCH
-                            await _send_error(error, scope["path"], send)
+                            await error.send(scope["path"], send)
                             return
                         hold(size)
                     await send(message)
@@ -95,12 +95,3 @@ def _length(start: Message) -> int:
         if name == b"content-length":
             return int(value)
     return 0
-
-
-async def _send_error(error: ApiError, path: str, send: Send) -> None:
-    body = error.body(path)
-    headers = [(name.encode(), value.encode()) for name, value in error.headers]
-    headers.append((b"content-type", b"application/json"))
-    headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -172,8 +172,10 @@ class Images:
                 prepared.append(PreparedImage(*made))
             held.give_back(sum(file.num_bytes for file, _ in files))
         for image in prepared:
-            self._metrics.image_prepared(image.plan.num_bytes, image.plan.num_tokens)
-        self._metrics.images_prepared(time.monotonic() - began)
+            self._metrics.count("images")
+            self._metrics.count("image_pixel_bytes", by=image.plan.num_bytes)
+            self._metrics.count("image_tokens", by=image.plan.num_tokens)
+        self._metrics.observe("image_prepare_time_seconds", time.monotonic() - began)
         return prepared
 
     async def _look(
@@ -255,10 +257,10 @@ class Images:
             yield
         except BaseExceptionGroup as failures:
             first = next(_flattened(failures))
-            self._metrics.images_refused(_reason(first))
+            self._metrics.count("image_refusals", _reason(first))
             raise first from None
         except ApiError as error:
-            self._metrics.images_refused(_reason(error))
+            self._metrics.count("image_refusals", _reason(error))
             raise
 
 

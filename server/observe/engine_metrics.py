@@ -27,7 +27,8 @@ from engine.shared.messages import (
 from server.router.generation_client import GenerationClient
 
 _EngineValue = Callable[[EngineStats], float]
-_Samples = Iterable[tuple[tuple[str, ...], float]]
+_Sample = tuple[float, *tuple[str, ...]]
+_Samples = Iterable[_Sample]
 
 _ENGINE_GAUGES: tuple[tuple[str, str, _EngineValue], ...] = (
     ("num_requests_running", "Sequences that run.", lambda stats: stats.running),
@@ -45,6 +46,20 @@ _PROCESS_GAUGES: tuple[tuple[str, str, Callable[[ProcessUse], float]], ...] = (
     ("open_fds", "Open file descriptors.", lambda use: use.open_fds),
     ("max_fds", "Maximum open file descriptors.", lambda use: use.max_fds),
     ("start_time_seconds", "Unix time at which the process began.", lambda use: use.started),
+)
+
+_MEMBER_GAUGES: tuple[tuple[str, str, Callable[[EngineEntry], bool]], ...] = (
+    ("engine_up", "1 while the engine takes requests.", lambda entry: entry.ready),
+    (
+        "engine_starting",
+        "1 while the engine has joined and still loads its model.",
+        lambda entry: not entry.ready and not entry.draining,
+    ),
+    (
+        "engine_halted",
+        "1 while an operator has the engine paused or asleep.",
+        lambda entry: entry.stats is not None and entry.stats.halted,
+    ),
 )
 
 
@@ -85,7 +100,10 @@ class Ages(NamedTuple):
 
 
 class EngineCollector(Collector):
-    """What the newest cluster view says, of one rank or of all and the cluster."""
+    """What the newest cluster view says, of one rank or of all and the cluster.
+
+    Samples are a number and the values of all labels but the first, which is the model's name.
+    """
 
     def __init__(
         self,
@@ -106,52 +124,102 @@ class EngineCollector(Collector):
         if view is None:
             return
         chosen = [entry for entry in view.engines if self._rank in (None, entry.rank)]
-        reporting = [(entry, entry.stats) for entry in chosen if entry.stats is not None]
-        for name, text, value in _ENGINE_GAUGES:
-            samples = [(self._labels(entry), value(stats)) for entry, stats in reporting]
-            yield self._gauge(name, text, ("model_name", "engine"), samples)
-        for counter, name, text in _ENGINE_COUNTERS:
-            samples = [
-                (self._labels(entry), float(getattr(stats.counters, counter)))
-                for entry, stats in reporting
-            ]
-            yield self._counter(name, text, ("model_name", "engine"), samples)
-        yield self._waiting_by_reason(reporting)
-        yield self._accepted_at(reporting)
-        yield self._sleep_state(reporting)
-        yield self._step_tokens(reporting)
-        yield from self._experts(reporting)
+        yield from self._reported(
+            [(str(each.rank), each.stats) for each in chosen if each.stats is not None]
+        )
         yield self._cache_config(chosen)
-        yield from self._adapters(view, reporting)
+        yield from self._adapters(view, chosen)
         yield from self._membership(chosen)
-        yield self._of_cluster("wave", "Number of the running period of the engines.", view.wave)
+        yield self._gauge("wave", "Number of the running period of the engines.", [(view.wave,)])
         text = "1 while the engines run, 0 while paused."
-        yield self._of_cluster("engines_running", text, view.running)
+        yield self._gauge("engines_running", text, [(view.running,)])
         yield from self._processes(view)
         if self._rank is None:
             yield from self._cluster(view)
 
-    def _of_cluster(self, name: str, text: str, number: float) -> Metric:
-        sample = ((self._model_name,), float(number))
-        return self._gauge(name, text, ("model_name",), [sample])
+    def _reported(self, engines: list[tuple[str, EngineStats]]) -> Iterator[Metric]:
+        """Yield what engines say of themselves; each is a rank and its stats."""
+        for name, text, value in _ENGINE_GAUGES:
+            yield self._gauge(name, text, [(value(each), rank) for rank, each in engines], "engine")
+        for counter, name, text in _ENGINE_COUNTERS:
+            counts = [(getattr(each.counters, counter), rank) for rank, each in engines]
+            yield self._counter(name, text, counts, "engine")
+        waiting = [
+            sample
+            for rank, each in engines
+            for sample in (
+                (each.waiting - each.deferred, rank, "capacity"),
+                (each.deferred, rank, "deferred"),
+            )
+        ]
+        text = "Waiting sequences, by what they wait for."
+        yield self._gauge("num_requests_waiting_by_reason", text, waiting, "engine", "reason")
+        accepted = [
+            (count, rank, str(place))
+            for rank, each in engines
+            for place, count in enumerate(each.counters.spec_accepted_at)
+        ]
+        text = "Accepted draft tokens, by their position in the draft, from 0."
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        yield self._counter(name, text, accepted, "engine", "position")
+        states = [
+            (each.sleep_level == level, rank, state)
+            for rank, each in engines
+            for level, state in enumerate(_SLEEP_STATES)
+        ]
+        text = "1 for the state that the engine is in, 0 for the others."
+        yield self._gauge("engine_sleep_state", text, states, "engine", "sleep_state")
+        yield self._step_tokens(engines)
+        loads = [(rank, each.experts) for rank, each in engines if each.experts is not None]
+        if loads:
+            text = "Expert tokens of the busiest process of a group, divided by the mean."
+            uneven = [(load.imbalance, rank) for rank, load in loads if load.imbalance]
+            yield self._gauge("expert_imbalance", text, uneven, "engine")
+            text = "How often the experts of a layer were redistributed."
+            moved = [(load.moved_layers, rank) for rank, load in loads]
+            yield self._counter("expert_layers_moved", text, moved, "engine")
+
+    def _cache_config(self, chosen: list[EngineEntry]) -> Metric:
+        text = "1 for each engine; the labels are its settings of the KV cache."
+        samples: list[_Sample] = []
+        for entry in chosen:
+            if entry.setup is not None:
+                settings = [str(of(entry.setup)) for of in _CACHE_CONFIG.values()]
+                labels = tuple([str(entry.rank), *settings])
+                samples.append((1.0, *labels))
+        return self._gauge("cache_config_info", text, samples, "engine", *_CACHE_CONFIG)
+
+    def _step_tokens(self, engines: list[tuple[str, EngineStats]]) -> Metric:
+        family = HistogramMetricFamily(
+            self._prefix + "iteration_tokens_total",
+            "Tokens per step of the engine: computed prompt tokens and sampled tokens.",
+            labels=("model_name", "engine"),
+        )
+        for rank, stats in engines:
+            counts = list(accumulate(stats.counters.step_tokens_buckets))
+            if counts:
+                buckets = list(zip(_STEP_TOKENS_LABELS, map(float, counts), strict=True))
+                labels = (self._model_name, rank)
+                family.add_metric(labels, buckets, stats.counters.step_tokens)
+        return family
 
     def _processes(self, view: ClusterView) -> Iterator[Metric]:
         chosen = [
-            (each, (self._model_name, each.name, each.host))
+            each
             for each in view.processes
             if self._rank is None or each.name == f"engine {self._rank}"
         ]
-        labels = ("model_name", "process", "host")
+        labels = ("process", "host")
         text = "1; the labels are the version of Swell and the protocol that a process speaks."
-        builds = [((*values, each.version, str(each.protocol)), 1.0) for each, values in chosen]
-        yield self._gauge("build_info", text, (*labels, "version", "protocol"), builds)
-        uses = [(values, each.use) for each, values in chosen if each.use is not None]
+        builds = [(1, each.name, each.host, each.version, str(each.protocol)) for each in chosen]
+        yield self._gauge("build_info", text, builds, *labels, "version", "protocol")
+        uses = [(each.use, each.name, each.host) for each in chosen if each.use is not None]
         text = "Processor time that the process has taken."
-        times = [(values, use.cpu_seconds) for values, use in uses]
-        yield self._counter("process_cpu_seconds", text, labels, times)
+        times = [(use.cpu_seconds, name, host) for use, name, host in uses]
+        yield self._counter("process_cpu_seconds", text, times, *labels)
         for name, text, value in _PROCESS_GAUGES:
-            samples = [(values, value(use)) for values, use in uses]
-            yield self._gauge(f"process_{name}", text, labels, samples)
+            samples = [(value(use), process, host) for use, process, host in uses]
+            yield self._gauge(f"process_{name}", text, samples, *labels)
 
     def _cluster(self, view: ClusterView) -> Iterator[Metric]:
         for name, text, number in (
@@ -161,96 +229,19 @@ class EngineCollector(Collector):
             ("coordinator_open_fds", "File descriptors of the coordinator.", view.descriptors[0]),
             ("coordinator_max_fds", "File descriptors that it may open.", view.descriptors[1]),
         ):
-            yield self._of_cluster(name, text, number)
+            yield self._gauge(name, text, [(number,)])
         if self._ages.view is not None:
             text = "Seconds since the last message of the coordinator; it sends at least every 3 s."
-            samples = [((self._model_name,), self._ages.view)]
-            yield self._gauge("coordinator_silence_seconds", text, ("model_name",), samples)
-        missing = [
-            ((self._model_name, str(each.rank), each.reason), each.age) for each in view.missing
-        ]
+            yield self._gauge("coordinator_silence_seconds", text, [(self._ages.view,)])
+        missing = [(each.age, str(each.rank), each.reason) for each in view.missing]
         text = "Seconds for which an engine has been missing, by reason."
-        labels = ("model_name", "engine", "reason")
-        yield self._gauge("engine_missing_seconds", text, labels, missing)
-        wakeups = [
-            ((self._model_name, source), float(count))
-            for source, count in view.wakeups_total.items()
-        ]
-        text = "How often paused engines were woken."
-        yield self._counter("wave_wakeups", text, ("model_name", "source"), wakeups)
-
-    def _waiting_by_reason(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
-        text = "Waiting sequences, by what they wait for."
-        samples = []
-        for entry, stats in reporting:
-            capacity = stats.waiting - stats.deferred
-            samples += [
-                ((*self._labels(entry), "capacity"), float(capacity)),
-                ((*self._labels(entry), "deferred"), float(stats.deferred)),
-            ]
-        labels = ("model_name", "engine", "reason")
-        return self._gauge("num_requests_waiting_by_reason", text, labels, samples)
-
-    def _accepted_at(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
-        text = "Accepted draft tokens, by their position in the draft, from 0."
-        samples = [
-            ((*self._labels(entry), str(place)), float(count))
-            for entry, stats in reporting
-            for place, count in enumerate(stats.counters.spec_accepted_at)
-        ]
-        labels = ("model_name", "engine", "position")
-        return self._counter("spec_decode_num_accepted_tokens_per_pos", text, labels, samples)
-
-    def _sleep_state(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
-        samples = [
-            ((*self._labels(entry), state), float(stats.sleep_level == level))
-            for entry, stats in reporting
-            for level, state in enumerate(_SLEEP_STATES)
-        ]
-        text = "1 for the state that the engine is in, 0 for the others."
-        labels = ("model_name", "engine", "sleep_state")
-        return self._gauge("engine_sleep_state", text, labels, samples)
-
-    def _step_tokens(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
-        family = HistogramMetricFamily(
-            self._prefix + "iteration_tokens_total",
-            "Tokens per step of the engine: computed prompt tokens and sampled tokens.",
-            labels=("model_name", "engine"),
+        yield self._gauge("engine_missing_seconds", text, missing, "engine", "reason")
+        wakeups = [(count, source) for source, count in view.wakeups_total.items()]
+        yield self._counter(
+            "wave_wakeups", "How often paused engines were woken.", wakeups, "source"
         )
-        for entry, stats in reporting:
-            counts = list(accumulate(stats.counters.step_tokens_buckets))
-            if counts:
-                buckets = list(zip(_STEP_TOKENS_LABELS, map(float, counts), strict=True))
-                family.add_metric(self._labels(entry), buckets, stats.counters.step_tokens)
-        return family
 
-    def _experts(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Iterator[Metric]:
-        """Yield how evenly engines share out the work of experts, where they measure it."""
-        loads = [(self._labels(entry), stats.experts) for entry, stats in reporting]
-        known = [(labels, load) for labels, load in loads if load is not None]
-        if not known:
-            return
-        labels = ("model_name", "engine")
-        text = "Expert tokens of the busiest process of a group, divided by the mean."
-        samples = [(each, load.imbalance) for each, load in known if load.imbalance]
-        yield self._gauge("expert_imbalance", text, labels, samples)
-        text = "How often the experts of a layer were redistributed."
-        moved = [(each, float(load.moved_layers)) for each, load in known]
-        yield self._counter("expert_layers_moved", text, labels, moved)
-
-    def _cache_config(self, chosen: list[EngineEntry]) -> Metric:
-        text = "1 for each engine; the labels are its settings of the KV cache."
-        setups = [(self._labels(entry), entry.setup) for entry in chosen if entry.setup]
-        names = ("model_name", "engine", *_CACHE_CONFIG)
-        samples = [
-            (labels + tuple(str(value(setup)) for value in _CACHE_CONFIG.values()), 1.0)
-            for labels, setup in setups
-        ]
-        return self._gauge("cache_config_info", text, names, samples)
-
-    def _adapters(
-        self, view: ClusterView, reporting: list[tuple[EngineEntry, EngineStats]]
-    ) -> Iterator[Metric]:
+    def _adapters(self, view: ClusterView, chosen: list[EngineEntry]) -> Iterator[Metric]:
         """Yield which adapters run and wait, as vLLM tells it, and which engines have which."""
         if view.adapters is None:
             return
@@ -260,66 +251,48 @@ class EngineCollector(Collector):
         def listed(versions: Iterable[str]) -> str:
             return ",".join(sorted({names.get(each, each) for each in versions}))
 
-        loads = [(self._labels(entry), stats.adapters) for entry, stats in reporting]
+        reporting = [(str(each.rank), each, each.stats) for each in chosen if each.stats]
         samples = [
-            ((*labels, listed(load.running), listed(load.waiting)), time.time())
-            for labels, load in loads
-            if load is not None
+            (time.time(), rank, listed(stats.adapters.running), listed(stats.adapters.waiting))
+            for rank, _, stats in reporting
+            if stats.adapters is not None
         ]
-        labels = ("model_name", "engine", "running_lora_adapters", "waiting_lora_adapters")
+        labels = ("engine", "running_lora_adapters", "waiting_lora_adapters")
         text = "Unix time at which the adapters named by the labels ran and waited."
-        yield self._gauge("lora_requests_info", text, labels, samples)
+        yield self._gauge("lora_requests_info", text, samples, *labels)
         loaded = [
-            ((*self._labels(entry), names.get(version, version)), 1.0)
-            for entry, _ in reporting
+            (1, rank, names.get(version, version))
+            for rank, entry, _ in reporting
             for version in entry.adapters
         ]
         text = "1 for each adapter that an engine has in memory."
-        yield self._gauge("lora_loaded", text, ("model_name", "engine", "lora_name"), loaded)
+        yield self._gauge("lora_loaded", text, loaded, "engine", "lora_name")
 
     def _membership(self, chosen: list[EngineEntry]) -> Iterator[Metric]:
-        labels = ("model_name", "engine")
-        up = [(self._labels(entry), float(entry.ready)) for entry in chosen]
-        yield self._gauge("engine_up", "1 while the engine takes requests.", labels, up)
-        starting = [
-            (self._labels(entry), float(not entry.ready and not entry.draining)) for entry in chosen
-        ]
-        text = "1 while the engine has joined and still loads its model."
-        yield self._gauge("engine_starting", text, labels, starting)
-        halted = [(self._labels(entry), float(_is_halted(entry))) for entry in chosen]
-        text = "1 while an operator has the engine paused or asleep."
-        yield self._gauge("engine_halted", text, labels, halted)
-        restarts = [(self._labels(entry), float(entry.restarts)) for entry in chosen]
+        for name, text, value in _MEMBER_GAUGES:
+            samples = [(value(each), str(each.rank)) for each in chosen]
+            yield self._gauge(name, text, samples, "engine")
+        restarts = [(each.restarts, str(each.rank)) for each in chosen]
         yield self._counter(
-            "engine_restarts", "Starts of a rank after its first.", labels, restarts
+            "engine_restarts", "Starts of a rank after its first.", restarts, "engine"
         )
         age = self._ages.stats
-        ages = [(self._labels(entry), age[entry.rank]) for entry in chosen if entry.rank in age]
+        ages = [(age[each.rank], str(each.rank)) for each in chosen if each.rank in age]
         text = "Seconds since the newest stats of the engine arrived."
-        yield self._gauge("stats_age_seconds", text, labels, ages)
+        yield self._gauge("stats_age_seconds", text, ages, "engine")
 
-    def _labels(self, entry: EngineEntry) -> tuple[str, str]:
-        return (self._model_name, str(entry.rank))
+    def _gauge(self, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+        names = ("model_name", *labels)
+        return self._filled(GaugeMetricFamily(self._prefix + name, text, labels=names), samples)
 
-    def _gauge(
-        self, name: str, text: str, labels: tuple[str, ...], samples: _Samples
-    ) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(self._prefix + name, text, labels=labels)
-        for values, number in samples:
-            family.add_metric(values, number)
+    def _counter(self, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+        names = ("model_name", *labels)
+        return self._filled(CounterMetricFamily(self._prefix + name, text, labels=names), samples)
+
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:
+        for number, *values in samples:
+            family.add_metric((self._model_name, *values), float(number))
         return family
-
-    def _counter(
-        self, name: str, text: str, labels: tuple[str, ...], samples: _Samples
-    ) -> CounterMetricFamily:
-        family = CounterMetricFamily(self._prefix + name, text, labels=labels)
-        for values, number in samples:
-            family.add_metric(values, number)
-        return family
-
-
-def _is_halted(entry: EngineEntry) -> bool:
-    return entry.stats is not None and entry.stats.halted
 
 
 def engine_load(client: GenerationClient) -> dict[str, float]:

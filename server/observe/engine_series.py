@@ -10,12 +10,7 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 
 from engine.shared.messages import RequestTiming
-from server.observe.metric_factory import (
-    COUNT_BUCKETS,
-    LabelledCounter,
-    LabelledHistogram,
-    MetricFactory,
-)
+from server.observe.metric_factory import COUNT_BUCKETS, Labelled, MetricFactory
 
 _LATENCY_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -131,11 +126,11 @@ class EngineSeries:
         self._all: list[Distribution | Count] = []
 
         def histogram(name: str) -> Distribution:
-            made = Distribution(families.histograms[name].of_engine(rank), _HISTOGRAMS[name][1])
+            made = Distribution(families.histograms[name].child(rank), _HISTOGRAMS[name][1])
             self._all.append(made)
             return made
 
-        def count(family: LabelledCounter, *labels: str) -> Count:
+        def count(family: Labelled[Counter], *labels: str) -> Count:
             made = Count(family.child(rank, *labels))
             self._all.append(made)
             return made
@@ -248,22 +243,20 @@ class SequenceFamilies:
     """The metrics whose children make up the series of an engine."""
 
     def __init__(self, factory: MetricFactory) -> None:
-        self.prompt_tokens = factory.by_label(
+        self.prompt_tokens = factory.counter(
             "prompt_tokens", "Prompt tokens of sequences that got their first token.", "engine"
         )
-        self.cached = factory.by_label(
+        self.cached = factory.counter(
             "prompt_tokens_cached", "Those of them that the prefix cache had.", "engine"
         )
-        self.by_source = factory.by_label(
+        self.by_source = factory.counter(
             "prompt_tokens_by_source", "Prompt tokens computed, and found.", "engine", "source"
         )
-        self.generation_tokens = factory.by_label(
-            "generation_tokens", "Tokens generated.", "engine"
-        )
-        self.success = factory.by_label(
+        self.generation_tokens = factory.counter("generation_tokens", "Tokens generated.", "engine")
+        self.success = factory.counter(
             "request_success", "Sequences that ended, by reason.", "engine", "finished_reason"
         )
-        self.histograms: dict[str, LabelledHistogram] = {
-            name: factory.by_engine(name, text, buckets)
+        self.histograms = {
+            name: factory.histogram(name, text, buckets, "engine")
             for name, (text, buckets) in _HISTOGRAMS.items()
         }

@@ -148,14 +148,7 @@ class PowerOfTwo:
     def __init__(self, start: int = 0) -> None:
         self._random = random.Random(start)
 
-    def choose(
-        self,
-        loads: Sequence[EngineLoad],
-        prompt_token_ids: Sequence[int] = (),
-        unseen_front_ends: int = 0,
-        *,
-        cache_root: bytes = b"",
-    ) -> Choice:
+    def choose(self, loads: Sequence[EngineLoad], *_: object, **__: object) -> Choice:
         if len(loads) == 1:
             return Choice(loads[0].rank, "power_of_two")
         first, second = self._random.sample(loads, 2)
@@ -168,14 +161,7 @@ class RoundRobin:
     def __init__(self, start: int = 0) -> None:
         self._last = start - 1
 
-    def choose(
-        self,
-        loads: Sequence[EngineLoad],
-        prompt_token_ids: Sequence[int] = (),
-        unseen_front_ends: int = 0,
-        *,
-        cache_root: bytes = b"",
-    ) -> Choice:
+    def choose(self, loads: Sequence[EngineLoad], *_: object, **__: object) -> Choice:
         # By rank and not by place, so that engines that come and go do not shift the others' turn.
         after = [load.rank for load in loads if load.rank > self._last]
         self._last = after[0] if after else loads[0].rank

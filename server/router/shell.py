@@ -47,11 +47,9 @@ logger = logging.getLogger(__name__)
 class ClientMetrics(Protocol):
     """What is counted about requests and engines."""
 
-    def routing_decision(self, rank: int, reason: str) -> None: ...
+    def count(self, name: str, *labels: str | int) -> None: ...
 
-    def request_resumed(self) -> None: ...
-
-    def observe_wake(self, seconds: float) -> None: ...
+    def observe(self, name: str, seconds: float) -> None: ...
 
 
 class RouterShell:
@@ -195,15 +193,15 @@ class RouterShell:
 
     def _count(self, action: Resumed | Woken) -> None:
         if isinstance(action, Woken):
-            self._metrics.observe_wake(action.seconds)
+            self._metrics.observe("wake_latency_seconds", action.seconds)
         else:
-            self._metrics.request_resumed()
+            self._metrics.count("requests_resumed")
 
     def _send_request(self, send: Send) -> bool:
         if not self._send(send.to, send.message):
             return False
         if isinstance(send.message, AddRequest):
-            self._metrics.routing_decision(send.rank, send.reason)
+            self._metrics.count("routing_decisions", send.rank, send.reason)
             if logger.isEnabledFor(logging.DEBUG):
                 name = send.message.request_id
                 fields = {"request_id": name, "engine": send.rank, "reason": send.reason}

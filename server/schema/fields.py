@@ -64,8 +64,8 @@ class StreamOptions(RequestBody):
     )
 
 
-class SamplingFields(RequestBody):
-    """Fields shared by completions and chat completions; null always means the default."""
+class DrawingFields(RequestBody):
+    """Fields shared by completions, chat completions and responses; null means the default."""
 
     model: str | None = Field(None, description="One of the served names; default: the first.")
     temperature: float | None = Field(
@@ -74,6 +74,57 @@ class SamplingFields(RequestBody):
     top_p: float | None = Field(
         None, gt=0, le=1, description="Default: the model's, else 1, which keeps all tokens."
     )
+    stop: StopStrings | None = Field(
+        None,
+        description=f"One string or up to {MAX_STOP_STRINGS}, of {MAX_STOP_LENGTH} characters.",
+    )
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    logit_bias: LogitBias | None = Field(
+        None, description="Token id, as a string, to what is added to its logit."
+    )
+    seed: int | None = Field(
+        None,
+        ge=INT64_MIN,
+        le=INT64_MAX,
+        description="Makes draws repeatable; choice i uses seed + i. Default: random.",
+    )
+    top_k: int | None = Field(
+        None, ge=-1, lt=2**31, description="0 and -1 mean all tokens. Default: the model's, else 0."
+    )
+    min_p: float | None = Field(None, ge=0, le=1, description="Default: the model's, else 0.")
+    repetition_penalty: float | None = Field(
+        None,
+        ge=MIN_REPETITION_PENALTY,
+        le=MAX_REPETITION_PENALTY,
+        description="Default: the model's, else 1, which changes nothing.",
+    )
+    min_tokens: int | None = Field(0, ge=0, le=MAX_TOKENS)
+    ignore_eos: bool | None = False
+    stop_token_ids: NamedTokenIds | None = None
+    priority: int | None = Field(
+        0,
+        ge=-(2**31),
+        lt=2**31,
+        description="Lower runs first, where the engine has priorities.",
+        json_schema_extra=PRIORITY,
+    )
+    cache_salt: CacheSalt | None = Field(
+        None, description="Cached prompts are shared only with requests of the same salt."
+    )
+    request_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        pattern=r"^[!-~]+$",
+        description="The client's name for the request; default: header X-Request-Id, or random.",
+    )
+    structured_outputs: StructuredOutputs | None = None
+
+
+class SamplingFields(DrawingFields):
+    """Fields shared by completions and chat completions; null always means the default."""
+
     n: int | None = Field(1, ge=1, le=MAX_CHOICES, description="Choices per prompt.")
     use_beam_search: bool | None = Field(
         False,
@@ -95,39 +146,11 @@ class SamplingFields(RequestBody):
     )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stop: StopStrings | None = Field(
-        None,
-        description=f"One string or up to {MAX_STOP_STRINGS}, of {MAX_STOP_LENGTH} characters.",
-    )
-    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
-    logit_bias: LogitBias | None = Field(
-        None, description="Token id, as a string, to what is added to its logit."
-    )
-    seed: int | None = Field(
-        None,
-        ge=INT64_MIN,
-        le=INT64_MAX,
-        description="Makes draws repeatable; choice i uses seed + i. Default: random.",
-    )
     user: str | None = Field(
         None,
         description="Where the operator says so, requests are limited and queued by it.",
         json_schema_extra=USER,
     )
-    top_k: int | None = Field(
-        None, ge=-1, lt=2**31, description="0 and -1 mean all tokens. Default: the model's, else 0."
-    )
-    min_p: float | None = Field(None, ge=0, le=1, description="Default: the model's, else 0.")
-    repetition_penalty: float | None = Field(
-        None,
-        ge=MIN_REPETITION_PENALTY,
-        le=MAX_REPETITION_PENALTY,
-        description="Default: the model's, else 1, which changes nothing.",
-    )
-    min_tokens: int | None = Field(0, ge=0, le=MAX_TOKENS)
-    ignore_eos: bool | None = False
-    stop_token_ids: NamedTokenIds | None = None
     allowed_token_ids: Annotated[NamedTokenIds, Field(min_length=1)] | None = Field(
         None, description="The only tokens that may be generated."
     )
@@ -152,29 +175,11 @@ class SamplingFields(RequestBody):
     )
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
-    priority: int | None = Field(
-        0,
-        ge=-(2**31),
-        lt=2**31,
-        description="Lower runs first, where the engine has priorities.",
-        json_schema_extra=PRIORITY,
-    )
-    cache_salt: CacheSalt | None = Field(
-        None, description="Cached prompts are shared only with requests of the same salt."
-    )
-    request_id: str | None = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        pattern=r"^[!-~]+$",
-        description="The client's name for the request; default: header X-Request-Id, or random.",
-    )
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = Field(
         False, description="Log probabilities name each token as token_id:ID."
     )
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,

@@ -13,6 +13,7 @@ from tokenizers.normalizers import Sequence as Sequential
 
 from engine.shared.config import ModelConfig
 from engine.shared.end_tokens import end_token_ids
+from server.errors import invalid
 from server.text.chat_template import ChatTemplate
 from server.text.placeholders import Placeholders
 from server.text.presets import Preset, preset_of
@@ -40,6 +41,19 @@ _SPECIAL_TOKEN_NAMES = (
 
 class TokenizerError(ValueError):
     """The model's tokenizer files are missing or unusable; the message says what to do."""
+
+
+def check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Check that token ids are in the model's vocabulary.
+
+    Raises:
+        ApiError: one is not; `field` is what it names.
+    """
+    if token_ids and max(token_ids) >= vocab_size:
+        raise invalid(
+            f"{field}: token id {max(token_ids)} is out of vocabulary: {vocab_size} tokens",
+            field,
+        )
 
 
 class ServedTokenizer:

@@ -134,7 +134,7 @@ class Forwarder:
         with CancelOnDisconnect(call.receive):
             response = await self._ask(call, model)
             call.forget_body()
-            self._metrics.forwarded(model, response.status_code)
+            self._metrics.count("forwarded_requests", model, response.status_code)
             try:
                 await _answer(call, response)
             finally:
@@ -169,7 +169,7 @@ class Forwarder:
                 break
             await asyncio.sleep(pause)
             pause *= 2
-        self._metrics.forwarded(model, 503)
+        self._metrics.count("forwarded_requests", model, 503)
         raise _unreachable(model)
 
     async def close(self) -> None:

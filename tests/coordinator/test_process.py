@@ -185,8 +185,9 @@ def test_a_peer_without_the_key_cannot_fill_the_coordinator(tmp_path: Path, port
         [SWELL, "coordinator", "--coordinator", f"127.0.0.1:{first}", "--cluster-key-file", key]
     )
     try:
-        address = ("127.0.0.1", first + port)
-        until(lambda: listens(address), "it listens")
+        addresses = [("127.0.0.1", first + number) for number in range(4)]
+        until(lambda: all(map(listens, addresses)), "it listens")
+        address = addresses[port]
         before = psutil.Process(process.pid).memory_info().rss
         assert flood(address, 256 << 20) < 64 << 20, "the connection is closed"
         assert psutil.Process(process.pid).memory_info().rss - before < 8 << 20
@@ -221,9 +222,18 @@ def test_a_coordinator_that_has_few_descriptors_left_says_so_and_stays_healthy(
         assert isinstance(first.ask(hello), Welcome)
         peers = [Peer(tmp_path, context, f"peer {number}".encode()) for number in range(90)]
         until(lambda: "of 128 file descriptors are open" in log.read_text(), "it warns")
-        late = peers[-1].ask(Hello("engine", 100, 100, "h", 1, protocol=PROTOCOL_VERSION))
-        assert isinstance(late, Refused)
-        assert late.field == "descriptors"
+        late: list[object] = []
+
+        def is_refused() -> bool:
+            """Whether it has counted all connections, which it does now and then."""
+            number = 100 + len(late)
+            hello = Hello("engine", number, number, "h", 1, protocol=PROTOCOL_VERSION)
+            late.append(peers[-1].ask(hello))
+            return isinstance(late[-1], Refused)
+
+        until(is_refused, "who comes late is refused")
+        assert isinstance(late[-1], Refused)
+        assert late[-1].field == "descriptors"
         assert fetch(f"http://127.0.0.1:{port}/ready").status == 200
     finally:
         process.terminate()

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.cuda import attention, product, rows
+from engine.kernels.cuda import attention, fused, product
 from engine.models.attention.tiles import TileShape, tile_shapes
 from engine.models.products.invariant import SHAPES
 
@@ -81,11 +81,11 @@ def compile_all(capability: int) -> None:
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )  # fmt: skip
-    compile_kernel(rows.norm_rows, capability, {"COUNT": 4096, "WIDTH": 4096})
-    compile_kernel(rows.norm_heads, capability, {"HEADS": 40, "DIM": 128, "WIDTH": 128})
-    compile_kernel(rows.gate_rows, capability, {"COUNT": 14336, "AT_ONCE": 1024})
+    compile_kernel(fused.norm_rows, capability, {"COUNT": 4096, "WIDTH": 4096})
+    compile_kernel(fused.norm_heads, capability, {"HEADS": 40, "DIM": 128, "WIDTH": 128})
+    compile_kernel(fused.gate_rows, capability, {"COUNT": 14336, "AT_ONCE": 1024})
     heads = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 64}
-    compile_kernel(rows.rotate_and_store, capability, heads)
+    compile_kernel(fused.rotate_and_store, capability, heads)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from engine.batch.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.executor.simulated import SimulatedExecutor, simulated_token
 from engine.shared.config import CacheConfig, EngineConfig, ExecutorConfig
 from engine.shared.messages import SamplingParams
+from tests.support.checked_executor import CheckedExecutor
 
 
 def executor(
@@ -16,7 +17,7 @@ def executor(
         cache=CacheConfig(block_size=4, num_kv_blocks=8),
         executor=ExecutorConfig(simulated_step_us=step_us, simulated_token_us=token_us),
     )
-    return SimulatedExecutor(config, timing=timing, check=True)
+    return CheckedExecutor(config, timing=timing)
 
 
 def start(

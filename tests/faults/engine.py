@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import PendingResult
+from engine.core.front_ends import CoreStep
 from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
-from engine.core.outbox import CoreStep
 from engine.core.sender import LATE_INTERVAL, Sender
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch
-from engine.executor.simulated import SimulatedExecutor
 from engine.lockstep.group_connection import GroupConnection
 from engine.process.loop import EngineLoop
 from engine.process.receiver import Receiver
@@ -38,6 +37,7 @@ from tests.faults.network import Process
 from tests.faults.oracle import EOS, MAX_MODEL_LEN, POISON, VOCABULARY
 from tests.faults.parts import DRAIN_TIMEOUT, HEARTBEAT, STEP_TIMEOUT, TIMEOUT
 from tests.faults.sockets import HUB, Context, Line, Socket, Transport
+from tests.support.checked_executor import CheckedExecutor
 
 if TYPE_CHECKING:
     from tests.faults.world import World
@@ -49,7 +49,7 @@ LATENESS = 0.0001
 """Seconds by which timers go off late."""
 
 
-class _Poisoned(SimulatedExecutor):
+class _Poisoned(CheckedExecutor):
     """Fails for prompts that begin with `POISON`."""
 
     def submit(self, plan: BatchPlan) -> PendingResult:
@@ -100,9 +100,7 @@ class Engine(Process):
         self._turn_at = float("inf")
         self._tick_at = float("inf")
         config = _config(world)
-        executor = _Poisoned(
-            config, vocab_size=VOCABULARY, eos_token_ids=(EOS,), timing="virtual", check=True
-        )
+        executor = _Poisoned(config, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
         parts = world.parts
         self.core = parts.core(config, executor, rank=rank, incarnation=incarnation)
         identity = Identity(

@@ -64,13 +64,10 @@ class Front(Process):
 
     # -- what the shell counts -------------------------------------------------------------------
 
-    def routing_decision(self, rank: int, reason: str) -> None:
-        pass
+    def count(self, name: str, *labels: str | int) -> None:
+        self.num_resumed += name == "requests_resumed"
 
-    def request_resumed(self) -> None:
-        self.num_resumed += 1
-
-    def observe_wake(self, seconds: float) -> None:
+    def observe(self, name: str, seconds: float) -> None:
         assert seconds >= 0
 
     # -- out -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.models.fallback.loading import load_fallback
 from engine.models.families.registry import FAMILIES
-from engine.models.formats.checkpoint import CheckpointError
+from engine.models.formats.files import CheckpointError
 from engine.models.spec import UnsupportedModel
 from engine.runner.model_runner import ModelRunner
 from engine.shared.config import ModelConfig

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import random
 import socket
 import threading
@@ -87,6 +88,16 @@ def logprob_of(token_id: int, alternatives: int, named: Sequence[int] = ()) -> T
     """Return made-up scores that depend on the token only."""
     ids = list(named) or [(token_id + step) % 330 for step in range(alternatives)]
     return TokenLogprob(-0.25 - token_id / 1000, 1, ids, [-0.25 - i / 1000 for i in ids])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 class FakeStream:

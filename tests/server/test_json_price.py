@@ -1,6 +1,8 @@
 """What a text would cost is known before it is parsed, and exactly."""
 
 import json
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server import json_price
-from server.json_price import Price, TooCostly, costly_field, price
+from server.json_price import Price, TooCostly, check_price, checked_parts, costly_field, price
 from server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_KEYS
 
 texts = st.text(alphabet='ab"\\,:[]{}\n é', max_size=12)
@@ -38,10 +40,12 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-@given(documents, st.booleans())
-def test_structure_in_texts_costs_nothing(document: Any, ascii_only: bool) -> None:
+@given(documents, st.booleans(), st.sampled_from([2, 3, 7, 2**17]))
+def test_structure_in_texts_costs_nothing(document: Any, ascii_only: bool, part: int) -> None:
     wrapped = [document, ",:" * MAX_JSON_DEPTH]
-    found = price(json.dumps(wrapped, ensure_ascii=ascii_only).encode())
+    with pytest.MonkeyPatch.context() as patch:  # wherever the text is divided
+        patch.setattr(json_price, "_PART_BYTES", part)
+        found = price(json.dumps(wrapped, ensure_ascii=ascii_only).encode())
     exact = counted(wrapped)
     assert found.containers == exact.containers
     # Each container counts one more than it holds: commas do not tell an empty one from others.
@@ -82,9 +86,28 @@ def test_the_largest_legal_prompts_pass() -> None:
     price(b'{"prompt":"' + b'\\"[[,{\\\\' * 2**18 + b'"}').check()
 
 
-def test_no_text_is_looked_at_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_price, "accumulate", None)
-    assert price(b"[" * 2**20).containers == 2**20
+def test_what_is_too_much_is_not_looked_at_any_further() -> None:
+    parts = checked_parts(b"[" + b"0," * 2**21)
+    for _ in range(2 * MAX_JSON_VALUES // 2**17):
+        next(parts)
+    with pytest.raises(TooCostly, match="values"):
+        next(parts)
+
+
+@pytest.mark.parametrize("text", [b"[" * 2**20, b"[" * 200 + b"]" * 2**17])
+def test_few_brackets_are_looked_at_in_python(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    looked = 0
+
+    def counting(steps: Iterator[int], initial: int) -> Iterator[int]:
+        nonlocal looked
+        for step in accumulate(steps, initial=initial):
+            looked += 1
+            yield step
+
+    monkeypatch.setattr(json_price, "accumulate", counting)
+    with pytest.raises(TooCostly):
+        check_price(text)
+    assert looked < 2 * MAX_JSON_CONTAINERS
 
 
 def test_whose_field_is_too_costly_is_not_asked_of_objects_of_many_keys() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from server.fleet.own_server import stop_process
+from tests.support.waiting import PATIENCE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -30,7 +31,6 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 """Moves the pipes to the numbers that the browser expects and becomes it."""
 
-_START_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 
 
@@ -53,7 +53,7 @@ class Browser:
 
     def __init__(self, program: str) -> None:
         self.console: list[str] = []
-        """What pages wrote to their console or were refused, e.g. by their security policy."""
+        """What the page wrote to its console or was refused, e.g. by its security policy."""
         self._program = program
         self._last_id = 0
         self._session: str | None = None
@@ -81,7 +81,7 @@ class Browser:
         os.close(from_us)
         os.close(to_us)
         try:
-            target = self._call("Target.createTarget", {"url": "about:blank"}, _START_SECONDS)
+            target = self._call("Target.createTarget", {"url": "about:blank"})
             attached = self._call(
                 "Target.attachToTarget", {"targetId": target["targetId"], "flatten": True}
             )
@@ -96,9 +96,15 @@ class Browser:
     def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Load a page with a viewport of this size and a preference of colours.
 
+        The one before is left first: what it still has to say, of a server that has gone, say, is
+        not in the console of the next.
+
         Raises:
             BrowserError: it does not load.
         """
+        self._call("Page.navigate", {"url": "about:blank"})
+        self.wait_until("location.href === 'about:blank'")
+        self.console.clear()
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -131,7 +137,7 @@ class Browser:
             self._call("Input.dispatchKeyEvent", {"type": "keyDown", **pressed})
             self._call("Input.dispatchKeyEvent", {"type": "keyUp", "key": pressed["key"]})
 
-    def wait_until(self, script: str, timeout: float = 20.0) -> None:
+    def wait_until(self, script: str, timeout: float = PATIENCE) -> None:
         """Wait until a JavaScript expression is true.
 
         Raises:
@@ -144,7 +150,7 @@ class Browser:
                 raise BrowserError(f"not within {timeout} s: {script}\n{self.console}\n{text}")
             time.sleep(_POLL_SECONDS)
 
-    def _call(self, method: str, parameters: dict[str, Any], timeout: float = 20.0) -> Any:
+    def _call(self, method: str, parameters: dict[str, Any]) -> Any:
         self._last_id += 1
         message: dict[str, Any] = {"id": self._last_id, "method": method, "params": parameters}
         if self._session is not None:
@@ -153,7 +159,7 @@ class Browser:
             os.write(self._write, json.dumps(message).encode() + b"\0")
         except BrokenPipeError:
             raise BrowserError(f"{self._program} ended") from None
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE
         while True:
             answer = self._receive(deadline, method)
             if answer.get("id") == self._last_id:

@@ -14,7 +14,7 @@ SWELL = str(Path(sys.executable).with_name("swell"))
 """The path of the installed command."""
 
 
-def run_swell(*arguments: str, timeout: float = 2 * PATIENCE) -> subprocess.CompletedProcess[str]:
+def run_swell(*arguments: str, timeout: float = 3 * PATIENCE) -> subprocess.CompletedProcess[str]:
     """Run a command that ends by itself."""
     return subprocess.run(
         [SWELL, *arguments], capture_output=True, text=True, timeout=timeout, check=False

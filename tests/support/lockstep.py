@@ -43,15 +43,23 @@ def is_paused(url: str) -> bool:
     return metric(url, "engines_running")[""] == 0
 
 
-def wave_when_paused(url: str) -> int:
-    """Wait until the engines rest and everybody tells the same wave; return it."""
+def wave_when_paused(url: str, after: int = -1) -> int:
+    """Wait until the engines rest and everybody tells the same wave; return it.
 
-    def told() -> set[int]:
-        waves = {int(info["wave"]) for info in infos(url).values()}
-        return {int(metric(url, "wave")[""]), *waves}
+    Args:
+        after: a wave that is over. A front end that has not heard of it yet would say that the
+            engines, which have not ended it yet, rest.
+    """
+    told: set[int] = set()
 
-    until(lambda: is_paused(url) and len(told()) == 1, "all agree on the wave")
-    return told().pop()
+    def all_agree() -> bool:
+        told.clear()
+        told.update(int(info["wave"]) for info in infos(url).values())
+        told.add(int(metric(url, "wave")[""]))
+        return is_paused(url) and len(told) == 1 and min(told) > after
+
+    until(all_agree, f"all agree on a wave after {after}")
+    return told.pop()
 
 
 def topologies(url: str) -> set[int]:

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -109,6 +110,7 @@ def _end(code: int) -> NoReturn:
 def main() -> None:
     """Serve, and be what was forked."""
     setproctitle.setproctitle("swell tests: template")  # while it finds where titles are kept
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` is about the tests alone
     settle_environment(_MANY)  # libgomp: LLVM's runtime leaves files behind if it is forked
     for name in _PRELOADED:
         importlib.import_module(name)

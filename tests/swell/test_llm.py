@@ -189,7 +189,7 @@ def _examples(page: str) -> list[str]:
 def test_the_examples_of_the_pages_run(program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=3 * PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

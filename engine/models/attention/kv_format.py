@@ -7,7 +7,7 @@ token, so that one copy moves both. All arithmetic is by stock operators on 16 o
 torch converts from float8 one value after the other on a CPU, which takes twenty times as long.
 """
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,49 +25,26 @@ _LARGEST_SCALE = 2.0**127
 _SCALE_BYTES = 2
 
 
-class KvFormat(Protocol):
-    """What the KV cache of a model holds, and how it is written and read."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What attention is computed in, where rows are short."""
-        ...
-
-    @property
-    def stored(self) -> torch.dtype:
-        """Of the tensors of the cache."""
-        ...
-
-    def row(self, kept: KvShape) -> tuple[int, ...]:
-        """Return the shape of one token in a layer's tensor."""
-        ...
-
-    def write(self, cache: Tensor, slots: Tensor, kept: Tensor) -> None:
-        """Store new keys and values, [tokens, parts, kv_heads, head_dim], at flat token slots."""
-        ...
-
-    def read(self, rows: Tensor, kept: KvShape, dtype: torch.dtype) -> Tensor:
-        """Return [.., parts, kv_heads, head_dim] in `dtype` of tokens as they are stored."""
-        ...
-
-
 class PlainKv:
     """Keys and values as they are."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Keep them in `dtype`."""
-        self.dtype = self.stored = dtype
+        self.dtype = dtype
+        """What attention is computed in, where rows are short."""
+        self.stored = dtype
+        """Of the tensors of the cache."""
 
     def row(self, kept: KvShape) -> tuple[int, ...]:
-        """Return the shape of what is kept."""
+        """Return the shape of one token in a layer's tensor."""
         return kept
 
     def write(self, cache: Tensor, slots: Tensor, kept: Tensor) -> None:
-        """Store them at flat token slots."""
+        """Store new keys and values, [tokens, parts, kv_heads, head_dim], at flat token slots."""
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, kept)
 
     def read(self, rows: Tensor, kept: KvShape, dtype: torch.dtype) -> Tensor:
-        """Return them in `dtype`."""
+        """Return [.., parts, kv_heads, head_dim] in `dtype` of tokens as they are stored."""
         return rows.to(dtype)
 
 
@@ -114,6 +91,10 @@ class Fp8Kv:
             scales = scales.float()
         values = bits.view(scales.dtype).view(*shape, parts, heads, size)
         return values.mul_(scales.view(*shape, parts, heads, 1)).to(dtype)
+
+
+KvFormat = PlainKv | Fp8Kv
+"""What the KV cache of a model holds, and how it is written and read."""
 
 
 def kv_format(dtype: torch.dtype, setting: KvCacheDtype) -> KvFormat:

@@ -6,8 +6,6 @@ values by a product, and a key that is rotated. Here queries and results go thro
 instead, so that attention has a single key a token, which is the value besides.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -19,33 +17,6 @@ from engine.models.spec import LatentSpec, ModelSpec
 
 Rotation = tuple[Tensor, Tensor]
 """Factors of `engine.models.attention.rotary.rotate`."""
-
-
-class Projections(Protocol):
-    """What surrounds one layer's attention."""
-
-    @property
-    def output(self) -> Rows:
-        """From what attention returns, [tokens, heads * head_dim], to what the layer adds."""
-        ...
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """[heads] float32: scores beside those of the keys, where there are some."""
-        ...
-
-    def write_and_query(
-        self, x: Tensor, cache: Tensor, slots: Tensor, rotated: Rotation | None
-    ) -> Tensor:
-        """Store what the cache keeps of states; return queries [tokens, heads, head_dim].
-
-        Args:
-            x: normalized states [tokens, hidden]
-            cache: this layer's
-            slots: [tokens] where in it each token goes
-            rotated: by the tokens' positions; None in a layer that does not know them
-        """
-        ...
 
 
 class HeadProjections:
@@ -69,7 +40,9 @@ class HeadProjections:
         self._kernels = kernels if is_plain else None
         self._kv = kv_format
         self.output = output
+        """From what attention returns, [tokens, heads * head_dim], to what the layer adds."""
         self.sinks = sinks
+        """[heads] float32: scores beside those of the keys, where there are some."""
         self._qkv = qkv
         self._qk_norm = qk_norm
         self._query_size = spec.query_size
@@ -81,7 +54,14 @@ class HeadProjections:
     def write_and_query(
         self, x: Tensor, cache: Tensor, slots: Tensor, rotated: Rotation | None
     ) -> Tensor:
-        """Store keys and values; return queries."""
+        """Store what the cache keeps of states; return queries [tokens, heads, head_dim].
+
+        Args:
+            x: normalized states [tokens, hidden]
+            cache: this layer's
+            slots: [tokens] where in it each token goes
+            rotated: by the tokens' positions; None in a layer that does not know them
+        """
         tokens = len(x)
         qkv = self._qkv(x)
         heads = target = qkv[:, : self._rotated_size].view(tokens, *self._rotated)
@@ -143,7 +123,7 @@ class LatentProjections:
     def write_and_query(
         self, x: Tensor, cache: Tensor, slots: Tensor, rotated: Rotation | None
     ) -> Tensor:
-        """Store latents and rotated keys; return queries of both."""
+        """Do the same with latents and rotated keys; return queries of both."""
         assert rotated is not None, "a part of each head knows positions"
         spec, tokens, rank = self._latent, len(x), self._latent.rank
         made = self._inputs(x)
@@ -162,6 +142,10 @@ class LatentProjections:
         queries[..., :rank] = self._to_latent(plain.flatten(1)).view(tokens, self._heads, rank)
         queries[..., rank:] = turned[:, :-1]
         return queries
+
+
+Projections = HeadProjections | LatentProjections
+"""What surrounds one layer's attention."""
 
 
 class HeadwiseProduct:

@@ -8,8 +8,6 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
-from torch import Tensor
 
 from engine.models.attention.choice import attention_of
 from engine.models.attention.kv_format import KvCacheDtype
@@ -24,7 +22,7 @@ from engine.models.fallback.attention import (
 from engine.models.fallback.decoder import FallbackDecoder, TransformersModel
 from engine.models.fallback.served import check_class, refusal, transformers_class
 from engine.models.fallback.trial import check_parts, narrow_windows, trial_tokens
-from engine.models.formats.checkpoint import CheckpointError, some, weight_files
+from engine.models.formats.files import CheckpointError, TensorFiles, some, weight_files
 from engine.models.formats.fingerprint import weights_fingerprint
 from engine.models.hf_config import read_config, read_generation
 from engine.models.settings import ComputeTypes
@@ -218,17 +216,6 @@ def _fingerprint(directory: Path, settings: ModelConfig) -> str:
     config = (directory / "config.json").read_bytes() + b" transformers"
     if settings.load_format == "dummy":
         return hashlib.sha256(config + f" dummy {settings.seed}".encode()).hexdigest()[:32]
-    files: dict[str, Any] = {}
-    described: dict[str, str] = {}
-    for path in weight_files(directory):
-        opened: Any = safe_open(path, framework="pt", device="cpu")
-        for name in opened.keys():  # noqa: SIM118 - not a dict
-            header = opened.get_slice(name)
-            files[name] = opened
-            described[name] = f"{header.get_shape()} {header.get_dtype()}"
-
-    def tensor(name: str) -> Tensor:
-        stored: Tensor = files[name].get_tensor(name)
-        return stored
-
-    return weights_fingerprint(config, described, tensor)
+    files = TensorFiles(directory)
+    described = {name: f"{list(shape)} {files.types[name]}" for name, shape in files.shapes.items()}
+    return weights_fingerprint(config, described, files.tensor)

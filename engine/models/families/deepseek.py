@@ -1,5 +1,6 @@
 """DeepSeek V2, V3, R1 and Kimi K2: latent attention; behind the first layers experts in groups."""
 
+from functools import partial
 from math import log
 
 from msgspec.structs import replace
@@ -8,7 +9,6 @@ from engine.models.families.family import Config, Family
 from engine.models.families.placing import LLAMA_NAMES, named_weights
 from engine.models.families.reading import grouped_experts, integer, llama_spec, read_rope
 from engine.models.spec import LatentSpec, ModelSpec, MoeSpec, RopeSpec, UnsupportedModel
-from engine.models.weights import WeightMap
 
 _NAMES = {
     **LLAMA_NAMES,
@@ -75,14 +75,10 @@ def _scale(latent: LatentSpec, rope: RopeSpec) -> float:
     return plain * (0.1 * rope.mscale_all_dim * log(rope.factor) + 1) ** 2
 
 
-def _weights(spec: ModelSpec) -> WeightMap:
-    return named_weights(spec, _NAMES)
-
-
 FAMILY = Family(
     architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     spec=_spec,
-    weights=_weights,
+    weights=partial(named_weights, names=_NAMES),
     has_draft_layers=True,
     ignored=("topk_method", "head_dim"),
 )

@@ -1,5 +1,7 @@
 """Gemma 2: norms around attention and MLP, capped scores and logits, every other layer slides."""
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
@@ -13,7 +15,6 @@ from engine.models.families.reading import (
     read_rope,
 )
 from engine.models.spec import ModelSpec, RopeSpec, UnsupportedModel
-from engine.models.weights import WeightMap
 
 _NAMES = {
     "attention_norm": "input_layernorm",
@@ -53,9 +54,8 @@ def gemma_spec(config: Config, rope: RopeSpec) -> ModelSpec:
     )
 
 
-def gemma_weights(spec: ModelSpec) -> WeightMap:
-    """Return where each tensor is."""
-    return named_weights(spec, _NAMES)
+gemma_weights = partial(named_weights, names=_NAMES)
+"""Returns where each tensor is."""
 
 
 FAMILY = Family(

@@ -1,12 +1,13 @@
 """GLM-4.5 to 4.7: experts behind the first layers, one MLP beside them, half-rotated heads."""
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import LLAMA_NAMES, named_weights
 from engine.models.families.reading import grouped_experts, llama_spec, read_rope
 from engine.models.spec import ModelSpec, QkNorm
-from engine.models.weights import WeightMap
 
 _NAMES = {**LLAMA_NAMES, "correction": "e_score_correction_bias"}
 
@@ -22,14 +23,10 @@ def _spec(config: Config) -> ModelSpec:
     )
 
 
-def _weights(spec: ModelSpec) -> WeightMap:
-    return named_weights(spec, _NAMES)
-
-
 FAMILY = Family(
     architectures=("Glm4MoeForCausalLM",),
     spec=_spec,
-    weights=_weights,
+    weights=partial(named_weights, names=_NAMES),
     has_draft_layers=True,
     carries_normed=True,
 )

@@ -1,12 +1,13 @@
 """GPT-OSS: attention sinks, every other layer slides, experts with biases and bounded gates."""
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import LLAMA_NAMES, stacked_experts
 from engine.models.families.reading import integer, layer_windows, llama_spec, number
 from engine.models.spec import ClampSpec, ModelSpec, MoeSpec
-from engine.models.weights import WeightMap
 
 _NAMES = {**LLAMA_NAMES, "router": "router"}
 
@@ -35,20 +36,16 @@ def _spec(config: Config) -> ModelSpec:
     )
 
 
-def _weights(spec: ModelSpec) -> WeightMap:
-    return stacked_experts(
-        spec,
-        _NAMES,
+FAMILY = Family(
+    architectures=("GptOssForCausalLM",),
+    spec=_spec,
+    weights=partial(
+        stacked_experts,
+        names=_NAMES,
         gate_up="experts.gate_up_proj",
         down="experts.down_proj",
         is_transposed=True,
         alternate=True,
-    )
-
-
-FAMILY = Family(
-    architectures=("GptOssForCausalLM",),
-    spec=_spec,
-    weights=_weights,
+    ),
     ignored=("experts_per_token", "initial_context_length"),
 )

@@ -1,5 +1,7 @@
 """Granite 3 with experts in every layer, whose tensors are stacked."""
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
@@ -7,7 +9,6 @@ from engine.models.families.granite import granite_spec
 from engine.models.families.placing import LLAMA_NAMES, stacked_experts
 from engine.models.families.reading import integer
 from engine.models.spec import ModelSpec, MoeSpec
-from engine.models.weights import WeightMap
 
 _NAMES = {**LLAMA_NAMES, "mlp": "block_sparse_moe", "router": "router.layer"}
 
@@ -29,8 +30,10 @@ def _spec(config: Config) -> ModelSpec:
     )
 
 
-def _weights(spec: ModelSpec) -> WeightMap:
-    return stacked_experts(spec, _NAMES, gate_up="input_linear.weight", down="output_linear.weight")
-
-
-FAMILY = Family(architectures=("GraniteMoeForCausalLM",), spec=_spec, weights=_weights)
+FAMILY = Family(
+    architectures=("GraniteMoeForCausalLM",),
+    spec=_spec,
+    weights=partial(
+        stacked_experts, names=_NAMES, gate_up="input_linear.weight", down="output_linear.weight"
+    ),
+)

@@ -1,12 +1,13 @@
 """Llama 4, of which the text model is served: chunks of attention, and experts with one choice."""
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import stacked_experts
 from engine.models.families.reading import integer, llama_spec, number, read_rope
 from engine.models.spec import ModelSpec, MoeSpec, TemperatureSpec, UnsupportedModel
-from engine.models.weights import WeightMap
 
 _NAMES = {
     "attention_norm": "input_layernorm",
@@ -69,20 +70,16 @@ def _experts(config: Config, spec: ModelSpec) -> MoeSpec:
     )
 
 
-def _weights(spec: ModelSpec) -> WeightMap:
-    return stacked_experts(
-        spec,
-        _NAMES,
-        gate_up="experts.gate_up_proj",
-        down="experts.down_proj",
-        is_transposed=True,
-    )
-
-
 FAMILY = Family(
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     spec=_spec,
-    weights=_weights,
+    weights=partial(
+        stacked_experts,
+        names=_NAMES,
+        gate_up="experts.gate_up_proj",
+        down="experts.down_proj",
+        is_transposed=True,
+    ),
     ignored=("for_llm_compressor",),
     text_prefixes=("model.", "language_model.model.", "model.language_model."),
     not_text=(

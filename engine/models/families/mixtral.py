@@ -1,12 +1,13 @@
 """Mixtral: experts in every layer."""
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import LLAMA_NAMES, named_weights
 from engine.models.families.reading import integer, llama_spec, uniform_windows
 from engine.models.spec import ModelSpec, MoeSpec
-from engine.models.weights import WeightMap
 
 _NAMES = {
     **LLAMA_NAMES,
@@ -33,8 +34,6 @@ def _spec(config: Config) -> ModelSpec:
     )
 
 
-def _weights(spec: ModelSpec) -> WeightMap:
-    return named_weights(spec, _NAMES)
-
-
-FAMILY = Family(architectures=("MixtralForCausalLM",), spec=_spec, weights=_weights)
+FAMILY = Family(
+    architectures=("MixtralForCausalLM",), spec=_spec, weights=partial(named_weights, names=_NAMES)
+)

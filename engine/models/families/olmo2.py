@@ -1,12 +1,13 @@
 """OLMo 2 and 3: norms after attention and MLP, and over all queries; 3 slides in most layers."""
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import named_weights
 from engine.models.families.reading import layer_windows, layered_ropes, llama_spec
 from engine.models.spec import ModelSpec
-from engine.models.weights import WeightMap
 
 _NAMES = {
     "attention_output_norm": "post_attention_layernorm",
@@ -28,10 +29,8 @@ def _spec(config: Config) -> ModelSpec:
     )
 
 
-def _weights(spec: ModelSpec) -> WeightMap:
-    return named_weights(spec, _NAMES)
-
-
 FAMILY = Family(
-    architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"), spec=_spec, weights=_weights
+    architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+    spec=_spec,
+    weights=partial(named_weights, names=_NAMES),
 )

@@ -1,12 +1,13 @@
 """Phi 3, 3.5, 4 and 4-mini: fused tensors, LongRoPE, some with heads that are rotated in part."""
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import LLAMA_NAMES, fused_weights
 from engine.models.families.reading import llama_spec, read_rope, uniform_windows
 from engine.models.spec import ModelSpec
-from engine.models.weights import WeightMap
 
 
 def _spec(config: Config) -> ModelSpec:
@@ -22,13 +23,9 @@ def _known_rope(config: Config) -> Config:
     return config.but(rope_scaling={**scaling, "type": "longrope"})
 
 
-def _weights(spec: ModelSpec) -> WeightMap:
-    return fused_weights(spec, LLAMA_NAMES, qkv="qkv_proj", gate_up="gate_up_proj")
-
-
 FAMILY = Family(
     architectures=("Phi3ForCausalLM",),
     spec=_spec,
-    weights=_weights,
+    weights=partial(fused_weights, names=LLAMA_NAMES, qkv="qkv_proj", gate_up="gate_up_proj"),
     ignored=("full_attn_mod", "interpolate_factor", "lm_head_bias"),
 )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
-from safetensors import safe_open
 from torch import Tensor
 
 from engine.models.attention.choice import attention_of
@@ -20,7 +19,7 @@ from engine.models.attention.rotary import rotary_table
 from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
 from engine.models.families.config import with_defaults
 from engine.models.families.reading import integer, llama_spec, read_rope
-from engine.models.formats.checkpoint import CheckpointError, compare, weight_files
+from engine.models.formats.files import CheckpointError, TensorFiles, compare
 from engine.models.heads.head import DraftHead, DraftVocabulary
 from engine.models.layers import Chain, Rows, prepare_norm
 from engine.models.loading.mlps import MlpLoader
@@ -139,17 +138,12 @@ class HeadCheckpoint:
             CheckpointError: there are none, or they cannot be read.
         """
         self._directory = directory
-        self._files: dict[str, tuple[Any, str]] = {}
-        self.shapes: Layout = {}
-        for path in weight_files(directory):
-            try:
-                file: Any = safe_open(path, framework="pt", device="cpu")
-            except Exception as error:  # the library raises its own type without a public base
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
-            for stored in file.keys():  # noqa: SIM118 - not a dict
-                name = stored.removeprefix("model.").replace("midlayer.", _LAYER)
-                self._files[name] = file, stored
-                self.shapes[name] = tuple(file.get_slice(stored).get_shape())
+        self._files = TensorFiles(directory)
+        self._stored = {
+            stored.removeprefix("model.").replace("midlayer.", _LAYER): stored
+            for stored in self._files.shapes
+        }
+        self.shapes = {name: self._files.shapes[each] for name, each in self._stored.items()}
 
     def require(self, expected: Layout) -> None:
         """Compare the tensors with what the head needs.
@@ -166,9 +160,7 @@ class HeadCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, a view of a mapped file."""
-        file, stored = self._files[name]
-        tensor: Tensor = file.get_tensor(stored)
-        return tensor
+        return self._files.tensor(self._stored[name])
 
     def int4(self, name: str) -> Int4Weights | None:
         """None: weights are stored as floats."""

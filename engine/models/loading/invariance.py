@@ -1,12 +1,76 @@
 """Which models can be computed so that no row of a step depends on the others, and at what cost."""
 
+import logging
+
 import torch
 
+from engine.kernels.processor import is_invariance_cheap, is_invariance_free
 from engine.kernels.registry import FusedKernels
 from engine.models.attention.choice import attends_by_pairs, scores_are_capped
 from engine.models.products.dense import has_product_kernel
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.shared.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+
+def is_batch_invariant(
+    config: EngineConfig,
+    spec: ModelSpec,
+    types: ComputeTypes,
+    device: torch.device,
+    *,
+    kernels: FusedKernels | None,
+    is_quantized: bool,
+) -> bool:
+    """Return what is set, else whether it costs little; in that case the log says which it is.
+
+    Args:
+        kernels: that the model is computed with.
+        is_quantized: whether its products are.
+    """
+    wanted = config.executor.batch_invariant
+    if wanted is not None:
+        return wanted
+    reason: str | None = "the model is quantized"
+    if not is_quantized:
+        reason = _reason_against(config, spec, types, device, kernels)
+    if reason is None:
+        logger.info("batch-invariant: tokens do not depend on what shares their step")
+    else:
+        logger.info("not batch-invariant, as %s (--batch-invariant)", reason)
+    return reason is None
+
+
+def _reason_against(
+    config: EngineConfig,
+    spec: ModelSpec,
+    types: ComputeTypes,
+    device: torch.device,
+    kernels: FusedKernels | None,
+) -> str | None:
+    """Return why it is not possible, or not known to cost little."""
+    parallel = config.parallel
+    if device.type != "cpu":
+        return "the model is not on a CPU"
+    if parallel.processes > 1 or parallel.enable_expert_parallel:
+        return "several processes share the model"
+    by_kernels = has_invariant_kernels(spec, kernels)
+    if not by_kernels and types.activations != torch.float32:
+        return "no kernels compute its products and its attention row by row"
+    is_cheap = is_invariance_free() if by_kernels else is_invariance_cheap()
+    if not is_cheap:
+        return "that costs time on this processor"
+    unmeasured = {
+        "capped scores": not by_kernels and spec.attention_softcap is not None,
+        "sliding windows": not by_kernels and any(window is not None for window in spec.windows),
+        "latent attention": spec.latent is not None,
+        "adapters": config.lora.enable_lora,
+        "an 8-bit KV cache": types.kept != "auto",
+    }
+    found = [name for name, is_there in unmeasured.items() if is_there]
+    return f"it has {' and '.join(found)}" if found else None
 
 
 def has_invariant_kernels(spec: ModelSpec, kernels: FusedKernels | None) -> bool:

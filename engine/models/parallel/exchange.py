@@ -1,45 +1,18 @@
-"""What sparse layers need of a group of processes, and a stand-in for a group that is not there."""
+"""A stand-in for a group of processes that is not there."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class Exchange(Protocol):
-    """What sparse layers need of a group; see `engine.distributed.group.Group`."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        ...
-
-    def all_gather_counts(self, count: int) -> list[int]:
-        """Return every rank's number."""
-        ...
-
-    def all_to_all_counts(self, counts: Sequence[int]) -> list[int]:
-        """Return the number that each rank sent to this one."""
-        ...
-
-    def all_gather_row(self, row: Sequence[int]) -> list[list[int]]:
-        """Return every rank's row of integers."""
-        ...
-
-    def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks."""
-        ...
-
-    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Return the rows that all ranks sent to this one."""
-        ...
+from engine.distributed.group import Group
 
 
 class MirrorGroup:
     """Stands for a group whose other ranks do the same as this one, to measure memory.
 
-    What comes from them is made of what goes to them, and means nothing.
+    It has what sparse layers need of `engine.distributed.group.Group`. What comes from the others
+    is made of what goes to them, and means nothing.
     """
 
     def __init__(self, size: int) -> None:
@@ -68,3 +41,7 @@ class MirrorGroup:
         if not len(rows):
             return rows.new_zeros(sum(received), *rows.shape[1:])
         return rows[torch.arange(sum(received), device=rows.device) % len(rows)]
+
+
+Exchange = Group | MirrorGroup
+"""Where sparse layers exchange tokens."""

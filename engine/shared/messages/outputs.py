@@ -85,72 +85,56 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
     """Messages with outputs that were made for it, the one that carries these stats included."""
 
 
+def _counter(name: str, help: str) -> Meta:
+    """Return what makes a field a counter of /metrics: its name there, and its help."""
+    return Meta(title=name, description=help)
+
+
 class EngineCounters(msgspec.Struct, array_like=True):
     """An engine's counters since it started; whoever counts something adds to its field.
 
-    A field with a title is a counter of /metrics: the title is its name there, the description
-    its help.
+    A field with a `_counter` is one of /metrics.
     """
 
     prefix_cache_queries: Annotated[
-        int,
-        Meta(
-            title="prefix_cache_queries",
-            description="Prompt tokens looked up in the prefix cache.",
-        ),
+        int, _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
     ] = 0
     prefix_cache_hits: Annotated[
-        int,
-        Meta(title="prefix_cache_hits", description="Prompt tokens found in the prefix cache."),
+        int, _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
     ] = 0
     preemptions: Annotated[
-        int,
-        Meta(title="num_preemptions", description="Sequences preempted for lack of KV blocks."),
+        int, _counter("num_preemptions", "Sequences preempted for lack of KV blocks.")
     ] = 0
     prompt_tokens: Annotated[
-        int,
-        Meta(title="engine_prompt_tokens", description="Prompt tokens computed by the engine."),
+        int, _counter("engine_prompt_tokens", "Prompt tokens computed by the engine.")
     ] = 0
     generation_tokens: Annotated[
-        int, Meta(title="engine_generation_tokens", description="Tokens sampled by the engine.")
+        int, _counter("engine_generation_tokens", "Tokens sampled by the engine.")
     ] = 0
     spec_drafts: Annotated[
         int,
-        Meta(
-            title="spec_decode_num_drafts",
-            description="Steps of sequences in which draft tokens were verified.",
+        _counter(
+            "spec_decode_num_drafts", "Steps of sequences in which draft tokens were verified."
         ),
     ] = 0
     spec_draft_tokens: Annotated[
-        int, Meta(title="spec_decode_num_draft_tokens", description="Draft tokens verified.")
+        int, _counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
     ] = 0
     spec_accepted_tokens: Annotated[
-        int,
-        Meta(
-            title="spec_decode_num_accepted_tokens",
-            description="Draft tokens that were accepted.",
-        ),
+        int, _counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
     ] = 0
     grammar_requests: Annotated[
-        int,
-        Meta(
-            title="structured_output_requests",
-            description="Requests with a grammar for their output.",
-        ),
+        int, _counter("structured_output_requests", "Requests with a grammar for their output.")
     ] = 0
     grammar_waits: Annotated[
         int,
-        Meta(
-            title="structured_output_waits",
-            description="Requests whose grammar had to be compiled before they could run.",
+        _counter(
+            "structured_output_waits",
+            "Requests whose grammar had to be compiled before they could run.",
         ),
     ] = 0
     dummy_steps: Annotated[
-        int,
-        Meta(
-            title="dummy_steps",
-            description="Steps without work that keep a lockstep group together.",
-        ),
+        int, _counter("dummy_steps", "Steps without work that keep a lockstep group together.")
     ] = 0
     step_tokens: int = 0
     """Tokens of all steps: computed for prompts, or drawn."""
@@ -162,70 +146,55 @@ class EngineCounters(msgspec.Struct, array_like=True):
     spec_accepted_at: list[int] = []
     """Draft tokens that were accepted, by their positions in their drafts."""
     pooled_sequences: Annotated[
-        int,
-        Meta(title="engine_pooled_sequences", description="Sequences that got a vector."),
+        int, _counter("engine_pooled_sequences", "Sequences that got a vector.")
     ] = 0
     spec_skipped: Annotated[
         int,
-        Meta(
-            title="spec_decode_num_skipped",
-            description="Steps of sequences without the draft that they could have had: it would "
+        _counter(
+            "spec_decode_num_skipped",
+            "Steps of sequences without the draft that they could have had: it would "
             "not have paid.",
         ),
     ] = 0
     kv_tier_hits: Annotated[
-        int,
-        Meta(
-            title="kv_tier_hits",
-            description="Tokens whose keys and values were read from the KV tiers.",
-        ),
+        int, _counter("kv_tier_hits", "Tokens whose keys and values were read from the KV tiers.")
     ] = 0
     kv_tier_stored_bytes: Annotated[
-        int, Meta(title="kv_tier_stored_bytes", description="Bytes written to the KV tiers.")
+        int, _counter("kv_tier_stored_bytes", "Bytes written to the KV tiers.")
     ] = 0
     kv_tier_dropped_blocks: Annotated[
         int,
-        Meta(
-            title="kv_tier_dropped_blocks",
-            description="KV blocks that the tiers did not take: too slow, or full.",
+        _counter(
+            "kv_tier_dropped_blocks", "KV blocks that the tiers did not take: too slow, or full."
         ),
     ] = 0
     kv_tier_errors: Annotated[
         int,
-        Meta(
-            title="kv_tier_errors",
-            description="KV blocks that could not be written or read, or were damaged.",
-        ),
+        _counter("kv_tier_errors", "KV blocks that could not be written or read, or were damaged."),
     ] = 0
-    sleeps: Annotated[
-        int, Meta(title="engine_sleeps", description="Times that the engine gave memory back.")
-    ] = 0
+    sleeps: Annotated[int, _counter("engine_sleeps", "Times that the engine gave memory back.")] = 0
     sleep_seconds: Annotated[
-        float,
-        Meta(title="engine_sleep_seconds", description="Seconds that giving memory back took."),
+        float, _counter("engine_sleep_seconds", "Seconds that giving memory back took.")
     ] = 0.0
     wake_ups: Annotated[
-        int,
-        Meta(title="engine_wake_ups", description="Times that it had memory, or some, back."),
+        int, _counter("engine_wake_ups", "Times that it had memory, or some, back.")
     ] = 0
     wake_up_seconds: Annotated[
-        float,
-        Meta(title="engine_wake_up_seconds", description="Seconds that having it back took."),
+        float, _counter("engine_wake_up_seconds", "Seconds that having it back took.")
     ] = 0.0
 
     encoder_cache_queries: Annotated[
         int,
-        Meta(
-            title="encoder_cache_queries",
-            description="Images (or tiles) of prompts looked up among the encoded ones.",
+        _counter(
+            "encoder_cache_queries",
+            "Images (or tiles) of prompts looked up among the encoded ones.",
         ),
     ] = 0
     encoder_cache_hits: Annotated[
-        int,
-        Meta(title="encoder_cache_hits", description="Images that were encoded already."),
+        int, _counter("encoder_cache_hits", "Images that were encoded already.")
     ] = 0
     encoded_images: Annotated[
-        int, Meta(title="encoded_images", description="Images (or tiles) that were encoded.")
+        int, _counter("encoded_images", "Images (or tiles) that were encoded.")
     ] = 0
 
     def count_sleep(self, seconds: float) -> None:

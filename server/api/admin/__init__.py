@@ -1,1 +1,1 @@
-"""GET and POST /admin/*."""
+"""Paths for operators, behind the admin key: ours, and vLLM's under their own names."""

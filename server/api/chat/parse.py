@@ -1,8 +1,11 @@
 """A chat completion request in the terms of all requests."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
+import pydantic
 
 from server.api.chat.schema import BatchChatRequest, ChatCompletionRequest, ChatFields
 from server.api.checks import check_fields
@@ -10,6 +13,7 @@ from server.errors import ApiError, invalid
 from server.generate.budget import check_size
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
+from server.http.errors import invalid_body
 from server.limits import MAX_SHARED
 from server.schema.body import JsonObject
 from server.schema.messages import ChatMessage
@@ -29,6 +33,27 @@ def parse(
         ApiError: the request is wrong, or asks for too much; `param` names the field.
     """
     return _parsed(body, [conversation(body)], model, max_model_len, blame=blame)
+
+
+def chat_request(body: dict[str, Any], blame: Blame) -> ChatCompletionRequest:
+    """Return the chat completion that stands for a request that came to another endpoint.
+
+    Raises:
+        ApiError: it is wrong, in the words of that endpoint.
+    """
+    encoded = msgspec.json.encode(body)
+    try:
+        return ChatCompletionRequest.model_validate_json(encoded)
+    except pydantic.ValidationError as error:
+        raise blame(invalid_body(error, encoded)) from error
+
+
+def renamed(param: str, names: Sequence[tuple[re.Pattern[str], str]]) -> str:
+    """Return a field's name with the first of these beginnings that it has replaced."""
+    for pattern, name in names:
+        if pattern.match(param):
+            return pattern.sub(name, param)
+    return param
 
 
 def parse_batch(

@@ -28,9 +28,7 @@ from server.api.chat.schema import (
 from server.api.chat.scores import chat_logprobs, whole_logprobs
 from server.api.chunks import ChunkFrames, error_frames
 from server.api.logprobs import prompt_scores
-from server.api.rendering import Renderer, timing_shown
-from server.api.whole import WholeAnswers
-from server.errors import ApiError
+from server.api.rendering import Renderer, WholeBody, timing_shown
 from server.generate.fold import Delta, FinishReason
 from server.generate.request import GenerationRequest
 from server.schema.answer import CompletionTokensDetails, Usage
@@ -49,27 +47,19 @@ def _id(request: GenerationRequest) -> str:
     return f"chatcmpl-{request.request_id}"
 
 
-class ChatBody:
+class ChatBody(WholeBody):
     """Shows the sums of deltas as one chat completion."""
 
-    streams = False
-
     def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
+        super().__init__(request.num_answers)
         self._request = request
         self._table = table
         self._show_ids = bool(request.fields.return_token_ids)
-        self._whole = WholeAnswers(request.num_answers)
         self._readers = [request.plan.reader() for _ in range(request.num_answers)]
-        self.push, self.error = self._whole.add, ApiError.body
-
-    @property
-    def large(self) -> bool:
-        """Whether `finish` takes more than a moment."""
-        return self._whole.large
 
     def finish(self, usage: Usage) -> bytes:
         """Return the body."""
-        request, answers = self._request, self._whole.answers()
+        request, answers = self._request, self.answers()
         prompt, scores = request.prompts[0].token_ids, answers[0].prompt_logprobs
         choices = encoded_each(answers, self._shown)
         _add_details(usage, self._readers)

@@ -13,9 +13,7 @@ from server.api.completions.schema import (
     CompletionResponse,
 )
 from server.api.logprobs import MIN_LOGPROB, prompt_scores, token_names
-from server.api.rendering import Renderer, timing_shown
-from server.api.whole import WholeAnswers
-from server.errors import ApiError
+from server.api.rendering import Renderer, WholeBody, timing_shown
 from server.generate.fold import Delta, ScoredToken
 from server.generate.request import GenerationRequest
 from server.schema.answer import Usage
@@ -59,25 +57,17 @@ class CompletionChunks:
         return self._frames.chunk(choice)
 
 
-class CompletionBody:
+class CompletionBody(WholeBody):
     """Shows the sums of deltas as one completion."""
 
-    streams = False
-
     def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
+        super().__init__(request.num_answers)
         self._request = request
         self._table = table
-        self._whole = WholeAnswers(request.num_answers)
-        self.push, self.error = self._whole.add, ApiError.body
-
-    @property
-    def large(self) -> bool:
-        """Whether `finish` takes more than a moment."""
-        return self._whole.large
 
     def finish(self, usage: Usage) -> bytes:
         """Return the body."""
-        request, answers = self._request, self._whole.answers()
+        request, answers = self._request, self.answers()
         return encode(
             CompletionResponse(
                 _id(request),

@@ -5,10 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-import msgspec
-import pydantic
-
-from server.api.chat.parse import Blame, conversation
+from server.api.chat.parse import Blame, chat_request, conversation, renamed
 from server.api.chat.parse import parse as parse_chat
 from server.api.chat.schema import ChatCompletionRequest
 from server.api.messages.schema import (
@@ -32,7 +29,6 @@ from server.api.messages.schema import (
 from server.errors import ApiError, invalid
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
-from server.http.errors import invalid_body
 from server.schema.tools import not_served
 
 _PASSED_ON = (
@@ -95,16 +91,11 @@ def _as_chat(
         json_schema = {"name": "answer", "schema": format.schema_, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
     sent = {name: value for name, value in body.items() if value is not None}
-    encoded = msgspec.json.encode(sent)
 
     def blame(error: ApiError) -> ApiError:
         return error.renamed(partial(_renamed, turns, functions))
 
-    try:
-        chat = ChatCompletionRequest.model_validate_json(encoded)
-    except pydantic.ValidationError as error:
-        raise blame(invalid_body(error, encoded)) from error
-    return chat, blame
+    return chat_request(sent, blame), blame
 
 
 def _check(request: MessagesRequest | CountTokensRequest) -> None:
@@ -349,7 +340,4 @@ def _renamed(turns: _Turns, functions: Sequence[int], param: str) -> str:
     turn = re.match(r"messages\[(\d+)\]", param)
     if turn is not None and int(turn[1]) < len(turns.places):
         return turns.places[int(turn[1])]
-    for pattern, name in _RENAMED:
-        if pattern.match(param):
-            return pattern.sub(name, param)
-    return param
+    return renamed(param, _RENAMED)

@@ -1,22 +1,32 @@
 """Messages as clients see them: events of a stream, or one body."""
 
+from collections.abc import Callable, Sequence
+
 import msgspec
 
-from server.answer.parts import ContentText, Part
-from server.api.messages.blocks import BlockBuilder
+from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from server.api.messages.content import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    ContentDelta,
     Ending,
     Message,
     MessageDelta,
     MessageEvent,
+    MessageInputDelta,
     MessageStart,
     MessageStop,
+    MessageTextDelta,
+    MessageThinkingDelta,
     MessageUsage,
+    TextContent,
+    ThinkingContent,
     ToolUseContent,
 )
 from server.api.messages.schema import MessagesRequest
-from server.api.rendering import Renderer, event_frames
-from server.api.whole import WholeAnswers
+from server.api.rendering import Renderer, WholeBody, event_frames
 from server.errors import ApiError, MessagesErrorResponse, message_error
 from server.generate.fold import Delta
 from server.generate.request import GenerationRequest
@@ -30,6 +40,74 @@ def renderer(body: MessagesRequest, request: GenerationRequest, _: TokenTable) -
     """Return what shows the answer to a request."""
     growing = GrowingMessage(request)
     return MessageEvents(growing) if body.stream else MessageBody(growing)
+
+
+class BlockBuilder:
+    """Builds the content of one message; a state machine without I/O. One block is open at a time.
+
+    Args:
+        new_call_id: makes the name of a call.
+    """
+
+    def __init__(self, new_call_id: Callable[[], str]) -> None:
+        self._new_call_id = new_call_id
+        self._open: ContentBlock | None = None
+        self._text: list[str] = []
+        self.content: list[ContentBlock] = []
+
+    def push(self, part: Part) -> list[MessageEvent]:
+        """Add a part; return what there is to tell."""
+        match part:
+            case ReasoningText(text):
+                begun = isinstance(self._open, ThinkingContent)
+                told = [] if begun else self._switch(ThinkingContent(""))
+                return [*told, self._more(text, MessageThinkingDelta(text))]
+            case ContentText(text):
+                told = [] if isinstance(self._open, TextContent) else self._switch(TextContent(""))
+                return [*told, self._more(text, MessageTextDelta(text))]
+            case CallBegin(_, name):
+                return self._switch(ToolUseContent(self._new_call_id(), name, {}))
+            case CallArguments(_, text):
+                return [self._more(text, MessageInputDelta(text))]
+
+    def close(self, parts: Sequence[Part]) -> list[MessageEvent]:
+        """Add the last parts and end; return what there is to tell."""
+        return [event for part in parts for event in self.push(part)] + self.finish()
+
+    def finish(self) -> list[MessageEvent]:
+        """End the block that is open, if one is; return what there is to tell."""
+        block = self._open
+        if block is None:
+            return []
+        text, self._text = "".join(self._text), []
+        match block:
+            case TextContent():
+                block.text = text
+            case ThinkingContent():
+                block.thinking = text
+            case ToolUseContent():
+                block.input = _object(text)
+        self._open = None
+        return [BlockStop(len(self.content) - 1)]
+
+    def _more(self, text: str, delta: ContentDelta) -> MessageEvent:
+        self._text.append(text)
+        return BlockDelta(len(self.content) - 1, delta)
+
+    def _switch(self, block: ContentBlock) -> list[MessageEvent]:
+        told = self.finish()
+        self._open = block
+        self.content.append(block)
+        return [*told, BlockStart(len(self.content) - 1, msgspec.structs.replace(block))]
+
+
+def _object(text: str) -> msgspec.Raw | dict[str, object]:
+    """Return the JSON of a call's input; what was cut off, or is no object, is none."""
+    try:
+        decoded = msgspec.json.decode(text.encode())
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return msgspec.Raw(text.encode()) if isinstance(decoded, dict) else {}
 
 
 class GrowingMessage:
@@ -86,24 +164,16 @@ class GrowingMessage:
             message.stop_reason, message.stop_sequence = "stop_sequence", piece.stop_reason
 
 
-class MessageBody:
+class MessageBody(WholeBody):
     """Shows the sum of deltas as one message."""
 
-    streams = False
-
     def __init__(self, growing: GrowingMessage) -> None:
+        super().__init__(1)
         self._growing = growing
-        self._whole = WholeAnswers(1)
-        self.push, self.error = self._whole.add, _error
-
-    @property
-    def large(self) -> bool:
-        """Whether `finish` takes more than a moment."""
-        return self._whole.large
 
     def finish(self, usage: Usage) -> bytes:
         """Return the body."""
-        self._growing.close(usage, self._whole.answers()[0])
+        self._growing.close(usage, self.answers()[0])
         return _encode(self._growing.message)
 
 
@@ -115,7 +185,6 @@ class MessageEvents:
     def __init__(self, growing: GrowingMessage) -> None:
         self._growing = growing
         self._begun = False
-        self.error = _error
 
     def push(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta."""
@@ -129,9 +198,9 @@ class MessageEvents:
         ending = Ending(message.stop_reason, message.stop_sequence, message.unreadable_tool_use)
         return event_frames([*told, MessageDelta(ending, message.usage), MessageStop()])
 
-
-def _error(error: ApiError) -> bytes:
-    return event_frames([MessagesErrorResponse(message_error(error))])
+    def error(self, error: ApiError) -> bytes:
+        """Return the last frame of a stream in which something went wrong."""
+        return event_frames([MessagesErrorResponse(message_error(error))])
 
 
 def _usage(usage: Usage) -> MessageUsage:

@@ -14,12 +14,11 @@ from server.api.generation import Generation
 from server.api.rendering import event_frames
 from server.api.responses.events import ResponseFailed
 from server.api.responses.items import Response, ResponseError
-from server.api.responses.journal import Journal
-from server.api.responses.keeping import Keeping, now
+from server.api.responses.journal import Journal, told
+from server.api.responses.keeping import TOO_MANY_IN_BACKGROUND, Keeping, now
 from server.api.responses.parse import parse
 from server.api.responses.render import begun_response
 from server.api.responses.schema import ResponsesRequest
-from server.api.responses.store_errors import TOO_MANY_IN_BACKGROUND
 from server.api.route import json_response
 from server.api.services import Services
 from server.errors import unavailable
@@ -43,8 +42,8 @@ async def answer_at_once(
     """
     model, _ = services.asked_model(request.model)
     services.tenancy.check(request.priority, pins_rank=call.pinned_rank is not None)
-    jobs = keeping.jobs
-    if jobs.is_full_for(keeping.owner):
+    store, owner = keeping.store, keeping.owner
+    if store.jobs.is_full_for(owner):
         raise TOO_MANY_IN_BACKGROUND
     response = begun_response(
         request,
@@ -61,18 +60,18 @@ async def answer_at_once(
         keeping.not_kept()
         raise unavailable("The response could not be stored; try again later.") from error
     parsed = partial(parse, earlier=earlier)
-    journal = keeping.journal(response.id) if request.stream else None
+    journal = Journal(store, owner, response.id) if request.stream else None
     detached = _detached(call, journal)
     making = Generation(detached, services, request, parsed, keeping.renderer, keeping.keep)
     made = _make(detached, making.generate(), keeping, response, journal)
-    jobs.begin(response.id, keeping.owner, made)
+    store.jobs.begin(response.id, owner, made)
     if request.stream:
-        told = keeping.told(response.id, services.config.http.sse_keep_alive)
-        return Pushed(partial(send_told, call, told))
+        frames = told(store, owner, response.id, services.config.http.sse_keep_alive)
+        return Pushed(partial(_send, call, frames))
     return json_response(msgspec.structs.replace(response, status="queued"))
 
 
-async def send_told(call: Call, frames: AsyncIterator[bytes]) -> None:
+async def _send(call: Call, frames: AsyncIterator[bytes]) -> None:
     """Send a client events until there are no more, or it hangs up."""
     with CancelOnDisconnect(call.receive):
         async for each in frames:
@@ -91,7 +90,7 @@ async def _make(
             return
     except asyncio.CancelledError:
         ended = msgspec.structs.replace(begun, status="cancelled")
-        if keeping.jobs.closing:
+        if keeping.store.jobs.closing:
             ended = _failed(begun, "server_error", "The server ended before the response did.")
     except Exception as error:
         known = foreseen(error, call.request_id)

@@ -7,7 +7,7 @@ import msgspec
 
 from server.api.responses.items import Compaction, OutputMessage, packed_summary
 from server.api.responses.keeping import item_of, own_items
-from server.api.responses.render import ResponseBody, renderer
+from server.api.responses.render import GrowingResponse, ResponseBody
 from server.api.responses.schema import MessageItem, ResponsesRequest
 from server.generate.request import GenerationRequest
 from server.schema.answer import Usage
@@ -33,30 +33,22 @@ def compaction_renderer(
     body: ResponsesRequest, request: GenerationRequest, table: TokenTable
 ) -> "CompactionBody":
     """Return what shows the answer to such a request."""
-    made = renderer(body, request, table)
-    assert isinstance(made, ResponseBody), "it is no stream"
+    growing = GrowingResponse(body, request, table, None)
     items = own_items(body)[:-1]
     said = [item for item in items if isinstance(item, MessageItem) and item.role == "user"]
-    return CompactionBody(made, [item_of(item) for item in said])
+    return CompactionBody(growing, [item_of(item) for item in said])
 
 
-class CompactionBody:
+class CompactionBody(ResponseBody):
     """Shows a summary, with the messages of users, that replaces the conversation."""
 
-    streams = False
-
-    def __init__(self, body: ResponseBody, said: Sequence[dict[str, Any]]) -> None:
-        self._body, self._said = body, said
-        self.push, self.error = body.push, body.error
-
-    @property
-    def large(self) -> bool:
-        """Whether `finish` takes more than a moment."""
-        return self._body.large
+    def __init__(self, growing: GrowingResponse, said: Sequence[dict[str, Any]]) -> None:
+        super().__init__(growing)
+        self._said = said
 
     def finish(self, usage: Usage) -> bytes:
         """Return the body."""
-        response = self._body.complete(usage)
+        response = self.complete(usage)
         messages = [item for item in response.output if isinstance(item, OutputMessage)]
         summary = "\n".join([part.text for item in messages for part in item.content])
         packed = {

@@ -85,7 +85,8 @@ async def _whole_request(
 def _keeping(
     call: Call, services: Services, store: ResponseStore, body: ResponsesRequest
 ) -> Keeping:
-    return Keeping(store, str(call.tenant.id), body, services.metrics.response_not_kept)
+    not_kept = partial(services.metrics.count, "responses_not_kept")
+    return Keeping(store, str(call.tenant.id), body, not_kept)
 
 
 def _refuse_kept(request: ResponsesRequest) -> None:

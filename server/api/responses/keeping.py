@@ -4,14 +4,13 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import TypeAdapter
 
 from server.api.responses.items import Response
-from server.api.responses.journal import Journal, told
 from server.api.responses.render import ResponseBody, ResponseEvents, renderer
 from server.api.responses.schema import (
     ConversationName,
@@ -20,7 +19,6 @@ from server.api.responses.schema import (
     MessageItem,
     ResponsesRequest,
 )
-from server.api.responses.store_errors import kept
 from server.errors import ApiError, invalid, unavailable
 from server.generate.request import GenerationRequest
 from server.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
@@ -32,6 +30,16 @@ from server.text.detokenizer import TokenTable
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+_TOO_LARGE = invalid("It is too large to be stored.", code="too_large")
+TOO_MANY_IN_BACKGROUND = ApiError(
+    429,
+    "Too many background responses are being generated or followed; try again later.",
+    code="rate_limit_exceeded",
+    headers=(("retry-after", "1"),),
+)
+
 ITEMS = TypeAdapter(list[InputItem])
 _OUTPUT_ITEM = re.compile(r"(?:msg|rs|fc|ctc|lsh|tsc)_([0-9a-f]{32})_\d+")
 
@@ -39,6 +47,20 @@ _ID_PREFIXES = {
     "message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs",
     "local_shell_call": "lsh", "tool_search_call": "tsc",
 }  # fmt: skip
+
+
+async def kept(waiting: Awaitable[Result], too_long: ApiError = _TOO_LARGE) -> Result:
+    """Return what the store answers.
+
+    Raises:
+        ApiError: it does not work now; `too_long` if what it is asked for is more than it gives.
+    """
+    try:
+        return await waiting
+    except StoreUnavailable as error:
+        raise unavailable("The response store is not available now; try again.") from error
+    except (StoreFull, TooLong) as error:
+        raise too_long from error
 
 
 class KeptOutput(msgspec.Struct):
@@ -64,10 +86,9 @@ class Keeping:
         request: ResponsesRequest,
         not_kept: Callable[[], None],
     ) -> None:
-        self._store = store
+        self.store = store
         self.not_kept = not_kept
         self.owner = owner
-        self.jobs = store.jobs
         self._sent = request
         self.keeps = request.store is not False
         self.name = uuid.uuid4().hex
@@ -144,17 +165,9 @@ class Keeping:
                 body=msgspec.json.encode(response),
             )
             known = self._sent.background is True and not begins
-            await self._store.call(SqlBackend.put, self.owner, record, items, only_known=known)
+            await self.store.call(SqlBackend.put, self.owner, record, items, only_known=known)
         elif self._conversation is not None and items:
-            await self._store.call(SqlBackend.add, self.owner, self._conversation, items)
-
-    def journal(self, id_: str) -> Journal:
-        """Return what stores the events of the response."""
-        return Journal(self._store, self.owner, id_)
-
-    def told(self, id_: str, keep_alive: float) -> AsyncIterator[bytes]:
-        """Yield the frames of the response's events as they come, with comments between them."""
-        return told(self._store, self.owner, id_, keep_alive)
+            await self.store.call(SqlBackend.add, self.owner, self._conversation, items)
 
     async def _earlier(self) -> list[Any]:
         """Return the items that come before those of the request."""
@@ -165,7 +178,7 @@ class Keeping:
             found = None
             if is_conversation(self._conversation):
                 found = await kept(
-                    self._store.call(SqlBackend.items, self.owner, self._conversation)
+                    self.store.call(SqlBackend.items, self.owner, self._conversation)
                 )
             if found is None:
                 raise _gone(self._conversation, "conversation")
@@ -183,7 +196,7 @@ class Keeping:
         )
         if not is_response(previous):
             raise _gone(previous, field)
-        chain = await kept(self._store.call(SqlBackend.chain, self.owner, previous), too_long)
+        chain = await kept(self.store.call(SqlBackend.chain, self.owner, previous), too_long)
         if chain is None:
             raise _gone(previous, field)
         items: list[Any] = []
@@ -210,9 +223,7 @@ class Keeping:
             if named is None:
                 raise _gone(item.id, field)
             if item.id not in outputs:
-                record = await kept(
-                    self._store.call(SqlBackend.get, self.owner, f"resp_{named[1]}")
-                )
+                record = await kept(self.store.call(SqlBackend.get, self.owner, f"resp_{named[1]}"))
                 if record is None:
                     raise _gone(item.id, field)
                 size += record.size

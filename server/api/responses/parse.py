@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import pydantic
 
-from server.api.chat.parse import Blame, conversation
+from server.api.chat.parse import Blame, chat_request, conversation, renamed
 from server.api.chat.parse import parse as parse_chat
 from server.api.chat.schema import ChatCompletionRequest
 from server.api.responses.items import summary_of
@@ -43,7 +42,6 @@ from server.api.responses.tools import (
 from server.errors import ApiError, invalid
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
-from server.http.errors import invalid_body
 
 _SERVED_INCLUDES = {"message.output_text.logprobs"}
 _NOTHING_TO_ADD = {
@@ -128,9 +126,8 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
         body["tool_choice"] = chosen(request.tool_choice, request, offered)
     if request.text is not None and request.text.format is not None:
         body["response_format"] = _response_format(request.text.format)
-    encoded = msgspec.json.encode(body)
 
-    def renamed(param: str) -> str:
+    def named(param: str) -> str:
         tool = _TOOL.match(param)
         if tool is None:
             return _renamed(turns.items, goes_on_with, param)
@@ -140,13 +137,9 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
         return f"{found.field}{tool[2]}"
 
     def blame(error: ApiError) -> ApiError:
-        return error.renamed(renamed)
+        return error.renamed(named)
 
-    try:
-        chat = ChatCompletionRequest.model_validate_json(encoded)
-    except pydantic.ValidationError as error:
-        raise blame(invalid_body(error, encoded)) from error
-    return chat, blame
+    return chat_request(body, blame), blame
 
 
 def _wants_logprobs(request: ResponsesRequest) -> bool:
@@ -322,10 +315,7 @@ def _renamed(items: list[int], goes_on_with: str, param: str) -> str:
     message = re.match(r"messages(?:\[(\d+)\])?", param)
     if message is not None:
         return _input_field(param, items, goes_on_with, message)
-    for pattern, name in _RENAMED:
-        if pattern.match(param):
-            return pattern.sub(name, param)
-    return param
+    return renamed(param, _RENAMED)
 
 
 def _input_field(param: str, items: list[int], goes_on_with: str, message: "re.Match[str]") -> str:

@@ -8,7 +8,7 @@ import msgspec
 from server.answer.parts import CallBegin, ContentText, Part
 from server.api.chat.schema import ChatLogprob
 from server.api.chat.scores import chat_logprobs
-from server.api.rendering import event_frames
+from server.api.rendering import WholeBody, event_frames
 from server.api.responses import events
 from server.api.responses.events import ErrorEvent, ResponseEvent
 from server.api.responses.items import (
@@ -23,7 +23,6 @@ from server.api.responses.items import (
 from server.api.responses.output import OutputBuilder, ScoredPart
 from server.api.responses.schema import ConversationName, ResponsesRequest
 from server.api.responses.tools import offered_tools
-from server.api.whole import WholeAnswers
 from server.errors import ApiError
 from server.generate.fold import Delta, FinishReason, ScoredToken
 from server.generate.request import GenerationRequest
@@ -212,25 +211,17 @@ class GrowingResponse:
         )
 
 
-class ResponseBody:
+class ResponseBody(WholeBody):
     """Shows the sum of deltas as one response."""
 
-    streams = False
-
     def __init__(self, growing: GrowingResponse) -> None:
+        super().__init__(1)
         self._growing = growing
-        self._whole = WholeAnswers(1)
-        self.push, self.error = self._whole.add, ApiError.body
-
-    @property
-    def large(self) -> bool:
-        """Whether `finish` takes more than a moment."""
-        return self._whole.large
 
     def complete(self, usage: Usage) -> Response:
         """Return the whole response, of which no more will come."""
         if not self._growing.is_complete:
-            self._growing.close(usage, self._whole.answers()[0])
+            self._growing.close(usage, self.answers()[0])
         return self._growing.response
 
     def finish(self, usage: Usage) -> bytes:

@@ -1,28 +1,21 @@
-"""POST /v1/responses: the request."""
+"""POST /v1/responses and /v1/conversations: the requests."""
 
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
 from server.limits import (
-    INT64_MAX,
-    INT64_MIN,
+    MAX_ADDED_ITEMS,
     MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_METADATA_KEY,
+    MAX_METADATA_VALUE,
     MAX_PARTS,
-    MAX_REPETITION_PENALTY,
     MAX_TOKENS,
     MAX_TOOLS,
-    MIN_REPETITION_PENALTY,
 )
 from server.schema.body import JsonObject, Name, RequestBody, part_type
-from server.schema.fields import (
-    CacheSalt,
-    LogitBias,
-    NamedTokenIds,
-    ReasoningEffort,
-    StopStrings,
-    Verbosity,
-)
+from server.schema.fields import DrawingFields, ReasoningEffort, Verbosity
 from server.schema.structured import StructuredOutputs
 from server.schema.support import (
     CACHE_HINT,
@@ -31,7 +24,6 @@ from server.schema.support import (
     MEDIA,
     NO_BUDGET,
     NO_MEDIA,
-    PRIORITY,
     TOP_LOGPROBS,
     UNSERVED,
     USER,
@@ -330,16 +322,11 @@ class ConversationName(RequestBody):
     id: Name
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(DrawingFields):
     """Answer a list of items with more items."""
 
-    model: str | None = Field(None, description="One of the served names; default: the first.")
     input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = Field(None, description="What a system message says.")
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="0 is greedy. Default: the model's, else 1."
-    )
-    top_p: float | None = Field(None, gt=0, le=1, description="Default: the model's, else 1.")
     max_output_tokens: int | None = Field(
         None, ge=1, le=MAX_TOKENS, description="Default: all that fits."
     )
@@ -410,23 +397,7 @@ class ResponsesRequest(RequestBody):
         None, description="Accepted and not used.", json_schema_extra=extra("ignored", CACHE_HINT)
     )
 
-    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    stop: StopStrings | None = None
-    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
-    top_k: int | None = Field(0, ge=-1, lt=2**31, description="0 and -1 mean all tokens.")
-    min_p: float | None = Field(0.0, ge=0, le=1)
-    repetition_penalty: float | None = Field(
-        1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY
-    )
-    min_tokens: int | None = Field(0, ge=0, le=MAX_TOKENS)
-    ignore_eos: bool | None = False
-    stop_token_ids: NamedTokenIds | None = None
-    priority: int | None = Field(0, ge=-(2**31), lt=2**31, json_schema_extra=PRIORITY)
-    cache_salt: CacheSalt | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=256, pattern=r"^[!-~]+$")
     chat_template_kwargs: JsonObject | None = None
-    logit_bias: LogitBias | None = None
     structured_outputs: StructuredOutputs | None = Field(
         None, description="A constraint on the text; not together with a text.format."
     )
@@ -475,3 +446,31 @@ PASSED_ON = (
     "logit_bias", "include_reasoning",
 )  # fmt: skip
 """Fields that mean the same in a chat completion; a stream too keeps its whole answer."""
+
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MAX_METADATA_KEY)],
+        Annotated[str, Field(max_length=MAX_METADATA_VALUE)],
+    ],
+    Field(max_length=MAX_METADATA),
+]
+
+
+class ConversationRequest(RequestBody):
+    """Begin a conversation."""
+
+    items: Annotated[list[InputItem], Field(max_length=MAX_ADDED_ITEMS)] | None = None
+    metadata: Metadata | None = None
+
+
+class MetadataRequest(RequestBody):
+    """Change the metadata of a conversation."""
+
+    metadata: Metadata
+
+
+class ItemsRequest(RequestBody):
+    """Add items to a conversation."""
+
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ADDED_ITEMS)]

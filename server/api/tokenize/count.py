@@ -1,4 +1,4 @@
-"""How many tokens a conversation has, as the model reads it."""
+"""The tokens of texts, and how many a conversation has as the model reads it."""
 
 from server.api.media import with_counted_images
 from server.api.services import Services
@@ -24,12 +24,27 @@ async def count_tokens_of(source: Conversation, services: Services, field: str) 
     Raises:
         ApiError: the conversation is wrong, or too long to be counted.
     """
-    longest = max(MAX_COUNTED_TOKENS, known_max_model_len(services) or 0)
     source = await with_counted_images(source, services)
     text = await conversation_text(source, services.model)
+    return len(await tokenized(text, services, field, add_special_tokens=False))
+
+
+async def tokenized(
+    text: str, services: Services, field: str, *, add_special_tokens: bool
+) -> list[int]:
+    """Return the token ids of a text, which the field of the request has.
+
+    Raises:
+        ApiError: it is too long to be counted.
+    """
+    longest = max(MAX_COUNTED_TOKENS, known_max_model_len(services) or 0)
     try:
         token_ids, _ = await encode_prompt(
-            services.model.tokenizer, text, add_special_tokens=False, longest=longest, keep=None
+            services.model.tokenizer,
+            text,
+            add_special_tokens=add_special_tokens,
+            longest=longest,
+            keep=None,
         )
     except TextTooLong as error:
         raise invalid(
@@ -37,4 +52,4 @@ async def count_tokens_of(source: Conversation, services: Services, field: str) 
             field,
             code="context_length_exceeded",
         ) from error
-    return len(token_ids)
+    return token_ids

@@ -6,7 +6,7 @@ from server.answer.injection import told
 from server.api.openapi import ENGINE_ERRORS, json_responses
 from server.api.route import ModelRoute, json_response
 from server.api.services import ServicesDep
-from server.api.tokenize.count import known_max_model_len
+from server.api.tokenize.count import known_max_model_len, tokenized
 from server.api.tokenize.schema import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -14,10 +14,8 @@ from server.api.tokenize.schema import (
     TokenizeResponse,
 )
 from server.errors import invalid
-from server.limits import MAX_COUNTED_TOKENS
 from server.text.conversation import render_chat
-from server.text.prompt_text import TextTooLong, encode_prompt
-from server.text.vocabulary import check_vocabulary
+from server.text.tokenizer import check_vocabulary
 
 router = APIRouter(route_class=ModelRoute)
 
@@ -45,32 +43,13 @@ async def tokenize(body: TokenizeRequest, services: ServicesDep) -> Response:
             arguments=body.chat_template_kwargs,
         )
         add_special_tokens = bool(body.add_special_tokens)
-    longest = max(MAX_COUNTED_TOKENS, known_max_model_len(services) or 0)
-    try:
-        token_ids, _ = await encode_prompt(
-            services.model.tokenizer,
-            text,
-            add_special_tokens=add_special_tokens,
-            longest=longest,
-            keep=None,
-        )
-    except TextTooLong as error:
-        field = "prompt" if body.messages is None else "messages"
-        raise invalid(
-            f"{field}: texts of up to {longest} tokens are tokenized, but of this one {error}.",
-            field,
-            code="context_length_exceeded",
-        ) from error
+    field = "prompt" if body.messages is None else "messages"
+    token_ids = await tokenized(text, services, field, add_special_tokens=add_special_tokens)
     names = None
     if body.return_token_strs:
         names = [services.model.tokenizer.id_to_token(token_id) for token_id in token_ids]
     return json_response(
-        TokenizeResponse(
-            len(token_ids),
-            known_max_model_len(services),
-            token_ids,
-            names,
-        )
+        TokenizeResponse(len(token_ids), known_max_model_len(services), token_ids, names)
     )
 
 

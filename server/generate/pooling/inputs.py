@@ -9,8 +9,7 @@ from server.errors import ApiError, invalid
 from server.limits import MAX_INPUT_TOKENS
 from server.text.frames import Frame, Frames
 from server.text.prompt_text import TextTooLong, encode_prompt
-from server.text.tokenizer import ServedTokenizer
-from server.text.vocabulary import check_vocabulary
+from server.text.tokenizer import ServedTokenizer, check_vocabulary
 
 _LONG = 1 << 14
 """Characters of a text that is tokenized by itself, not with others."""

@@ -8,7 +8,7 @@ import pytest
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import PendingResult
 from engine.core.engine_core import EngineCore
-from engine.core.outbox import CoreStep
+from engine.core.front_ends import CoreStep
 from engine.distributed.spec import GroupBroken
 from engine.executor.simulated import SimulatedExecutor, simulated_token
 from engine.scheduler.admission import NO_LOAD, Grant, RankState
@@ -21,6 +21,7 @@ from engine.shared.messages import (
     UtilityCall,
     UtilityResult,
 )
+from tests.support.checked_executor import CheckedExecutor
 
 CONFIG = EngineConfig(
     model=ModelConfig(max_model_len=64),
@@ -31,7 +32,7 @@ CONFIG = EngineConfig(
 
 @pytest.fixture
 def core() -> EngineCore:
-    executor = SimulatedExecutor(CONFIG, timing="virtual", check=True)
+    executor = CheckedExecutor(CONFIG)
     core = EngineCore(CONFIG, executor, rank=2, incarnation=77)
     core.front_end_joined(0, 100)
     core.front_end_joined(1, 101)
@@ -76,7 +77,7 @@ def test_an_engine_says_how_long_requests_waited_for_a_slot(overlap: bool) -> No
     scheduling = msgspec.structs.replace(CONFIG.scheduler, max_num_seqs=1, async_scheduling=overlap)
     config = msgspec.structs.replace(CONFIG, scheduler=scheduling)
     clock = itertools.count()  # a second passes between any two looks at it
-    executor = SimulatedExecutor(config, timing="virtual", check=True)
+    executor = CheckedExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1, now=lambda: float(next(clock)))
     core.front_end_joined(0, 100)
     for id_ in (1, 2):
@@ -295,7 +296,7 @@ class HoldUntil:
 
 
 def test_the_admission_policy_sees_this_rank_and_decides() -> None:
-    executor = SimulatedExecutor(CONFIG, timing="virtual", check=True)
+    executor = CheckedExecutor(CONFIG)
     policy = HoldUntil(2)
     core = EngineCore(CONFIG, executor, rank=0, incarnation=1, admission=policy)
     core.front_end_joined(0, 1)
@@ -309,11 +310,11 @@ def test_the_admission_policy_sees_this_rank_and_decides() -> None:
 # -- in a lockstep group ---------------------------------------------------------------------------
 
 
-class BreakingExecutor(SimulatedExecutor):
+class BreakingExecutor(CheckedExecutor):
     """Loses its group in some of its steps, before anything has been computed."""
 
     def __init__(self, breaks_at: set[int]) -> None:
-        super().__init__(CONFIG, timing="virtual", check=True)
+        super().__init__(CONFIG)
         self.plans: list[BatchPlan] = []
         self._breaks_at = breaks_at
 

@@ -37,6 +37,7 @@ from engine.shared.messages import (
     RequestOutput,
     SamplingParams,
 )
+from tests.support.checked_executor import CheckedExecutor
 
 TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
 EOS = (2, 0)
@@ -58,13 +59,11 @@ class Engine:
         self.grammars: GrammarTable = table
         self.settled = threading.Event()
         table.on_settled = self.settled.set
-        self.executor = SimulatedExecutor(
+        self.executor = CheckedExecutor(
             config,
             vocab_size=2048,
             eos_token_ids=EOS,
-            timing="virtual",
             grammars=table,
-            check=True,
         )
         self.core = EngineCore(config, self.executor, rank=0, incarnation=1)
         self.core.front_end_joined(0, 1)

@@ -3,16 +3,14 @@
 from msgspec.structs import replace
 
 from engine.core.engine_core import EngineCore
-from engine.executor.simulated import SimulatedExecutor
 from engine.shared.messages import AddRequest, SamplingParams, UtilityCall
 from tests.engine.core.test_core import CONFIG, run
 from tests.engine.scheduler.test_images import VISION, image, prompt
+from tests.support.checked_executor import CheckedExecutor
 
 
 def core_of(vision: bool = True) -> EngineCore:
-    executor = SimulatedExecutor(
-        CONFIG, timing="virtual", check=True, vision=VISION if vision else None
-    )
+    executor = CheckedExecutor(CONFIG, vision=VISION if vision else None)
     core = EngineCore(CONFIG, executor, rank=2, incarnation=77)
     core.front_end_joined(0, 100)
     return core

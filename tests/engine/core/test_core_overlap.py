@@ -9,10 +9,10 @@ from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import ExecutorInfo, PendingResult
 from engine.core.engine_core import EngineCore
 from engine.core.steps import StepFailed
-from engine.executor.simulated import SimulatedExecutor
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
 from tests.engine.core.traffic import request, serve
+from tests.support.checked_executor import CheckedExecutor
 
 
 def config(overlap: bool) -> EngineConfig:
@@ -29,9 +29,7 @@ class WatchedExecutor:
     """Notes what is submitted and whose result is fetched; can fail in one step."""
 
     def __init__(self, settings: EngineConfig, fails_in: int = -1) -> None:
-        self._executor = SimulatedExecutor(
-            settings, vocab_size=40, eos_token_ids=(0,), timing="virtual", check=True
-        )
+        self._executor = CheckedExecutor(settings, vocab_size=40, eos_token_ids=(0,))
         self._fails_in = fails_in
         self.events: list[tuple[str, int]] = []
 

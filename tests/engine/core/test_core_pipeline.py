@@ -6,7 +6,6 @@ import pytest
 
 from engine.batch.batch import BatchPlan
 from engine.core.engine_core import EngineCore
-from engine.executor.simulated import SimulatedExecutor
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -16,9 +15,10 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from tests.engine.core.traffic import request, serve
+from tests.support.checked_executor import CheckedExecutor
 
 
-class WatchedExecutor(SimulatedExecutor):
+class WatchedExecutor(CheckedExecutor):
     """Checks in which steps each slot is, and keeps the rows of all steps."""
 
     def __init__(self, settings: EngineConfig) -> None:
@@ -26,8 +26,6 @@ class WatchedExecutor(SimulatedExecutor):
             settings,
             vocab_size=40,
             eos_token_ids=(0,),
-            timing="virtual",
-            check=True,
         )
         self.rows: list[int] = []
 

@@ -6,9 +6,9 @@ from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import PendingResult
 from engine.core.engine_core import EngineCore
 from engine.distributed.spec import GroupBroken
-from engine.executor.simulated import SimulatedExecutor
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import AbortRequests, AddRequest, SamplingParams, UtilityCall
+from tests.support.checked_executor import CheckedExecutor
 
 CONFIG = EngineConfig(
     model=ModelConfig(max_model_len=64),
@@ -33,11 +33,11 @@ class Later:
         return self._outcome
 
 
-class LateExecutor(SimulatedExecutor):
+class LateExecutor(CheckedExecutor):
     """Computes steps late; from one of them on they fail, until there is another group."""
 
     def __init__(self) -> None:
-        super().__init__(CONFIG, timing="virtual", check=True)
+        super().__init__(CONFIG)
         self.plans: list[BatchPlan] = []
         self.breaks_in = -1
         self._computed = 0

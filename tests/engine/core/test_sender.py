@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from engine.core.outbox import CoreStep
+from engine.core.front_ends import CoreStep
 from engine.core.sender import LATE_INTERVAL, Sender, StatsThrottle
 from engine.shared.config import ClusterConfig
 from engine.shared.messages import (

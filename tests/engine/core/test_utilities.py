@@ -10,7 +10,7 @@ from engine.batch.batch import BatchPlan
 from engine.batch.executor import CannotDo
 from engine.core.engine_core import EngineCore
 from engine.core.steps import StepFailed
-from engine.executor.simulated import SimulatedExecutor, simulated_token
+from engine.executor.simulated import simulated_token
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -26,14 +26,15 @@ from engine.shared.messages import (
     UtilityResult,
     UtilityValue,
 )
+from tests.support.checked_executor import CheckedExecutor
 from tests.support.waiting import PATIENCE
 
 
-class Executor(SimulatedExecutor):
+class Executor(CheckedExecutor):
     """Notes what operators had it do; what `refuses` names raises."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, timing="virtual", check=True)
+        super().__init__(config)
         self.calls: list[object] = []
         self.refuses: dict[str, Exception] = {}
         self.takes = 0.0

@@ -3,6 +3,7 @@
 With the argument `device` its tensors count as being on a device (`strict_device`).
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -45,11 +46,12 @@ class Member:
 
     def policies(self) -> list[tuple[str, int]]:
         """Return the name and the scheduling policy of each thread."""
-        threads = Path("/proc/self/task").iterdir()
-        return [
-            ((thread / "comm").read_text().strip(), os.sched_getscheduler(int(thread.name)))
-            for thread in threads
-        ]
+        found = []
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                name = (thread / "comm").read_text().strip()
+                found.append((name, os.sched_getscheduler(int(thread.name))))
+        return found
 
     def rows(self, row: list[int]) -> list[list[int]]:
         return self._group().all_gather_rows(row).wait()

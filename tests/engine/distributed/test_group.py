@@ -11,6 +11,7 @@ from engine.distributed.group import join_group
 from engine.distributed.spec import GroupBroken, GroupSpec, open_listener
 from engine.shared.addresses import address_towards
 from tests.engine.processes import Process, World, free_address
+from tests.support.waiting import until
 
 SHORT, LONG = 5.0, 200.0
 """Seconds after which members give a group up: those who are to be waited for, and those who are
@@ -202,7 +203,7 @@ def test_groups_come_and_go_in_one_process_and_leave_nothing(world: World) -> No
         world.join(members[:size])
         assert world.all(members[:size], "rows", [5]) == [[[5]] * size] * size
         world.all(members[:size], "close")
-    assert world.all(members, "left") == before
+    until(lambda: world.all(members, "left") == before, "nothing is left")
 
 
 def test_whoever_meets_nobody_gives_up_after_the_timeout() -> None:

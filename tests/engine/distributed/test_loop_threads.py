@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.distributed.loop_threads import let_others_finish
+from engine.distributed.backend import let_others_finish
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are no batch threads")
 

@@ -7,11 +7,9 @@ import msgspec
 import pytest
 import torch
 
-from engine.executor import batch_invariance
-from engine.executor.batch_invariance import is_batch_invariant
 from engine.models.hf_config import read_spec
 from engine.models.loading import invariance
-from engine.models.loading.invariance import has_invariant_kernels
+from engine.models.loading.invariance import has_invariant_kernels, is_batch_invariant
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
 from engine.shared.config import (
@@ -57,7 +55,7 @@ def chosen(
 
 @pytest.fixture(params=[True, False], autouse=True)
 def is_cheap(request: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(batch_invariance, "is_invariance_cheap", lambda: request.param)
+    monkeypatch.setattr(invariance, "is_invariance_cheap", lambda: request.param)
     result: bool = request.param
     return result
 
@@ -95,8 +93,8 @@ def test_a_model_that_costs_more_stays_without(caplog: pytest.LogCaptureFixture)
 def test_kernels_that_compute_row_by_row_make_it_the_default_where_nothing_is_faster(
     has_kernels: bool, is_free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_invariance, "has_invariant_kernels", lambda _spec, _: has_kernels)
-    monkeypatch.setattr(batch_invariance, "is_invariance_free", lambda: is_free)
+    monkeypatch.setattr(invariance, "has_invariant_kernels", lambda _spec, _: has_kernels)
+    monkeypatch.setattr(invariance, "is_invariance_free", lambda: is_free)
     by_kernels = has_kernels and is_free
     replace = msgspec.structs.replace
     with_experts = read_spec(BUNDLED_MODEL)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from engine.executor.draft_price import draft_price, weights_of_token
+from engine.executor.draft_loading import draft_price, weights_of_token
 from engine.models.hf_config import read_spec
 from engine.models.spec import ModelSpec
 from engine.shared.config import BUNDLED_MODEL, EngineConfig, ModelConfig, SchedulerConfig

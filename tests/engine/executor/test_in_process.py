@@ -14,7 +14,7 @@ from engine.batch.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.batch.executor import CannotDo
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
-from engine.models.formats.checkpoint import CheckpointError
+from engine.models.formats.files import CheckpointError
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import (
     CacheConfig,

@@ -16,7 +16,8 @@ from engine.distributed.spec import GroupBroken
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.kv_sizing import KvSizing
 from engine.executor.layout import Layout
-from engine.executor.multi_process import MultiProcessExecutor, TeamLeader
+from engine.executor.leader import TeamLeader
+from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
 from engine.executor.team_messages import BeginTrial, EndTrial, WorkerLaunch, WorkerReply
 from engine.executor.worker import Worker

@@ -18,7 +18,7 @@ from engine.executor import worker_process
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, UnlikeWorkers, WorkerFailed
 from engine.models.attention.kv_format import KvCacheDtype
-from engine.models.formats.checkpoint import CheckpointError
+from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import read_spec
 from engine.models.parallel.tensors import Cut
 from engine.models.spec import UnsupportedModel

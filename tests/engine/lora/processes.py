@@ -47,10 +47,7 @@ class Processes:
     def load(self, adapter: Path) -> str:
         """Read an adapter and return its version."""
         store: Any = self.executor.adapters
-        loading = store.load(str(adapter), None)
-        loading.wait()
-        assert loading.error is None, loading.error
-        version: str = loading.version
+        version: str = store.load(str(adapter), None).result()
         return version
 
     def run(self, plan: Any) -> Any:

@@ -13,6 +13,7 @@ from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
+from engine.lora.adapter_config import BadAdapter
 from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,
@@ -103,19 +104,17 @@ def test_engines_that_share_experts_have_adapters_of_attention(
     else:
         executor = MultiProcessExecutor(config, Team(config, 0, 1))
     store: Any = executor.adapters
-    loading = store.load(str(adapter.directory), None)
+    version = store.load(str(adapter.directory), None).result()
     experts = trained("mixtral", 8, target_parameters=["experts.down_proj"])
-    refused = store.load(str(experts.directory), None)
-    refused.wait()
-    assert loading.settled
-    assert "leave --enable-expert-parallel out" in refused.error
+    with pytest.raises(BadAdapter, match="leave --enable-expert-parallel out"):
+        store.load(str(experts.directory), None).result()
 
     class Runner:
         def run(self, plan: Any) -> Any:
             return executor.submit(plan).result()
 
     engine = Driver(Runner())
-    engine.adapters = {0: loading.version}
+    engine.adapters = {0: version}
     engine.start(0, prompt(30), adapter=0)
     engine.start(1, prompt(20))
     engine.prefill(0, 1)

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from engine.lora.adapter_config import BadAdapter
 from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
 from engine.lora.weights import adapter_weights
@@ -42,10 +43,7 @@ def fill(engine: Any, slot: int, adapter: Path, model: Path) -> None:
         ROOM.rank,
         lambda files, pairs: adapter_weights(files, pairs, decoder.dtype),
     )
-    loading = store.load(str(adapter), None)
-    loading.wait()
-    assert loading.error is None
-    decoder.load_adapter(slot, store[loading.version])
+    decoder.load_adapter(slot, store[store.load(str(adapter), None).result()])
     store.shutdown()
 
 
@@ -79,10 +77,8 @@ def test_adapters_of_vision_encoders_are_refused(checkpoint: Any, trained: Any) 
     model = checkpoint("smolvlm")
     adapter = trained("smolvlm", target_modules=r".*vision_model.*\.q_proj")
     store = AdapterStore(AdaptableModules(read_spec(model.directory)), ROOM.rank, lambda *_: None)
-    loading = store.load(str(adapter.directory), None)
-    loading.wait()
-    assert loading.error is not None
-    assert "vision_model" in loading.error
+    with pytest.raises(BadAdapter, match="vision_model"):
+        store.load(str(adapter.directory), None).result()
     store.shutdown()
 
 

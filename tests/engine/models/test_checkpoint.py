@@ -10,11 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.models.families.registry import family_of
-from engine.models.formats.checkpoint import (
-    CheckpointError,
-    DummyCheckpoint,
-    SafetensorsCheckpoint,
-)
+from engine.models.formats.checkpoint import DummyCheckpoint, SafetensorsCheckpoint
+from engine.models.formats.files import CheckpointError
 from engine.models.formats.fingerprint import computed_fingerprint, weights_fingerprint
 from engine.models.hf_config import read_spec
 from engine.models.spec import ModelSpec

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.executor.draft_rules import BadDraftModel
 from engine.executor.in_process import InProcessExecutor
-from engine.models.formats.checkpoint import CheckpointError
+from engine.models.formats.files import CheckpointError
 from engine.models.heads.eagle3 import Eagle3Spec
 from engine.models.hf_config import parse_spec
 from engine.models.spec import ModelSpec, UnsupportedModel

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.formats.checkpoint import CheckpointError
+from engine.models.formats.files import CheckpointError
 from engine.models.spec import UnsupportedModel
 from tests.engine.pooling import (
     ENCODERS,

@@ -19,7 +19,7 @@ from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.fallback.choice import check_fallback, implementation
 from engine.models.fallback.loading import load_fallback
 from engine.models.families.registry import FAMILIES
-from engine.models.formats.checkpoint import CheckpointError
+from engine.models.formats.files import CheckpointError
 from engine.models.spec import UnsupportedModel
 from engine.runner.model_runner import ModelRunner
 from engine.shared.config import (

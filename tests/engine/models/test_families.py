@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.families.registry import FAMILIES
-from engine.models.formats.checkpoint import CheckpointError, SafetensorsCheckpoint
+from engine.models.formats.checkpoint import SafetensorsCheckpoint
+from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import parse_spec, read_spec
 from engine.models.loading.decoder import AdapterRoom
 from engine.models.parallel.tensors import Cut

@@ -13,15 +13,18 @@ from engine.models.formats.checkpoint import DummyCheckpoint
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import DecoderLoader
 from engine.models.products.int4 import (
+    MIDDLE,
+    ExpandedInt4,
     Int4Linear,
     Int4Unsupported,
     Int4Weights,
     fits_int4,
     joined,
+    pack,
+    packed_block,
     quantized,
     require_int4,
 )
-from engine.models.products.int4_expanded import MIDDLE, ExpandedInt4, pack, packed_block
 from engine.models.settings import ComputeTypes
 from tests.engine.quantized_files import dense
 

@@ -7,10 +7,10 @@ from engine.models.products import int8
 from engine.models.products.int8 import (
     Int8Linear,
     Int8Unsupported,
+    Int8WeightLinear,
     prepare_int8,
     takes_8_bit_activations,
 )
-from engine.models.products.int8_weights import Int8WeightLinear
 from engine.models.products.row_blocks import RowBlocks, probe_rows
 
 pytestmark = pytest.mark.usefixtures("inference")

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from engine.models.formats.checkpoint import CheckpointError, SafetensorsCheckpoint
+from engine.models.formats.checkpoint import SafetensorsCheckpoint
+from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import read_spec
 from engine.models.moe import Expert
 from engine.models.parallel.tensors import Cut
-from engine.models.products.int8 import Int8Linear
-from engine.models.products.int8_weights import Int8WeightLinear
+from engine.models.products.int8 import Int8Linear, Int8WeightLinear
 from engine.models.products.mxfp4 import Mxfp4Linear, Mxfp4Weights
 from engine.models.spec import UnsupportedModel
 from tests.engine.fixtures import LoadDriver, SaveModel

@@ -14,7 +14,8 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
 
 from engine.models.families.registry import family_of
-from engine.models.formats.checkpoint import CheckpointError, SafetensorsCheckpoint
+from engine.models.formats.checkpoint import SafetensorsCheckpoint
+from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import read_spec
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.models.weights import stored_tensors

@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.models.formats.checkpoint import CheckpointError
+from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import parse_spec, read_spec
 from engine.models.spec import UnsupportedModel
 from engine.models.vision.siglip import VisionEncoder, load_vision, read_normalization

@@ -2,18 +2,21 @@
 
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.executor import worker_process
 from engine.models.spec import UnsupportedModel
-from engine.process.early_stop import EarlyStop
+from engine.process.early_stop import ASK_AGAIN_SECONDS, EarlyStop
 from engine.process.main import build_executor
 from engine.shared.config import EngineConfig, ParallelConfig
 from engine.shared.lifeline import Lifeline
+from tests.support.waiting import PATIENCE
 
 
 def test_a_stop_ends_what_is_running() -> None:
@@ -43,6 +46,47 @@ def test_a_hold_without_a_stop_changes_nothing() -> None:
         pass
     with pytest.raises(KeyError), early_stop.held():
         raise KeyError
+
+
+LOSES_THE_FIRST = """
+import contextlib, sys, time
+from engine.process import main
+from engine.shared.config import ClusterConfig, EngineConfig
+from engine.shared.lifeline import Lifeline
+
+def starts(*_):
+    with contextlib.suppress(SystemExit):
+        print("begun", flush=True)
+        time.sleep(1000)
+    time.sleep(1000)
+
+main.wait_for_rank = starts
+cluster = ClusterConfig(coordinator=f"ipc://{sys.argv[1]}/nobody")
+sys.exit(main.run(EngineConfig(cluster=cluster), Lifeline(None)))
+"""
+
+
+def test_a_stop_that_a_library_has_lost_ends_the_engine_all_the_same(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOSES_THE_FIRST, str(tmp_path)], stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"begun\n"
+            process.terminate()
+            assert process.wait(PATIENCE) == 0
+        finally:
+            process.kill()
+
+
+def test_who_has_left_is_not_asked_again() -> None:
+    again: list[float] = []
+    early_stop = EarlyStop(again.append)
+    with pytest.raises(SystemExit):
+        early_stop.ask()
+    early_stop.has_left()
+    early_stop.ask()
+    assert again == [ASK_AGAIN_SECONDS, 0]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from engine.kernels.cpu import draws
 from engine.runner.compiled_draws import drawing_for
-from engine.runner.drawing import WITH_TORCH
+from engine.runner.filters import WITH_TORCH
 from engine.shared.config import BUNDLED_MODEL
 from tests.engine.serving import SOME_TEXT, request, serve
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engine.runner.draws import uniform
+from engine.runner.categorical import uniform
 
 KNOWN = [0.28176129772258496, 0.6524484863740322, 0.8628561488610587, 0.31482353407721675]
 

@@ -6,8 +6,8 @@ import torch
 
 from engine.models.attention.cuda import Heads, KernelAttention
 from engine.models.decoder import StepTokens
+from engine.runner.cuda_graphs import graph_sizes, pad_decode, padded_size
 from engine.runner.inputs import attention_rows, batch_rows
-from engine.runner.padded_decode import graph_sizes, pad_decode, padded_size
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.triton_device import HAS_DEVICE
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.batch.batch import SlotStart
 from engine.runner.compiled_draws import drawing_for
-from engine.runner.drawing import WITH_TORCH
+from engine.runner.filters import WITH_TORCH
 from engine.runner.sampler import Sampled, sample
 from engine.runner.slots import SlotTable
 from engine.shared.messages import SamplingParams

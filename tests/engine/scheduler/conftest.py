@@ -8,12 +8,13 @@ import pytest
 
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import PendingResult
-from engine.executor.simulated import SimulatedExecutor, adapted_seed, simulated_token
+from engine.executor.simulated import adapted_seed, simulated_token
 from engine.models.spec import VisionSpec
 from engine.scheduler.admission import UNLIMITED, Grant
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import AddRequest, EncoderInput, RequestOutput, SamplingParams
+from tests.support.checked_executor import CheckedExecutor
 
 
 class Rig:
@@ -51,13 +52,11 @@ class Rig:
                 **scheduling,
             ),
         )
-        self.executor = SimulatedExecutor(
+        self.executor = CheckedExecutor(
             self.config,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
-            timing="virtual",
-            adapters=dict.fromkeys(adapters, True),  # type: ignore[arg-type]
-            check=True,
+            adapters=dict.fromkeys(adapters, True),
             cache_windows=cache_windows,
             vision=vision,
         )

@@ -11,6 +11,7 @@ from engine.scheduler.admission import Grant
 from engine.scheduler.preemption import Engine, Room, choose_heaviest
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.shares import GUARDED_STEPS, Shares
+from engine.scheduler.step_costs import PRIOR_BASE, PRIOR_PREFILL
 from engine.scheduler.waiting import WaitingQueue
 from engine.shared.messages import AddRequest, SamplingParams
 
@@ -141,8 +142,10 @@ def test_the_first_tokens_of_others_do_not_wait_for_the_next_part_of_a_long_prom
     rig.add(1, prompt(4), max_tokens=60, tenant=GUEST)
     rig.step()
     rig.add(2, prompt(1000, 2), max_tokens=1, tenant=HOG)
-    assert rig.step().num_tokens == 1 + 128, "all that it may have at once"
-    assert 0 < rig.step().num_prefill_tokens < 128, "what it has saved since"
+    rows = PRIOR_BASE + 1
+    pieces = [rig.step().num_prefill_tokens for _ in range(3)]
+    assert pieces[0] == pieces[1] == rows / PRIOR_PREFILL, "a step twice as long as without it"
+    assert 0 < pieces[2] < pieces[1], "what it has saved since"
     rig.add(3, prompt(10, 3), max_tokens=1, tenant=OTHER)
     assert rig.step().num_prefill_tokens == 10
     assert 10 < rig.step().num_prefill_tokens < 128, "it has saved meanwhile"
@@ -195,6 +198,21 @@ def test_a_prompt_waits_for_those_of_others_unless_its_tenant_has_saved_enough()
     assert quota.left(HOG, 21) == 0
     assert quota.take(HOG, 15) == 15, "this one need not be cut"
     assert quota.left(GUEST, 500) == 70, "who has not spent anything does not wait"
+
+
+def test_long_prompts_of_several_tenants_are_not_computed_in_the_same_step() -> None:
+    shares = Shares(1000)
+    for tenant in (HOG, GUEST, OTHER):
+        shares.come(tenant)
+    shares.begin_step(refill=20, piece=60)
+    quota = shares.quota()
+    assert quota.take(HOG, 500) == 60, "whatever it has saved"
+    assert quota.take(HOG, 500) == 0
+    assert quota.take(GUEST, 61) == 0, "it is cut too, and waits for its turn"
+    assert quota.take(OTHER, 60) == 60, "this one need not be cut"
+    shares.leave(GUEST)
+    shares.leave(OTHER)
+    assert shares.quota().take(HOG, 500) == 500, "nobody else is there"
 
 
 def test_whoever_waits_for_the_prompts_of_others_gets_on_as_fast_as_without_them() -> None:

@@ -1,6 +1,6 @@
 """Draft tokens from earlier occurrences of the last tokens."""
 
-from engine.scheduler.ngram import NgramIndex
+from engine.scheduler.speculation import NgramIndex
 
 
 def test_what_followed_the_last_tokens_is_proposed() -> None:

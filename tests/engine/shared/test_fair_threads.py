@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from engine.shared.fair_threads import FairExecutor, FairQueue, FairThreads, QueueFull, tenant_id
+from tests.support.waiting import PATIENCE
 
-GUARD = 20.0
+GUARD = PATIENCE
 """Seconds that nothing here takes."""
 
 
@@ -76,11 +77,11 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def test_a_thread_is_left_for_others(threads: ThreadPoolExecutor) -> None:
     executor = FairExecutor(threads.submit, 2)
     release = threading.Event()
-    held = [executor.submit(1, release.wait, 30) for _ in range(5)]
-    assert executor.submit(2, lambda: "done").result(10) == "done"
+    held = [executor.submit(1, release.wait, GUARD) for _ in range(5)]
+    assert executor.submit(2, lambda: "done").result(GUARD) == "done"
     assert not any(each.done() for each in held)
     release.set()
-    assert all(each.result(10) for each in held)
+    assert all(each.result(GUARD) for each in held)
 
 
 def test_one_tenant_alone_gets_everything_done_and_errors_are_its_own(
@@ -88,16 +89,16 @@ def test_one_tenant_alone_gets_everything_done_and_errors_are_its_own(
 ) -> None:
     executor = FairExecutor(threads.submit, 2, max_waiting=4, max_of_tenant=2)
     release = threading.Event()
-    held = [executor.submit(1, release.wait, 30) for _ in range(3)]
+    held = [executor.submit(1, release.wait, GUARD) for _ in range(3)]
     with pytest.raises(QueueFull):
         executor.submit(1, release.wait)
     release.set()
-    assert all(each.result(10) for each in held)
+    assert all(each.result(GUARD) for each in held)
     with pytest.raises(ZeroDivisionError):
-        executor.submit(1, lambda: 1 // 0).result(10)
+        executor.submit(1, lambda: 1 // 0).result(GUARD)
     cancelled = executor.submit(1, pow, 2, 3)
-    assert cancelled.cancel() or cancelled.result(10) == 8
-    assert executor.submit(1, pow, 2, 4).result(10) == 16
+    assert cancelled.cancel() or cancelled.result(GUARD) == 8
+    assert executor.submit(1, pow, 2, 4).result(GUARD) == 16
 
 
 class Gate:

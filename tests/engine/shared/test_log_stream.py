@@ -13,7 +13,7 @@ from typing import IO
 import pytest
 
 from engine.shared.log_stream import MAX_BACKLOG, LogStream
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 LINE = f"{'x' * 999}\n"
 
@@ -137,7 +137,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 stream.write("room again\\n")
 """
     with log.open("ab") as file:
-        subprocess.run([sys.executable, "-c", program], stderr=file, check=True, timeout=30)
+        subprocess.run([sys.executable, "-c", program], stderr=file, check=True, timeout=PATIENCE)
     assert log.read_text().splitlines() == [
         "first",
         "this is cut of",
@@ -161,4 +161,4 @@ def test_what_is_opened_never_takes_the_place_of_a_closed_standard_error(closed:
         "print('to nobody', file=sys.stderr)"
     )
     command = f'"{sys.executable}" -c "{program}" {closed}'
-    subprocess.run(command, shell=True, check=True, timeout=30)
+    subprocess.run(command, shell=True, check=True, timeout=PATIENCE)

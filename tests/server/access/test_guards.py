@@ -12,7 +12,7 @@ from engine.shared.config import ModelConfig
 from engine.shared.fair_threads import tenant_id
 from engine.shared.messages import ClusterView, EngineEntry, EngineSetup, EngineStats, RequestOutput
 from engine.shared.settings import load
-from server.access.guards import BadGuards, Keys, admin_keys, api_keys, tls_options
+from server.access.guards import BadGuards, Keys, keys_for, tls_options
 from server.config import FrontEndConfig, GuardConfig, HttpConfig, ServeConfig
 from server.text.tokenizer import ServedTokenizer
 
@@ -290,12 +290,12 @@ class TestConfiguration:
         file = tmp_path / "keys"
         file.write_text("# for the team\nfrom-file\n\n  padded  \n")
         config = load(ServeConfig, {"api_key_file": str(file)}, {"SWELL_API_KEY": "a,b"})
-        keys = api_keys(config.guards)
+        keys = keys_for("api", config.guards)
         for key in (b"a", b"b", b"from-file", b"padded"):
             assert key in keys
         assert b"# for the team" not in keys
         assert b"" not in keys
-        assert not admin_keys(config.guards)
+        assert not keys_for("admin", config.guards)
 
     @pytest.mark.parametrize("content", [None, "", "# nothing\n\n"])
     def test_a_file_without_a_key_is_an_error(self, tmp_path: Path, content: str | None) -> None:
@@ -303,11 +303,11 @@ class TestConfiguration:
         if content is not None:
             file.write_text(content)
         with pytest.raises(BadGuards, match="api-key-file"):
-            api_keys(GuardConfig(api_key_file=str(file)))
+            keys_for("api", GuardConfig(api_key_file=str(file)))
 
     def test_an_empty_key_is_an_error(self) -> None:
         with pytest.raises(BadGuards):
-            api_keys(GuardConfig(api_key=("",)))
+            keys_for("api", GuardConfig(api_key=("",)))
 
     def test_secrets_are_not_shown(self, guards: GuardConfig) -> None:
         config = ServeConfig(guards=guards)

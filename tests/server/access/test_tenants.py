@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.shared.config import ModelConfig, SchedulerConfig
-from server.access.guards import api_keys
+from server.access.guards import keys_for
 from server.access.tenants import EVERYBODY, Tenancy, named_tenant
 from server.config import FrontEndConfig, GuardConfig, HttpConfig, ServeConfig, TenantConfig
 from server.limits import MAX_CACHE_SALT
@@ -39,7 +39,7 @@ class TestWho:
     def test_every_key_is_a_tenant_and_keys_of_one_name_are_one(self, tmp_path: Path) -> None:
         file = tmp_path / "keys"
         file.write_text("# ours\nbatch: old-secret\nbatch: new-secret\nplain-secret\na:b\n")
-        keys = api_keys(GuardConfig(api_key=("given",), api_key_file=str(file)))
+        keys = keys_for("api", GuardConfig(api_key=("given",), api_key_file=str(file)))
         old, new, plain, given, colon = (
             keys.owner(secret)
             for secret in (b"old-secret", b"new-secret", b"plain-secret", b"given", b"a:b")
@@ -54,15 +54,15 @@ class TestWho:
         assert keys.owner(b"") is None
 
     def test_tenants_are_the_same_ones_in_every_front_end(self) -> None:
-        here = api_keys(GuardConfig(api_key=("a", "b"))).owner(b"a")
-        there = api_keys(GuardConfig(api_key=("b", "a"))).owner(b"a")
+        here = keys_for("api", GuardConfig(api_key=("a", "b"))).owner(b"a")
+        there = keys_for("api", GuardConfig(api_key=("b", "a"))).owner(b"a")
         assert here is not None
         assert there is not None
         assert (here.id, here.place) == (there.id, there.place)
         assert named_tenant("batch").id == 6550455121904559123
 
     def test_neither_a_key_nor_its_digest_shows_in_the_name_of_its_tenant(self) -> None:
-        owner = api_keys(GuardConfig(api_key=("first", "secret"))).owner(b"secret")
+        owner = keys_for("api", GuardConfig(api_key=("first", "secret"))).owner(b"secret")
         assert owner is not None
         assert owner.name == "key-2", "who knows a digest can try keys until one fits"
 

@@ -1,5 +1,7 @@
 """Bodies are read at a price that does not grow with what is missing in them."""
 
+import asyncio
+
 import pydantic
 import pytest
 
@@ -12,7 +14,7 @@ from server.errors import ApiError
 
 def refusal(model: type[pydantic.BaseModel], body: bytes) -> tuple[str, str | None]:
     with pytest.raises(ApiError) as raised:
-        read_body(model, body)
+        asyncio.run(read_body(model, body))
     return str(raised.value), raised.value.param
 
 
@@ -30,7 +32,7 @@ def test_a_large_body_without_a_field_is_refused_as_a_small_one(
 
 def test_a_large_body_with_all_required_fields_is_read() -> None:
     large = "[" + "300," * 20_000 + "300]"
-    body = read_body(CompletionRequest, f'{{"prompt": {large}}}'.encode())
+    body = asyncio.run(read_body(CompletionRequest, f'{{"prompt": {large}}}'.encode()))
     assert body.prompt == [300] * 20_001
 
 
@@ -39,3 +41,20 @@ def test_of_a_large_body_that_is_no_object_pydantic_says_what_is_wrong() -> None
     message, param = refusal(CompletionRequest, wrong)
     assert param is None
     assert "object" in message
+
+
+@pytest.mark.parametrize("piece", [b"0,", b'",",', b"[],", rb'"\\\"[",'])
+def test_others_have_their_turn_while_a_large_body_is_priced(piece: bytes) -> None:
+    body = b'{"prompt":[' + piece * 30_000 + b"0]}"
+
+    async def turns() -> int:
+        reading = asyncio.create_task(read_body(CompletionRequest, body))
+        count = 0
+        while not reading.done():
+            await asyncio.sleep(0)
+            count += 1
+        await asyncio.wait([reading])
+        assert reading.exception() is None or isinstance(reading.exception(), ApiError)
+        return count
+
+    assert asyncio.run(turns()) > len(body) // 2**17

@@ -21,19 +21,16 @@ USER = {"role": "user", "content": "hello"}
         ("/v1/messages", {"model": "tiny", "messages": [USER], "max_tokens": 5}),
     ],
 )
-def test_a_request_that_comes_before_engines_are_known_is_answered_when_they_are(
+async def test_a_request_that_comes_before_engines_are_known_is_answered_when_they_are(
     app: FastAPI, engines: FakeGenerationClient, path: str, body: dict[str, Any]
 ) -> None:
-    async def scenario() -> None:
-        engines.reaches_engines = asyncio.Event()
-        engines.ready = False
-        serving = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=serving, base_url="http://test") as client:
-            answer = asyncio.create_task(client.post(path, json=body))
-            told = await client.get("/ready")
-            assert (told.status_code, answer.done()) == (503, False)
-            engines.ready = True
-            engines.reaches_engines.set()
-            assert (await answer).status_code == 200
-
-    asyncio.run(scenario())
+    engines.reaches_engines = asyncio.Event()
+    engines.ready = False
+    serving = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=serving, base_url="http://test") as client:
+        answer = asyncio.create_task(client.post(path, json=body))
+        told = await client.get("/ready")
+        assert (told.status_code, answer.done()) == (503, False)
+        engines.ready = True
+        engines.reaches_engines.set()
+        assert (await answer).status_code == 200

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from benchmarks.hostile.bodies import bodies
 from benchmarks.hostile.operations import OPERATIONS, keep_something, named
 from engine.shared.messages import UtilityResult, UtilityValue
-from server.api.lora.schema import MAX_PATH_SIZE
+from server.api.admin.schema import MAX_PATH_SIZE
 from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig

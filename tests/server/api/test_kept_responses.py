@@ -5,6 +5,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from engine.shared.config import ModelConfig
-from server.api.responses.kept import KeptRoutes, owner_of
+from server.api.responses.kept import owner_of, retrieve
 from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
@@ -25,7 +26,7 @@ from server.store.records import BackendFailed, DiskFull, Record
 from server.store.service import ResponseStore
 from server.store.sql import SqlBackend
 from tests.support.stores import sqlite_backend
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -557,14 +558,16 @@ def test_followers_of_background_responses_are_counted_where_they_are_let_in(
     new_store: Callable[[], ResponseStore],
 ) -> None:
     store = new_store()
+    http = SimpleNamespace(sse_keep_alive=0.0)
+    services: Any = SimpleNamespace(store=store, config=SimpleNamespace(http=http))
 
     def request() -> Request:
         query = b"stream=true"
         return Request({"type": "http", "method": "GET", "headers": [], "query_string": query})
 
-    async def follow(routes: KeptRoutes, id_: str) -> Any:
+    async def follow(id_: str) -> Any:
         try:
-            return await routes.retrieve(id_, request())
+            return await retrieve(id_, request(), services)
         except ApiError as error:
             return error.status
 
@@ -575,8 +578,7 @@ def test_followers_of_background_responses_are_counted_where_they_are_let_in(
             id="resp_" + "0" * 32, tenant=owner, created=0.0, status="in_progress", body=body
         )
         await store.call(SqlBackend.put, owner, record)
-        routes = KeptRoutes(store, 0.0)
-        answers = await asyncio.gather(*(follow(routes, record.id) for _ in range(200)))
+        answers = await asyncio.gather(*(follow(record.id) for _ in range(200)))
         refused = [each for each in answers if each == 429]
         assert len(refused) == 200 - MAX_JOBS_OF_ONE, answers
         del answers  # clients that were lost before anything was sent to them
@@ -585,4 +587,4 @@ def test_followers_of_background_responses_are_counted_where_they_are_let_in(
             await asyncio.sleep(0.01)
         await store.jobs.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))

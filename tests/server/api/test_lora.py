@@ -14,7 +14,7 @@ from engine.shared.messages import (
     AdaptersInUse,
     AdaptersView,
 )
-from server.api.lora.schema import MAX_PATH_SIZE
+from server.api.admin.schema import MAX_PATH_SIZE
 from server.config import FrontEndConfig, GuardConfig
 from tests.server.conftest import FakeGenerationClient
 

@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from server.bench.arrivals import arrival_times
+from server.bench.run import arrival_times
 
 
 def gaps(times: list[float]) -> list[float]:

@@ -29,7 +29,7 @@ for place in range(PLACES):
     table.add(1, 1, place)
 metrics = FrontEndMetrics(FrontEndConfig(), 0)
 for number in range(2000):
-    metrics.http_request(f"/{number}", 200)
+    metrics.count("http_requests", f"/{number}", 200)
 print("alive")
 """
 
@@ -68,6 +68,6 @@ class Client:
     view_age = None
 
 metrics = FrontEndMetrics(FrontEndConfig(), 0)
-metrics.http_request("/v1/models", 200)
+metrics.count("http_requests", "/v1/models", 200)
 print(metrics.render(Client()).decode())
 """

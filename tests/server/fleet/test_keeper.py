@@ -51,12 +51,14 @@ holds_the_lock()
 """
 
 TURNS = """
+import itertools
 import time
 from engine.shared.lifeline import Lifeline
 lifeline = Lifeline.from_environment()
 lifeline.ready("it serves")
-while True:
+for turn in itertools.count():
     lifeline.turn()
+    print(turn, flush=True)
     time.sleep(0.2)
 """
 
@@ -95,38 +97,32 @@ async def stop(kept: Keeper, role: Role) -> None:
         await role.holder.wait()
 
 
-def test_an_interpreter_that_is_missing_for_a_while_does_not_end_a_place(
+async def test_an_interpreter_that_is_missing_for_a_while_does_not_end_a_place(
     role: Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        kept = keeper()
-        kept.fill(role)
+    kept = keeper()
+    kept.fill(role)
+    await kept.until_ready([role])
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert role.holder is not None
+    first = pid_of(role)
+    role.holder.kill()
+    await until_async(lambda: role.phase == "waiting to be started", "it waits")
+    monkeypatch.undo()
+    await until_async(role.ready.is_set, "it is ready")
+    assert pid_of(role) != first
+    await stop(kept, role)
+
+
+async def test_no_process_to_be_had_at_the_first_start_fails_it_with_the_reason(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = keeper()
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    kept.fill(role)
+    with pytest.raises(StartupFailed, match=r"sleeper cannot be started.*No such file"):
         await kept.until_ready([role])
-        monkeypatch.setattr(sys, "executable", "/nowhere/python")
-        assert role.holder is not None
-        first = pid_of(role)
-        role.holder.kill()
-        await until_async(lambda: role.phase == "waiting to be started", "it waits")
-        monkeypatch.undo()
-        await until_async(role.ready.is_set, "it is ready")
-        assert pid_of(role) != first
-        await stop(kept, role)
-
-    asyncio.run(run())
-
-
-def test_no_process_to_be_had_at_the_first_start_fails_it_with_the_reason(
-    role: Role, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        kept = keeper()
-        monkeypatch.setattr(sys, "executable", "/nowhere/python")
-        kept.fill(role)
-        with pytest.raises(StartupFailed, match=r"sleeper cannot be started.*No such file"):
-            await kept.until_ready([role])
-        await stop(kept, role)
-
-    asyncio.run(run())
+    await stop(kept, role)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +135,7 @@ def test_no_process_to_be_had_at_the_first_start_fails_it_with_the_reason(
     ],
     ids=repr,
 )
-def test_a_fork_that_fails_is_tried_again(role: Role, failure: Exception) -> None:
+async def test_a_fork_that_fails_is_tried_again(role: Role, failure: Exception) -> None:
     failures = [failure, failure]
 
     def prepare() -> None:
@@ -148,19 +144,16 @@ def test_a_fork_that_fails_is_tried_again(role: Role, failure: Exception) -> Non
 
     kills: list[int] = []
 
-    async def run() -> None:
-        kept = keeper(prepare=prepare)
-        kept.fill(role)
-        await kept.until_ready([role])
-        assert role.holder is not None
-        kills.append(pid_of(role))
-        role.holder.kill()
-        await until_async(lambda: not role.ready.is_set(), "its death is seen")
-        await until_async(role.ready.is_set, "it is ready")
-        assert not failures
-        await stop(kept, role)
-
-    asyncio.run(run())
+    kept = keeper(prepare=prepare)
+    kept.fill(role)
+    await kept.until_ready([role])
+    assert role.holder is not None
+    kills.append(pid_of(role))
+    role.holder.kill()
+    await until_async(lambda: not role.ready.is_set(), "its death is seen")
+    await until_async(role.ready.is_set, "it is ready")
+    assert not failures
+    await stop(kept, role)
 
 
 def test_children_need_no_threads_that_there_may_be_no_memory_for(
@@ -232,7 +225,9 @@ def scaler(kept: Keeper, engines: dict[int, Role], make: Callable[[int], Role]) 
     return EngineScaler(kept, engines, make, retire_within=5, start_within=PATIENCE)
 
 
-def test_an_unexpected_error_while_scaling_is_told_and_not_the_end_of_scaling(role: Role) -> None:
+async def test_an_unexpected_error_while_scaling_is_told_and_not_the_end_of_scaling(
+    role: Role,
+) -> None:
     made = [ValueError("a bug"), role]
 
     def make(_: int) -> Role:
@@ -244,68 +239,59 @@ def test_an_unexpected_error_while_scaling_is_told_and_not_the_end_of_scaling(ro
             case _:
                 raise AssertionError
 
-    async def run() -> None:
-        kept = keeper()
-        scaling = scaler(kept, {}, make)
-        task = asyncio.create_task(scaling.run())
-        scaling.handle(ScaleEngines(1))
-        await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
-        assert "a bug" in (scaling.handle(ControlQuery()).error or "")
-        scaling.handle(ScaleEngines(1))
-        await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
-        assert scaling.handle(ControlQuery()).error is None
-        assert scaling.engines == {0: role}
-        task.cancel()
-        await stop(kept, role)
-
-    asyncio.run(run())
+    kept = keeper()
+    scaling = scaler(kept, {}, make)
+    task = asyncio.create_task(scaling.run())
+    scaling.handle(ScaleEngines(1))
+    await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
+    assert "a bug" in (scaling.handle(ControlQuery()).error or "")
+    scaling.handle(ScaleEngines(1))
+    await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
+    assert scaling.handle(ControlQuery()).error is None
+    assert scaling.engines == {0: role}
+    task.cancel()
+    await stop(kept, role)
 
 
-def test_an_engine_that_can_only_be_alone_gets_no_second_one(role: Role) -> None:
+async def test_an_engine_that_can_only_be_alone_gets_no_second_one(role: Role) -> None:
     made: list[int] = []
 
     def make(rank: int) -> Role:
         made.append(rank)
         return role
 
-    async def run() -> None:
-        kept = keeper()
-        scaling = EngineScaler(
-            kept, {0: role}, make, retire_within=5, start_within=PATIENCE, is_alone=True
-        )
-        status = scaling.handle(ScaleEngines(2))
-        assert status.error == "an engine that spans nodes (--nnodes) is the only one"
-        assert (status.busy, status.engines) == (False, {"0": role.phase})
-        kept.fill(role)
-        await kept.until_ready([role])
-        task = asyncio.create_task(scaling.run())
-        scaling.handle(RestartEngines())
-        await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
-        assert (made, scaling.handle(ControlQuery()).error) == ([0], None)
-        task.cancel()
-        await stop(kept, role)
-
-    asyncio.run(run())
+    kept = keeper()
+    scaling = EngineScaler(
+        kept, {0: role}, make, retire_within=5, start_within=PATIENCE, is_alone=True
+    )
+    status = scaling.handle(ScaleEngines(2))
+    assert status.error == "an engine that spans nodes (--nnodes) is the only one"
+    assert (status.busy, status.engines) == (False, {"0": role.phase})
+    kept.fill(role)
+    await kept.until_ready([role])
+    task = asyncio.create_task(scaling.run())
+    scaling.handle(RestartEngines())
+    await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
+    assert (made, scaling.handle(ControlQuery()).error) == ([0], None)
+    task.cancel()
+    await stop(kept, role)
 
 
-def test_a_replacement_waits_for_an_interpreter_that_is_missing(role: Role) -> None:
+async def test_a_replacement_waits_for_an_interpreter_that_is_missing(role: Role) -> None:
     failures = [OSError(2, "No such file or directory")]
 
     def prepare() -> None:
         if failures:
             raise failures.pop()
 
-    async def run() -> None:
-        kept = keeper(prepare=prepare)
-        role.restarts = Restarts(proven=True)
-        kept.fill(role)
-        await kept.until_ready([role])
-        await stop(kept, role)
-
-    asyncio.run(run())
+    kept = keeper(prepare=prepare)
+    role.restarts = Restarts(proven=True)
+    kept.fill(role)
+    await kept.until_ready([role])
+    await stop(kept, role)
 
 
-def test_an_engine_that_is_replaced_is_not_lost_with_one_failed_spawn(role: Role) -> None:
+async def test_an_engine_that_is_replaced_is_not_lost_with_one_failed_spawn(role: Role) -> None:
     failures: list[OSError] = []
 
     def prepare() -> None:
@@ -320,88 +306,86 @@ def test_an_engine_that_is_replaced_is_not_lost_with_one_failed_spawn(role: Role
             environment=role.environment,
         )
 
-    async def run() -> None:
-        kept = keeper(prepare=prepare)
-        engines = {rank: make(rank) for rank in range(2)}
-        for engine in engines.values():
-            kept.fill(engine)
-        await kept.until_ready([*engines.values()])
-        first = [pid_of(engine) for engine in engines.values()]
-        scaling = EngineScaler(kept, engines, make, retire_within=PATIENCE, start_within=PATIENCE)
-        task = asyncio.create_task(scaling.run())
-        failures.append(BlockingIOError(11, "Resource temporarily unavailable"))
-        scaling.handle(RestartEngines())
-        await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
-        status = scaling.handle(ControlQuery())
-        assert (status.error, status.engines) == (None, {"0": "ready", "1": "ready"})
-        assert not failures
-        assert not {pid_of(engine) for engine in scaling.engines.values()} & {*first}
-        task.cancel()
-        for engine in scaling.engines.values():
-            await stop(kept, engine)
-
-    asyncio.run(run())
+    kept = keeper(prepare=prepare)
+    engines = {rank: make(rank) for rank in range(2)}
+    for engine in engines.values():
+        kept.fill(engine)
+    await kept.until_ready([*engines.values()])
+    first = [pid_of(engine) for engine in engines.values()]
+    scaling = EngineScaler(kept, engines, make, retire_within=PATIENCE, start_within=PATIENCE)
+    task = asyncio.create_task(scaling.run())
+    failures.append(BlockingIOError(11, "Resource temporarily unavailable"))
+    scaling.handle(RestartEngines())
+    await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
+    status = scaling.handle(ControlQuery())
+    assert (status.error, status.engines) == (None, {"0": "ready", "1": "ready"})
+    assert not failures
+    assert not {pid_of(engine) for engine in scaling.engines.values()} & {*first}
+    task.cancel()
+    for engine in scaling.engines.values():
+        await stop(kept, engine)
 
 
-def test_a_wish_for_fewer_engines_ends_the_wait_for_one_that_is_not_ready(
+async def test_a_wish_for_fewer_engines_ends_the_wait_for_one_that_is_not_ready(
     role: Role, tmp_path: Path
 ) -> None:
     (tmp_path / "sleeper.py").write_text(CHILD.replace('lifeline.ready("it serves")', ""))
     served = Role(name="served", module="", launch=lambda _: None)
 
-    async def run() -> None:
-        kept = keeper()
-        scaling = scaler(kept, {0: served}, lambda _: role)
-        task = asyncio.create_task(scaling.run())
-        scaling.handle(ScaleEngines(2))
-        await until_async(lambda: role.holder is not None, "it is started")
-        scaling.handle(ScaleEngines(1))
-        await until_async(lambda: not scaling.handle(ControlQuery()).busy, "the wait ends")
-        status = scaling.handle(ControlQuery())
-        assert (status.engines, status.error) == ({"0": "starting"}, None)
-        assert role.holder is not None
-        assert not role.holder.alive
-        task.cancel()
-
-    asyncio.run(run())
+    kept = keeper()
+    scaling = scaler(kept, {0: served}, lambda _: role)
+    task = asyncio.create_task(scaling.run())
+    scaling.handle(ScaleEngines(2))
+    await until_async(lambda: role.holder is not None, "it is started")
+    scaling.handle(ScaleEngines(1))
+    await until_async(lambda: not scaling.handle(ControlQuery()).busy, "the wait ends")
+    status = scaling.handle(ControlQuery())
+    assert (status.engines, status.error) == ({"0": "starting"}, None)
+    assert role.holder is not None
+    assert not role.holder.alive
+    task.cancel()
 
 
-def test_a_process_that_hangs_prints_where_and_is_replaced(role: Role, tmp_path: Path) -> None:
+async def test_a_process_that_hangs_prints_where_and_is_replaced(
+    role: Role, tmp_path: Path
+) -> None:
     (tmp_path / "sleeper.py").write_text(HANGS)
     replaced: list[dict[str, int]] = []
     role.launch = lambda _: replaced.append(dict(role.replaced))
 
-    async def run() -> None:
-        kept = keeper(hang_timeout=2.0)
-        kept.fill(role)
-        await kept.until_ready([role])
-        hung = role.holder
-        assert hung is not None
-        first = pid_of(role)
-        await until_async(lambda: pid_of(role) != first, "it is replaced")
-        await stop(kept, role)
-        assert replaced[:2] == [{}, {"hung": 1}]
-        assert any("in holds_the_lock" in line for line in hung.last_lines)
-
-    asyncio.run(run())
+    kept = keeper(hang_timeout=2.0)
+    kept.fill(role)
+    await kept.until_ready([role])
+    hung = role.holder
+    assert hung is not None
+    first = pid_of(role)
+    await until_async(lambda: pid_of(role) != first, "it is replaced")
+    await stop(kept, role)
+    assert replaced[:2] == [{}, {"hung": 1}]
+    assert any("in holds_the_lock" in line for line in hung.last_lines)
 
 
-def test_a_process_that_a_signal_has_stopped_does_not_count_as_hung(
+async def test_a_process_that_a_signal_has_stopped_does_not_count_as_hung(
     role: Role, tmp_path: Path
 ) -> None:
     (tmp_path / "sleeper.py").write_text(TURNS)
 
-    async def run() -> None:
-        kept = keeper(hang_timeout=1.0)
-        kept.fill(role)
-        await kept.until_ready([role])
-        await until_async(lambda: role.turned_at is not None, "it turns")
-        first = pid_of(role)
-        os.kill(first, signal.SIGSTOP)
-        await asyncio.sleep(4.0)
-        os.kill(first, signal.SIGCONT)
-        await asyncio.sleep(1.5)
-        assert pid_of(role) == first
-        await stop(kept, role)
+    kept = keeper(hang_timeout=3.0)
+    kept.fill(role)
+    await kept.until_ready([role])
+    holder = role.holder
+    assert holder is not None
 
-    asyncio.run(run())
+    def turns() -> int:
+        return int(holder.last_lines[-1]) if holder.last_lines else 0
+
+    await until_async(lambda: role.turned_at is not None and turns(), "it turns")
+    first = pid_of(role)
+    os.kill(first, signal.SIGSTOP)
+    await asyncio.sleep(5.0)
+    os.kill(first, signal.SIGCONT)
+    before = turns()
+    await until_async(lambda: turns() > before + 5 or not holder.alive, "it turns again")
+    assert pid_of(role) == first
+    assert holder.alive
+    await stop(kept, role)

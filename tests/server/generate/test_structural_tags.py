@@ -2,7 +2,6 @@
 
 import random
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from engine.shared.grammar_spec import (
 from engine.shared.matchers import byte_tokenizer, new_matcher
 from engine.shared.messages import LarkGrammar
 from server.generate.structural_tags import StructuralTag, lark_from_tag
+from tests.support.cpu_time import takes_less_than
 from tests.support.drawing import bundled_table, write
 
 SPECIAL = ("<|call|>", "<|end_call|>")
@@ -247,7 +247,9 @@ def test_a_tag_that_is_too_long_is_refused_before_it_is_read() -> None:
     names = [f"<{number}=" for number in range(20_000)]
     tags = [{"begin": name, "content": ANY, "end": "x"} for name in names]
     value = {"type": "triggered_tags", "triggers": names, "tags": tags}
-    began = time.process_time()
-    with pytest.raises(BadGrammar, match="longer than 131072"):
-        lark_from_tag(StructuralTag({"format": value}))
-    assert time.process_time() - began < 1
+
+    def refuse() -> None:
+        with pytest.raises(BadGrammar, match="longer than 131072"):
+            lark_from_tag(StructuralTag({"format": value}))
+
+    takes_less_than(1, refuse)

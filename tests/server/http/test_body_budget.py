@@ -18,6 +18,7 @@ from server.http.body_budget import FREE_BYTES, KEPT_TIMES, BodyBudget, NoRoomFo
 from server.http.call import BodyLimits, Call
 from server.observe.metrics import FrontEndMetrics
 from server.schema.body import RequestBody
+from tests.support.waiting import PATIENCE
 
 PIECE = 2**18
 
@@ -145,7 +146,7 @@ def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
         await ask(2 * KEPT_TIMES * PIECE)  # alone it may be larger than all room
         await ask(PIECE)
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
     assert statuses == [503, *[200] * (KEPT_TIMES + 3)]
 
 

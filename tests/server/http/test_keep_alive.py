@@ -29,42 +29,38 @@ async def served(app: Any) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_connection_serves_request_after_request(app: Any, http: Any, stream: bool) -> None:
-    async def run() -> None:
-        limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
-        async with (
-            asyncio.timeout(GUARD_SECONDS),
-            served(app) as url,
-            httpx.AsyncClient(base_url=url, limits=limits, timeout=GUARD_SECONDS) as client,
-        ):
-            ports = set()
-            for _ in range(3):
-                body = {"prompt": "x", "stream": stream}
-                async with client.stream("POST", "/v1/completions", json=body) as response:
-                    ports.add(response.extensions["network_stream"].get_extra_info("client_addr"))
-                    text = (await response.aread()).decode()
-                if stream:
-                    parts = [event["choices"][0]["text"] for event in http.events(text)]
-                    assert "".join(parts) == "hello world"
-                refused = await client.post("/v1/completions", json={"prompt": ""})
-                assert refused.status_code == 400
-            assert len(ports) == 1
+async def test_one_connection_serves_request_after_request(
+    app: Any, http: Any, stream: bool
+) -> None:
+    limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
+    async with (
+        asyncio.timeout(GUARD_SECONDS),
+        served(app) as url,
+        httpx.AsyncClient(base_url=url, limits=limits, timeout=GUARD_SECONDS) as client,
+    ):
+        ports = set()
+        for _ in range(3):
+            body = {"prompt": "x", "stream": stream}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                ports.add(response.extensions["network_stream"].get_extra_info("client_addr"))
+                text = (await response.aread()).decode()
+            if stream:
+                parts = [event["choices"][0]["text"] for event in http.events(text)]
+                assert "".join(parts) == "hello world"
+            refused = await client.post("/v1/completions", json={"prompt": ""})
+            assert refused.status_code == 400
+        assert len(ports) == 1
 
-    asyncio.run(run())
 
-
-def test_a_closed_connection_frees_the_engine(app: Any, engines: Any) -> None:
+async def test_a_closed_connection_frees_the_engine(app: Any, engines: Any) -> None:
     engines.script = lambda stream: []
 
-    async def run() -> None:
-        async with asyncio.timeout(GUARD_SECONDS), served(app) as url:
-            async with httpx.AsyncClient(base_url=url, timeout=GUARD_SECONDS) as client:
-                call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
-                await engines.submitted.wait()
-                await engines.streams[0].waiting.wait()
-                call.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await call
-            await engines.streams[0].closed.wait()
-
-    asyncio.run(run())
+    async with asyncio.timeout(GUARD_SECONDS), served(app) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=GUARD_SECONDS) as client:
+            call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+            await engines.submitted.wait()
+            await engines.streams[0].waiting.wait()
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await call
+        await engines.streams[0].closed.wait()

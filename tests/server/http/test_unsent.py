@@ -54,39 +54,33 @@ class Clients:
             await asyncio.sleep(0)
 
 
-def test_what_nobody_reads_is_bounded_for_a_tenant_and_for_all() -> None:
-    async def scenario() -> None:
-        clients = Clients()
-        fits = MAX_UNSENT_OF_ONE // SIZE
-        await clients.ask(ALICE, 800)
-        assert clients.answers == {("alice", 200): fits, ("alice", 429): 800 - fits}
-        assert clients.bytes < MAX_UNSENT_OF_ONE + 800 * 1000, "of what is refused only why"
-        await clients.ask(BOB, 800)
-        assert clients.answers["bob", 200] == fits
-        await clients.ask(CAROL, 1, 2 * SIZE)
-        assert clients.answers["carol", 503] == 1, f"{MAX_UNSENT} bytes are all"
-        await clients.ask(CAROL, 1, FREE_BYTES)
-        assert clients.answers["carol", 200] == 1
-        clients.read.set()
-        await asyncio.gather(*clients.tasks)
-        await clients.ask(CAROL, 1, MAX_UNSENT * 2)
-        assert clients.answers["carol", 200] == 2, "what is alone may be larger"
-
-    asyncio.run(scenario())
+async def test_what_nobody_reads_is_bounded_for_a_tenant_and_for_all() -> None:
+    clients = Clients()
+    fits = MAX_UNSENT_OF_ONE // SIZE
+    await clients.ask(ALICE, 800)
+    assert clients.answers == {("alice", 200): fits, ("alice", 429): 800 - fits}
+    assert clients.bytes < MAX_UNSENT_OF_ONE + 800 * 1000, "of what is refused only why"
+    await clients.ask(BOB, 800)
+    assert clients.answers["bob", 200] == fits
+    await clients.ask(CAROL, 1, 2 * SIZE)
+    assert clients.answers["carol", 503] == 1, f"{MAX_UNSENT} bytes are all"
+    await clients.ask(CAROL, 1, FREE_BYTES)
+    assert clients.answers["carol", 200] == 1
+    clients.read.set()
+    await asyncio.gather(*clients.tasks)
+    await clients.ask(CAROL, 1, MAX_UNSENT * 2)
+    assert clients.answers["carol", 200] == 2, "what is alone may be larger"
 
 
-def test_a_stream_waits_for_its_client_and_counts_meanwhile() -> None:
-    async def scenario() -> None:
-        clients = Clients()
-        await clients.ask(ALICE, MAX_UNSENT_OF_ONE // SIZE, stream=True)
-        assert not any(task.done() for task in clients.tasks)
-        await clients.ask(ALICE, 1)
-        assert clients.answers["alice", 429] == 1
-        clients.tasks[0].cancel()  # a connection that is lost
-        await asyncio.gather(clients.tasks[0], return_exceptions=True)
-        await clients.ask(ALICE, 1)
-        assert clients.answers["alice", 429] == 1
-        clients.read.set()
-        await asyncio.gather(*clients.tasks[1:])
-
-    asyncio.run(scenario())
+async def test_a_stream_waits_for_its_client_and_counts_meanwhile() -> None:
+    clients = Clients()
+    await clients.ask(ALICE, MAX_UNSENT_OF_ONE // SIZE, stream=True)
+    assert not any(task.done() for task in clients.tasks)
+    await clients.ask(ALICE, 1)
+    assert clients.answers["alice", 429] == 1
+    clients.tasks[0].cancel()  # a connection that is lost
+    await asyncio.gather(clients.tasks[0], return_exceptions=True)
+    await clients.ask(ALICE, 1)
+    assert clients.answers["alice", 429] == 1
+    clients.read.set()
+    await asyncio.gather(*clients.tasks[1:])

@@ -237,10 +237,10 @@ def test_times_to_first_token_are_summed_over_engines(front_end_metrics: FrontEn
 def test_what_the_engine_client_counts_is_shown(
     front_end_metrics: FrontEndMetrics, engines: Any
 ) -> None:
-    front_end_metrics.routing_decision(1, "least_loaded")
-    front_end_metrics.routing_decision(1, "least_loaded")
-    front_end_metrics.request_resumed()
-    front_end_metrics.observe_wake(0.003)
+    front_end_metrics.count("routing_decisions", 1, "least_loaded")
+    front_end_metrics.count("routing_decisions", 1, "least_loaded")
+    front_end_metrics.count("requests_resumed")
+    front_end_metrics.observe("wake_latency_seconds", 0.003)
     text = front_end_metrics.render(engines).decode()
     assert value(text, "routing_decisions_total", engine="1", reason="least_loaded") == 2
     assert value(text, "requests_resumed_total") == 1

@@ -42,25 +42,6 @@ class Played:
         return send
 
 
-def test_a_request_goes_to_the_least_loaded_engine_under_an_id_of_its_own() -> None:
-    played = Played(10, 11)
-    played.known.sent(0, prompt_tokens=5)
-    first, second = played.request(), played.request()
-    send = played.sent(first)
-    assert (send.to, send.rank, send.incarnation, send.reason) == (b"11", 1, 11, "least_loaded")
-    assert isinstance(send.message, AddRequest)
-    assert (first.engine, first.id) == ((1, 11), send.message.id)
-    assert second.id != first.id
-    assert played.known.requests() == [1, 1]
-
-
-def test_without_an_engine_nothing_is_sent() -> None:
-    played = Played()
-    request = played.request()
-    assert played.delivery.send(request, 0.0) == []
-    assert request.engine is None
-
-
 def test_a_request_to_paused_engines_comes_with_a_notice_and_the_wake_is_timed_once() -> None:
     played = Played(10)
     actions = played.delivery.send(played.request(), 1.0)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 
 from engine.shared.messages import AdapterOutcome
-from server.api.lora.schema import LoadLoraRequest, UnloadLoraRequest
+from server.api.admin.schema import LoadLoraRequest, UnloadLoraRequest
 from server.api.openapi import text_responses
 from server.api.route import ApiRoute
 from server.api.services import ServicesDep

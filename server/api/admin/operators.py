@@ -22,9 +22,8 @@ from engine.shared.messages import (
     UtilityResult,
     UtilityValue,
 )
-from server.api.admin.scaling import ask
-from server.api.openapi import ADMIN_ERRORS, json_responses
-from server.api.operators.schema import (
+from server.api.admin.endpoint import ask
+from server.api.admin.schema import (
     Done,
     EngineFault,
     FaultStatus,
@@ -36,6 +35,7 @@ from server.api.operators.schema import (
     RpcResults,
     ScaleEpRequest,
 )
+from server.api.openapi import ADMIN_ERRORS, json_responses
 from server.api.route import ApiRoute, json_response
 from server.api.services import Services, ServicesDep
 from server.errors import invalid, unavailable

@@ -8,19 +8,22 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi import Response as HttpResponse
 
-from server.api.conversations.schema import ConversationRequest, ItemsRequest, MetadataRequest
 from server.api.openapi import ENGINE_ERRORS, json_responses
 from server.api.responses.items import Conversation, Deleted, ItemList, OutputMessage
-from server.api.responses.keeping import is_conversation, kept_item, now
-from server.api.responses.kept import KEPT_ERRORS, not_found, owner_of, page
-from server.api.responses.schema import InputItem, ItemReference
-from server.api.responses.store_errors import kept
+from server.api.responses.keeping import is_conversation, kept, kept_item, now
+from server.api.responses.kept import KEPT_ERRORS, not_found, owner_of, page, store_of
+from server.api.responses.schema import (
+    ConversationRequest,
+    InputItem,
+    ItemReference,
+    ItemsRequest,
+    MetadataRequest,
+)
 from server.api.route import ApiRoute, json_response
 from server.api.services import Services, ServicesDep
 from server.errors import invalid
 from server.http.call import Call
 from server.store.records import Part, Record
-from server.store.service import ResponseStore
 from server.store.sql import SqlBackend
 
 _ONE = "/v1/conversations/{conversation_id}"
@@ -30,12 +33,6 @@ _LISTED = json_responses(ItemList, *ENGINE_ERRORS)
 T = TypeVar("T")
 
 router = APIRouter(route_class=ApiRoute)
-
-
-def _store(services: Services) -> ResponseStore:
-    store = services.store
-    assert store is not None, "else there are no such routes"
-    return store
 
 
 @router.post("/v1/conversations", responses=_CONVERSATION)
@@ -50,7 +47,7 @@ async def create_conversation(
         created=now(),
         body=msgspec.json.encode(body.metadata or {}),
     )
-    store = _store(services)
+    store = store_of(services)
     await kept(store.call(SqlBackend.put, record.tenant, record))
     if items:
         await kept(store.call(SqlBackend.add, record.tenant, record.id, items))
@@ -70,7 +67,7 @@ async def update_conversation(
     """Change the metadata of a conversation."""
     record = await _found(services, call, conversation_id, SqlBackend.get)
     record = msgspec.structs.replace(record, body=msgspec.json.encode(body.metadata))
-    await kept(_store(services).call(SqlBackend.put, record.tenant, record, only_known=True))
+    await kept(store_of(services).call(SqlBackend.put, record.tenant, record, only_known=True))
     return json_response(_shown(record))
 
 
@@ -78,7 +75,7 @@ async def update_conversation(
 async def delete(conversation_id: str, request: Request, services: ServicesDep) -> HttpResponse:
     """Delete a conversation with its items."""
     if not is_conversation(conversation_id) or not await kept(
-        _store(services).call(SqlBackend.delete, owner_of(request), conversation_id)
+        store_of(services).call(SqlBackend.delete, owner_of(request), conversation_id)
     ):
         raise not_found("conversation", conversation_id)
     return json_response(Deleted(conversation_id, "conversation.deleted"))
@@ -98,7 +95,7 @@ async def add_items(
     """Add items to a conversation."""
     items = _kept_items(body.items)
     if not is_conversation(conversation_id) or not await kept(
-        _store(services).call(SqlBackend.add, owner_of(call), conversation_id, items)
+        store_of(services).call(SqlBackend.add, owner_of(call), conversation_id, items)
     ):
         raise not_found("conversation", conversation_id)
     data = [msgspec.Raw(item.body) for item in items]
@@ -123,7 +120,7 @@ async def delete_item(
     """Delete an item of a conversation."""
     owner = owner_of(request)
     if not await kept(
-        _store(services).call(SqlBackend.delete_item, owner, conversation_id, item_id)
+        store_of(services).call(SqlBackend.delete_item, owner, conversation_id, item_id)
     ):
         raise not_found("item", item_id)
     return await retrieve(conversation_id, request, services)
@@ -139,7 +136,7 @@ async def _found(
     """
     found = None
     if is_conversation(id_):
-        found = await kept(_store(services).call(look, owner_of(request), id_))
+        found = await kept(store_of(services).call(look, owner_of(request), id_))
     if found is None:
         raise not_found("conversation", id_)
     return found

@@ -13,7 +13,9 @@ from engine.shared.pooling import Similarity
 from server.api.generation import unsuitable
 from server.api.openapi import MODEL_ERRORS, json_responses
 from server.api.route import ModelRoute
-from server.api.scores.schema import (
+from server.api.services import ServicesDep
+from server.api.vectors.pooled_call import PooledCall, items_shown, numbers
+from server.api.vectors.schema import (
     ApiVersion,
     BilledUnits,
     DocumentText,
@@ -25,8 +27,6 @@ from server.api.scores.schema import (
     ScoreRequest,
     ScoreResponse,
 )
-from server.api.services import ServicesDep
-from server.api.vectors import PooledCall, items_shown, numbers
 from server.errors import invalid
 from server.generate.pooling.inputs import Length
 from server.http.call import Call

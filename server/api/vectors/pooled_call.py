@@ -109,7 +109,7 @@ class PooledCall:
                 raise
             finally:
                 run.close()
-                services.metrics.key_used(call.key.name, total, 0)
+                services.metrics.used("key", call.key.name, total, 0)
                 if services.tracer is not None:
                     services.tracer.record(self._ended(total, run.cached_tokens))
 

@@ -1,0 +1,155 @@
+"""The tensors of safetensors files by their names there, or seeded random ones in their place.
+
+Files are memory-mapped: a tensor that is fetched and copied costs no memory beyond its copy.
+"""
+
+import hashlib
+import zlib
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.models.formats.fingerprint import weights_fingerprint
+from engine.models.weights import Layout, Shape
+
+_MAX_PROBLEMS = 8
+_MAX_DRAWN = 16_777_259
+"""Dummy weights of a tensor that are drawn, before they repeat themselves: a prime, so that no two
+rows are alike."""
+_DUMMY_RANGE = 0.035
+"""Half-width of the uniform distribution of dummy weights: a standard deviation of 0.02."""
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class CheckpointError(ValueError):
+    """The checkpoint does not hold the tensors that the model's config asks for."""
+
+
+class TensorFiles:
+    """One `model.safetensors`, or the shards that `model.safetensors.index.json` lists."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the files.
+
+        Raises:
+            CheckpointError: they are missing or cannot be read.
+        """
+        self.shapes: Layout = {}
+        self.types: dict[str, str] = {}
+        """As the files name them."""
+        self._files: dict[str, Any] = {}
+        for path in weight_files(directory):
+            self._open(path)
+
+    def _open(self, path: Path) -> None:
+        try:
+            with path.open("rb"):  # the library says of every failure that there is no such file
+                file: Any = safe_open(path, framework="pt", device="cpu")
+        except Exception as error:  # the library raises its own type without a public base
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            header = file.get_slice(name)
+            self._files[name] = file
+            self.shapes[name] = tuple(header.get_shape())
+            self.types[name] = header.get_dtype()
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor as it is stored, a view of the mapped file."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def float_type(self, name: str) -> torch.dtype:
+        """Return the type of a tensor.
+
+        Raises:
+            CheckpointError: it is not a floating-point type that the engine computes in.
+        """
+        stored = self.types[name]
+        if stored not in _DTYPES:
+            raise CheckpointError(f"weights of type {stored} are not supported")
+        return _DTYPES[stored]
+
+    def fingerprint(self, config: bytes) -> str:
+        """Digest of the config and of name, shape, type and some bytes of every tensor."""
+        described = {name: f"{shape} {self.types[name]}" for name, shape in self.shapes.items()}
+        return weights_fingerprint(config, described, self.tensor)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files of a checkpoint.
+
+    Raises:
+        CheckpointError: some are missing.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        files = [directory / name for name in sorted(set(names))]
+    else:
+        files = [directory / "model.safetensors"]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise CheckpointError(f"{directory} lacks {some(missing)}")
+    return files
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def compare(
+    path: Path, expected: Layout, found: Layout, *, redundant: tuple[str, ...] = ()
+) -> None:
+    """Refuse weights that are not those of the model.
+
+    Args:
+        redundant: endings of names of tensors that some tools store although they follow from
+            others.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or of another shape.
+    """
+    problems = [f"missing {name}" for name in expected if name not in found]
+    problems += [
+        f"unexpected {name}"
+        for name in found
+        if name not in expected and not name.endswith(redundant)
+    ]
+    problems += [
+        f"{name} has shape {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the weights in {path} do not fit the model's config: {some(problems)}"
+        )
+
+
+def some(items: list[str]) -> str:
+    """Return the first items as text, and how many there are besides."""
+    more = len(items) - _MAX_PROBLEMS
+    return "; ".join(items[:_MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def drawn(name: str, shape: Shape, seed: int, dtype: torch.dtype) -> Tensor:
+    """Draw a tensor that depends on the seed and on its name only; norm weights are ones."""
+    if name.lower().endswith("norm.weight"):
+        return torch.ones(shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    size = prod(shape)
+    values = torch.empty(min(size, _MAX_DRAWN), dtype=dtype)
+    values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+    if size > _MAX_DRAWN:  # drawing takes a minute for a model of 8 GB
+        values = values.repeat(-(-size // _MAX_DRAWN))[:size]
+    return values.view(shape)
+
+
+def drawn_fingerprint(config: bytes, seed: int, dtype: torch.dtype) -> str:
+    """Digest of the config and the seed, which stands for that of the weights drawn."""
+    return hashlib.sha256(config + f"dummy {seed} {dtype}".encode()).hexdigest()[:32]

@@ -1,1 +1,0 @@
-"""vLLM's paths for operators, under their own names."""

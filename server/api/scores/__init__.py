@@ -1,1 +1,0 @@
-"""POST /score and POST /rerank: how well texts fit others."""

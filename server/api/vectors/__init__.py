@@ -1,0 +1,1 @@
+"""Endpoints that return vectors or scores."""

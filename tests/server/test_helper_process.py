@@ -1,0 +1,22 @@
+"""Processes that work for clients give way to the process that asks them."""
+
+import os
+
+import psutil
+
+from server.generate.grammar_process import NOTHING
+from server.helper_process import HelperProcess
+
+MODULE = "server.generate.grammar_process"
+
+
+def test_a_helper_shares_the_processors_of_its_parent_and_comes_after_it() -> None:
+    helper = HelperProcess(MODULE, NOTHING)
+    try:
+        assert helper.answer(NOTHING, 30.0) is not None
+        (pid,) = [each.pid for each in psutil.Process().children() if MODULE in each.cmdline()]
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpgid(pid) != os.getpgid(0), "signals from the terminal are not for it"
+    finally:
+        helper.end()
