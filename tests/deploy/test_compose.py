@@ -13,11 +13,9 @@ from urllib.parse import quote
 
 import pytest
 
-from scripts.write_dashboard import TARGET
 from tests.deploy.conftest import API_KEY, METRICS_KEY, Compose
 from tests.deploy.docker_engine import Docker
 from tests.deploy.test_chart import render
-from tests.deploy.test_dashboards import ALERTS
 from tests.support.http import MODEL, fetch
 from tests.support.waiting import until
 
@@ -186,48 +184,6 @@ def test_prometheus_has_loaded_the_alert_rules(compose: Compose) -> None:
         return {rule["health"] for group in groups for rule in group["rules"]}
 
     until(lambda: health() == {"ok"}, "all rules are evaluated", within=60)
-
-
-def own_names(text: str) -> set[str]:
-    return set(re.findall(r"\bswell_[a-z0-9_]+", text))
-
-
-def test_every_metric_of_the_dashboard_and_the_alerts_exists(compose: Compose) -> None:
-    post(compose, "/v1/completions", {"prompt": "ROMEO:", "max_tokens": 4})
-    there = own_names(compose.metrics())
-    wanted = own_names(TARGET.read_text()) | own_names(ALERTS.read_text())
-    assert len(wanted) > 20
-    assert not wanted - there
-
-
-def unanswered(compose: Compose, expressions: list[str]) -> list[str]:
-    """Return the expressions that have no value now; each has to be a valid one."""
-    empty = []
-    for expression in expressions:
-        asked = expression.replace("$job", ".*").replace("$model", ".*")
-        asked = quote(asked.replace("$__rate_interval", "1m"))
-        status, text, _ = fetch(f"{compose.prometheus}/api/v1/query?query={asked}")
-        assert status == 200, text
-        if not json.loads(text)["data"]["result"]:
-            empty.append(expression)
-    return empty
-
-
-def test_prometheus_understands_every_expression_of_the_dashboard(compose: Compose) -> None:
-    panels = json.loads(TARGET.read_text())["panels"]
-    expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
-    empty: list[str] = []
-
-    def most_have_values() -> bool:
-        # A rate needs two scrapes of a series, and a series of requests needs requests.
-        post(compose, "/v1/completions", {"prompt": "ROMEO:", "max_tokens": 4, "stream": True})
-        empty[:] = unanswered(compose, expressions)
-        return len(empty) <= len(expressions) // 4
-
-    try:
-        until(most_have_values, "values for the dashboard", within=120)
-    finally:
-        print("without a value:", *empty, sep="\n  ")
 
 
 def test_promtool_finds_nothing_wrong_with_the_scrape(compose: Compose) -> None:

@@ -20,7 +20,7 @@ TENSORS = frozenset(("torch", "transformers"))
 """What no quick test loads, however far below it."""
 STARTERS = frozenset(
     (
-        "benchmarks.running_stack", "httpx", "multiprocessing", "openai", "schemathesis", "socket",
+        "benchmarks.running_stack", "httpx", "multiprocessing", "openai", "socket",
         "subprocess", "uvicorn", "uvloop", "zmq",
     )
 )  # fmt: skip

@@ -62,13 +62,13 @@ async def call_utility(body: UtilityRequest, services: ServicesDep) -> Response:
     return json_response(_answers(results))
 
 
-@router.get("/admin/scale", responses=json_responses(ScaleStatus, 403, 503))
+@router.get("/admin/scale", responses=json_responses(ScaleStatus, 400, 403, 503))
 async def scale_status(services: ServicesDep) -> Response:
     """Show how many engines there are, shall be, and what each is doing."""
     return json_response(_scale_status(await ask(services, ControlQuery())))
 
 
-@router.post("/admin/restart", responses=json_responses(ScaleStatus, 403, 503))
+@router.post("/admin/restart", responses=json_responses(ScaleStatus, 400, 403, 503))
 async def restart(services: ServicesDep) -> Response:
     """Replace every engine, one after the other, while the others serve."""
     return json_response(_scale_status(await ask(services, RestartEngines())))

@@ -173,7 +173,7 @@ async def scale(body: ScaleEpRequest, services: ServicesDep) -> Response:
     return json_response(Done(f"Scaled to {size} data parallel engines"))
 
 
-@router.post("/is_scaling_elastic_ep", responses=json_responses(IsScaling, 403, 503))
+@router.post("/is_scaling_elastic_ep", responses=json_responses(IsScaling, 400, 403, 503))
 async def is_scaling(services: ServicesDep) -> Response:
     """Say whether engines are being added, retired or replaced."""
     return json_response(IsScaling((await ask(services, ControlQuery())).busy))

@@ -1,5 +1,4 @@
 import itertools
-import logging
 import re
 from collections.abc import Sequence
 
@@ -7,10 +6,9 @@ import msgspec
 import pytest
 
 from engine.batch.batch import BatchPlan
-from engine.batch.executor import ExecutorInfo, PendingResult
+from engine.batch.executor import PendingResult
 from engine.core.engine_core import EngineCore
 from engine.core.front_ends import CoreStep
-from engine.core.steps import StepFailed
 from engine.distributed.spec import GroupBroken
 from engine.executor.simulated import SimulatedExecutor, simulated_token
 from engine.scheduler.admission import NO_LOAD, Grant, RankState
@@ -281,50 +279,6 @@ def test_only_listed_utilities_with_right_arguments_are_called(
 
 
 # -- what the shell around the core relies on -----------------------------------------------------
-
-
-class BrokenExecutor:
-    """Fails in its second step."""
-
-    def __init__(self) -> None:
-        self._executor = SimulatedExecutor(CONFIG, timing="virtual")
-        self._steps = 0
-
-    @property
-    def info(self) -> ExecutorInfo:
-        return self._executor.info
-
-    @property
-    def grammars(self) -> None:
-        return None
-
-    @property
-    def adapters(self) -> None:
-        return None
-
-    def submit(self, plan: BatchPlan) -> PendingResult:
-        self._steps += 1
-        if self._steps == 2:
-            raise RuntimeError("the device is gone")
-        return self._executor.submit(plan)
-
-    def shutdown(self) -> None:
-        self._executor.shutdown()
-
-
-def test_a_failed_step_is_described_and_raised(caplog: pytest.LogCaptureFixture) -> None:
-    core = EngineCore(CONFIG, BrokenExecutor(), rank=0, incarnation=1)  # type: ignore[arg-type]
-    core.front_end_joined(0, 1)
-    core.handle(request(17, length=6))
-    core.step()
-    with (
-        caplog.at_level(logging.ERROR),
-        pytest.raises(StepFailed, match="engine 0: RuntimeError") as failure,
-    ):
-        core.step()
-    assert isinstance(failure.value.__cause__, RuntimeError)
-    assert "step 2: 1 rows, 1 tokens" in caplog.text
-    assert "17 (request-17): slot 0, start 6, count 1, 8 tokens, 2 blocks" in caplog.text
 
 
 class HoldUntil:

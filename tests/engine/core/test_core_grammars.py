@@ -313,10 +313,7 @@ def test_another_engine_goes_on_in_the_same_way_wherever_the_first_stopped(
     "options",
     [
         {},
-        {"scheduling_policy": "priority"},
-        {"overlap": True},
         {"overlap": True, "scheduling_policy": "priority"},
-        {"speculative_ngram": 3, "prompt_lookup_min": 1},
         {"speculative_ngram": 8, "scheduling_policy": "priority", "prompt_lookup_min": 1},
     ],
     ids=str,

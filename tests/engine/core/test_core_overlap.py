@@ -119,6 +119,20 @@ def test_an_abort_of_everything_leaves_the_steps_in_flight_to_be_fetched() -> No
     assert executor.events[-1] == ("result", 2)
 
 
+def test_a_failed_step_is_described_and_raised(caplog: pytest.LogCaptureFixture) -> None:
+    core, _ = engine(overlap=False, fails_in=2)
+    core.handle(request(17, 6, 9))
+    core.step()
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(StepFailed, match="engine 0: RuntimeError") as failure,
+    ):
+        core.step()
+    assert isinstance(failure.value.__cause__, RuntimeError)
+    assert "step 2: 1 rows, 1 tokens" in caplog.text
+    assert "17 (request-17): slot 0, start 6, count 1, 8 tokens, 2 blocks" in caplog.text
+
+
 def test_a_failed_step_is_described_with_the_one_launched_after_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -95,16 +95,12 @@ def start() -> Iterator[StartCluster]:
     [
         ("llama-biased", 2),
         ("qwen2-some-windows", 4),  # two key-value heads
-        ("qwen3", 2),
         ("qwen3-moe-some-dense", 2),
-        ("mixtral", 2),
-        ("gemma2", 2),
         ("phi3-partial", 2),  # fused tensors
-        ("cohere-normed", 2),
-        ("granite-moe", 2),
+        ("cohere-normed", 2),  # norms of each head
+        ("granite-moe", 2),  # experts in one tensor
         ("glm4-moe", 2),  # an MLP beside the experts
         ("deepseek2", 4),
-        ("deepseek3", 2),  # a latent that all processes keep
         ("gpt-oss", 4),  # sinks, with two key-value heads
         ("gpt-oss-mxfp4", 2),  # three blocks of inner outputs
         ("llama4-some-dense", 2),  # wider MLPs than experts

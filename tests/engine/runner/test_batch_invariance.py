@@ -88,7 +88,7 @@ ALL_CASES = [
 
 
 @pytest.mark.parametrize(("name", "settings"), ALL_CASES)
-def test_a_token_is_computed_in_the_same_way_in_any_company(
+def test_a_token_is_computed_and_drawn_in_the_same_way_in_any_company(
     name: str,
     settings: dict[str, Any],
     checkpoint: SaveModel,
@@ -117,32 +117,21 @@ def test_a_token_is_computed_in_the_same_way_in_any_company(
     one = engine.logits({**dict.fromkeys(range(3, 16), 1), 2: 1, 17: 50})[13]
     assert torch.equal(one, alone[60]), "as one of many decodes"
 
+    reported = SamplingParams(max_tokens=1, seed=1, temperature=0.0, logprobs=3)
+    for slot in (0, 1, 2):
+        engine.start(slot, tokens, reported)
+    engine.step({0: LENGTH - 1})
+    decoded = engine.step({0: 1})
+    assert engine.prefill(1).logprobs == decoded.logprobs, "drawn after a prompt"
+    engine.start(3, prompt(60))
+    engine.prefill(3)
+    beside = engine.step({3: 1, 2: LENGTH})
+    assert (beside.logprobs or [])[1:] == decoded.logprobs, "drawn beside a decode"
+
 
 def test_capped_scores_are_refused_on_cpus(checkpoint: SaveModel, driver: LoadDriver) -> None:
     with pytest.raises(UnsupportedModel, match=r"batch-invariant.*Gemma2ForCausalLM"):
         driver(checkpoint("gemma2").directory, batch_invariant=True)
-
-
-@pytest.mark.parametrize(("name", "settings"), ALL_CASES)
-def test_a_draw_after_a_prompt_is_that_of_a_decode(
-    name: str,
-    settings: dict[str, Any],
-    checkpoint: SaveModel,
-    driver: LoadDriver,
-    prompt: MakePrompt,
-) -> None:
-    directory = BUNDLED_MODEL if name == "bundled" else checkpoint(name).directory
-    engine = driver(directory, batch_invariant=True, **settings)
-    reported = SamplingParams(max_tokens=1, seed=1, temperature=0.0, logprobs=3)
-    for slot in (0, 1, 2):
-        engine.start(slot, prompt(LENGTH), reported)
-    engine.step({0: LENGTH - 1})  # which is as if each had been alone, as the test above shows
-    decoded = engine.step({0: 1})
-    assert engine.prefill(1).logprobs == decoded.logprobs
-    engine.start(3, prompt(60))
-    engine.prefill(3)
-    beside = engine.step({3: 1, 2: LENGTH})
-    assert (beside.logprobs or [])[1:] == decoded.logprobs
 
 
 def test_rows_beside_each_other_do_not_matter_to_a_product() -> None:

@@ -38,7 +38,15 @@ from tests.engine.draft_heads import (
     save_eagle3,
 )
 from tests.engine.fixtures import SaveModel
-from tests.engine.serving import PARAMETERS, SOME_TEXT, Answer, request, serve
+from tests.engine.serving import (
+    SOME_TEXT,
+    Answer,
+    assert_alike,
+    assert_drafts_outlast_a_sleep,
+    every_kind,
+    request,
+    serve,
+)
 from tests.engine.tiny_models import Checkpoint
 
 
@@ -49,14 +57,6 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
 
 BIAS = {70: 8.0, 71: 8.0}
 """Makes these tokens likely to models and heads, so that some drafts are right."""
-
-
-def every_kind() -> list[AddRequest]:
-    """Return a request with each kind of parameters; prompts are of up to 111 tokens."""
-    return [
-        request(id, SOME_TEXT[: 11 + 2 * id] * (1 + id % 3), max_tokens=40, **sampling)
-        for id, sampling in enumerate(PARAMETERS.values())
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,7 @@ def drafted(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_blocks", [300, 40], ids=["roomy", "preempting"])
-@pytest.mark.parametrize("drafts", [1, 5])
+@pytest.mark.parametrize(("drafts", "num_blocks"), [(1, 300), (5, 40)])
 def test_it_proposes_what_its_formula_says_of_chunks_prefixes_and_batches(
     target: Checkpoint,
     head: Eagle3Reference,
@@ -130,8 +129,7 @@ def test_logits_are_those_of_the_formula_in_every_published_form(
     assert len(answers[0].tokens) == 60
 
 
-@pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "preempting"])
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("batch_invariant", "num_blocks"), [(False, 40), (True, 200)])
 def test_no_token_changes_however_it_is_drawn(
     target: Checkpoint, head: Eagle3Reference, num_blocks: int, batch_invariant: bool
 ) -> None:
@@ -141,11 +139,7 @@ def test_no_token_changes_however_it_is_drawn(
     answers, stats = drafted(
         target, head, every_kind(), num_blocks=num_blocks, batch_invariant=batch_invariant
     )
-    for name, one, other in zip(PARAMETERS, plain, answers, strict=True):
-        assert one.tokens == other.tokens, name
-        assert one.reason == other.reason, name
-        scores = [[each.logprob for each in answer.logprobs] for answer in (one, other)]
-        assert scores[0] == pytest.approx(scores[1], abs=1e-4), name
+    assert_alike(plain, answers)
     counters = stats.counters
     assert 0 < counters.spec_accepted_tokens < counters.spec_draft_tokens
     assert (counters.preemptions > 0) == (num_blocks == 40)
@@ -248,20 +242,7 @@ def test_it_sleeps_and_wakes_with_the_model(
     target: Checkpoint, head: Eagle3Reference, proposals: Proposals, level: int
 ) -> None:
     config = settings(target.directory, head, CacheConfig(num_kv_blocks=100))
-    executor = InProcessExecutor(config)
-    results = []
-    for number in range(2):
-        if number:
-            executor.sleep(level)
-            executor.wake_up()
-        core = EngineCore(config, executor, rank=0, incarnation=1)
-        core.front_end_joined(0, 1)
-        sampling = SamplingParams(max_tokens=20, seed=1, temperature=0.0, ignore_eos=True)
-        core.handle(AddRequest(1, "1", 0, 0, SOME_TEXT, sampling))
-        results.append(tokens_of(core, 1))
-        assert core.stats().counters.spec_draft_tokens > 0
-    executor.shutdown()
-    assert results[0] == results[1]
+    assert_drafts_outlast_a_sleep(config, level)
     proposals.check(head)
 
 

@@ -22,7 +22,7 @@ from engine.shared.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from engine.shared.messages import AddRequest, SamplingParams
+from engine.shared.messages import AddRequest
 from tests.engine.draft_heads import (
     MtpReference,
     Proposals,
@@ -31,7 +31,14 @@ from tests.engine.draft_heads import (
     save_mtp,
 )
 from tests.engine.fixtures import SaveModel
-from tests.engine.serving import PARAMETERS, SOME_TEXT, request, serve
+from tests.engine.serving import (
+    SOME_TEXT,
+    assert_alike,
+    assert_drafts_outlast_a_sleep,
+    every_kind,
+    request,
+    serve,
+)
 
 BIAS = {70: 8.0, 71: 8.0}
 
@@ -88,25 +95,18 @@ def test_its_logits_are_those_of_the_formula(mtp: MtpReference, proposals: Propo
 
 
 def test_no_token_changes_however_it_is_drawn(glm: MtpReference) -> None:
-    requests = [
-        request(id, SOME_TEXT[: 11 + 2 * id] * (1 + id % 3), max_tokens=40, **sampling)
-        for id, sampling in enumerate(PARAMETERS.values())
-    ]
-    plain, _ = serve(glm.directory, requests, dtype="float32")
+    plain, _ = serve(glm.directory, every_kind(), dtype="float32")
     drafted, stats = serve(
-        glm.directory, requests, dtype="float32", num_blocks=40, max_slowdown=0,
+        glm.directory, every_kind(), dtype="float32", num_blocks=40, max_slowdown=0,
         speculative_method="mtp",
     )  # fmt: skip
-    for name, one, other in zip(PARAMETERS, plain, drafted, strict=True):
-        assert (one.tokens, one.reason) == (other.tokens, other.reason), name
-        scores = [[each.logprob for each in answer.logprobs] for answer in (one, other)]
-        assert scores[0] == pytest.approx(scores[1], abs=1e-4), name
+    assert_alike(plain, drafted)
     assert stats.counters.preemptions > 0
     assert stats.counters.spec_draft_tokens > 0
 
 
-def executor_for(directory: Path, **model: Any) -> tuple[EngineConfig, InProcessExecutor]:
-    config = EngineConfig(
+def settings(directory: Path, **model: Any) -> EngineConfig:
+    return EngineConfig(
         model=ModelConfig(**{"model": str(directory), "dtype": "float32", **model}),
         cache=CacheConfig(num_kv_blocks=64),
         scheduler=SchedulerConfig(
@@ -114,34 +114,19 @@ def executor_for(directory: Path, **model: Any) -> tuple[EngineConfig, InProcess
         ),
         executor=ExecutorConfig(threads=1),
     )
-    return config, InProcessExecutor(config)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_it_sleeps_and_wakes_with_the_model(
     glm: MtpReference, proposals: Proposals, level: int
 ) -> None:
-    config, executor = executor_for(glm.directory, device="cpu")
-    results = []
-    for number in range(2):
-        if number:
-            executor.sleep(level)
-            executor.wake_up()
-        core = EngineCore(config, executor, rank=0, incarnation=1)
-        core.front_end_joined(0, 1)
-        sampling = SamplingParams(max_tokens=20, seed=1, temperature=0.0, ignore_eos=True)
-        core.handle(AddRequest(1, "1", 0, 0, SOME_TEXT, sampling))
-        tokens: list[int] = []
-        while core.has_work:
-            tokens += [t for each in core.step().outputs.get(0, []) for t in each.token_ids]
-        results.append(tokens)
-    executor.shutdown()
-    assert results[0] == results[1]
+    assert_drafts_outlast_a_sleep(settings(glm.directory, device="cpu"), level)
     proposals.check(glm)
 
 
 def test_its_layer_may_be_rounded_with_the_model(glm: MtpReference) -> None:
-    config, executor = executor_for(glm.directory, device="cpu", quantization="int8")
+    config = settings(glm.directory, device="cpu", quantization="int8")
+    executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)
     core.front_end_joined(0, 1)
     core.handle(request(1, SOME_TEXT, temperature=0.0, max_tokens=20))
@@ -156,13 +141,13 @@ def test_a_checkpoint_without_such_a_layer_is_refused(
 ) -> None:
     for name in ("llama", "deepseek2"):
         with pytest.raises(UnsupportedModel, match=r"--speculative-method mtp: .* has no layer"):
-            executor_for(checkpoint(name).directory, device="cpu")
+            InProcessExecutor(settings(checkpoint(name).directory, device="cpu"))
     made = save_mtp("glm4-moe", tmp_path, normed=True)
     config = tmp_path / "config.json"
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "num_nextn_predict_layers": 0}))
     with pytest.raises(UnsupportedModel, match="num_nextn_predict_layers"):
-        executor_for(made.directory, device="cpu")
+        InProcessExecutor(settings(made.directory, device="cpu"))
 
 
 def test_tensors_of_the_layer_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -174,7 +159,7 @@ def test_tensors_of_the_layer_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     save_file(tensors, path)
     wrong = r"missing model.layers.2.enorm.weight; model.layers.2.eh_proj.weight has shape"
     with pytest.raises(CheckpointError, match=wrong):
-        executor_for(tmp_path, device="cpu")
+        InProcessExecutor(settings(tmp_path, device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +171,7 @@ def test_settings_that_it_does_not_work_with_are_named(
     glm: MtpReference, model: dict[str, Any], flag: str
 ) -> None:
     with pytest.raises(BadDraftModel, match=f"--speculative-method mtp .*{flag}"):
-        executor_for(glm.directory, device="cpu", **model)
+        InProcessExecutor(settings(glm.directory, device="cpu", **model))
 
 
 @pytest.mark.parametrize(
