@@ -52,7 +52,7 @@ class MovedPenalties:
         def tensor(value: Any) -> torch.Tensor:
             return torch.tensor([value], device=logits.device)
 
-        changed = apply_all_penalties(
+        changed: torch.Tensor = apply_all_penalties(
             row,
             tensor(prompt_ids[: -self.done]),
             tensor(self.presence),
