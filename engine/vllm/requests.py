@@ -193,7 +193,8 @@ def structured(grammar: GrammarSpec | None) -> Any:
         case ChoiceGrammar(choices):
             return StructuredOutputsParams(choice=list(choices))
         case LarkGrammar(text):
-            return StructuredOutputsParams(grammar=text)
+            # What only llguidance knows; front ends put it before grammars that were GBNF.
+            return StructuredOutputsParams(grammar=text.removeprefix("%llguidance {}").lstrip())
 
 
 def _lenient(schema: str) -> str:

@@ -24,7 +24,10 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
-SETTINGS = ("--max-model-len", "512", "--dtype", "float32", "--enforce-eager")
+SETTINGS = (
+    "--max-model-len", "512", "--dtype", "float32", "--enforce-eager", "--scheduling-policy",
+    "priority",
+)  # fmt: skip
 GRAMMARS = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
 """Else the model, which knows no JSON, goes on with newlines."""
 SCHEMA = {

@@ -23,7 +23,7 @@ CERTAIN = {"temperature": 1.0}
 def built_in() -> Iterator[RunningStack]:
     with RunningStack(
         "--data-parallel-size", "1", "--api-server-count", "1", "--max-model-len", "512",
-        "--dtype", "float32", timeout=400,
+        "--dtype", "float32", "--scheduling-policy", "priority", timeout=400,
     ) as running:  # fmt: skip
         yield running
 
