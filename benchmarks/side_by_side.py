@@ -5,8 +5,8 @@ python -m benchmarks.side_by_side --peer-python ... --case "0.4b 16/128 x1" --ro
 python -m benchmarks.side_by_side --list
 python -m benchmarks.side_by_side --peer-python ... --sides vLLM "vLLM in Rust" "vLLM in Swell"
 
-The last compares front ends on engines of vLLM: its own in Python, its own in Rust, and Swell's, for
-which Swell has to be installed in the peer's environment, too.
+The last compares front ends on engines of vLLM: its own in Python, its own in Rust, and Swell's,
+for which Swell has to be installed in the peer's environment, too.
 
 Each round starts every server once per model and number of engines, warms it up, and loads it with
 all cases of that model by `swell bench`, the sides in turn. Everything that was measured is in
