@@ -123,13 +123,13 @@ test-faults: $(VENV)/.test ## ten thousand simulated schedules of faults (ARGS="
 DEVICE ?= cpu
 LOAD ?=
 VERSION = $(shell sed -n 's/^SWELL_VERSION = "\(.*\)"/\1/p' engine/shared/version.py)
-ENGINE_IMAGE = $(if $(filter cuda,$(DEVICE)),swell-engine-cuda,swell-engine)
+ENGINE_IMAGE = swell-engine$(if $(filter cuda vllm,$(DEVICE)),-$(DEVICE))
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/$(if $(filter cuda,$(DEVICE)),cu130,cpu)
 
-images: ## build the container images (DEVICE=cuda for GPUs; LOAD=kind, k3d or minikube puts them there)
+images: ## build the container images (DEVICE=cuda for GPUs, DEVICE=vllm for vLLM's engines; LOAD=kind, k3d or minikube puts them there)
 	docker build -f docker/Dockerfile --target coordinator -t swell-coordinator:$(VERSION) .
 	docker build -f docker/Dockerfile --target server -t swell-server:$(VERSION) .
-	docker build -f docker/Dockerfile --target engine --build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL) \
+	docker build -f docker/Dockerfile --target engine$(if $(filter vllm,$(DEVICE)),-vllm) --build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL) \
 		-t $(ENGINE_IMAGE):$(VERSION) .
 	@set -e; for image in swell-coordinator swell-server $(ENGINE_IMAGE); do case "$(LOAD)" in \
 		"") ;; \

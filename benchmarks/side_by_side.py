@@ -3,6 +3,10 @@
 python -m benchmarks.side_by_side --peer-python ~/peer/.venv/bin/python
 python -m benchmarks.side_by_side --peer-python ... --case "0.4b 16/128 x1" --rounds 1
 python -m benchmarks.side_by_side --list
+python -m benchmarks.side_by_side --peer-python ... --sides vLLM "vLLM in Rust" "vLLM in Swell"
+
+The last compares front ends on engines of vLLM: its own in Python, its own in Rust, and Swell's,
+for which Swell has to be installed in the peer's environment, too.
 
 Each round starts every server once per model and number of engines, warms it up, and loads it with
 all cases of that model by `swell bench`, the sides in turn. Everything that was measured is in
@@ -37,7 +41,8 @@ from benchmarks.running_stack import RunningStack, StackFailed, swell_bench
 from engine.shared.writable import writable_directory, writable_file
 
 PEER, SWELL, QUANTIZED = "vLLM", "Swell", "Swell int8"
-SIDES = (PEER, SWELL, QUANTIZED)
+RUST, HOSTED = "vLLM in Rust", "vLLM in Swell"
+SIDES = (PEER, SWELL, QUANTIZED, RUST, HOSTED)
 MODEL_NAME = "bench"
 """The name of the model in requests."""
 START_SECONDS = 300.0
@@ -134,7 +139,9 @@ def start_server(side: str, model: Path, engines: int, options: argparse.Namespa
     flags = [str(model), "--served-model-name", MODEL_NAME, "--host", "127.0.0.1"]
     flags += ["--data-parallel-size", str(engines), "--max-model-len", "2048"]
     flags += ["--no-enable-prefix-caching"]
-    if side != PEER:
+    if side == HOSTED:
+        flags += ["--engine-backend", "vllm", "--engine-python", str(options.peer_python)]
+    if side not in (PEER, RUST):
         flags += ["--kv-cache-memory-bytes", str(_KV_BYTES), *options.swell_args.split()]
         flags += ["--quantization", "int8"] if side == QUANTIZED else []
         return RunningStack(*flags, timeout=START_SECONDS)
@@ -147,6 +154,7 @@ def start_server(side: str, model: Path, engines: int, options: argparse.Namespa
         "VLLM_CPU_KVCACHE_SPACE": str(_KV_BYTES >> 30),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_RUST_FRONTEND": str(int(side == RUST)),
     }
     return RunningStack(
         *flags, *options.peer_args.split(), timeout=START_SECONDS, environment=environment,
@@ -261,9 +269,14 @@ def as_markdown(results: Results) -> str:
     """Return what was measured, on what, and the tables of rates and of starts."""
     versions = ", ".join(f"{name} {number}" for name, number in results.versions.items())
     rounds = len({start.round for start in results.starts})
-    rows = [["load", "unit", PEER, SWELL, "ratio", QUANTIZED, "ratio", "aim"]]
+    measured = {run.side for run in results.runs}
+    others = [side for side in SIDES if side in measured and side != PEER]
+    rows = [["load", "unit", PEER]]
+    for side in others:
+        rows[0] += [side, "ratio"]
+    rows[0].append("aim")
     for case in CASES:
-        found = [best(results, case, side) for side in SIDES]
+        found = [best(results, case, side) for side in (PEER, *others)]
         if not any(found):
             continue
         theirs = found[0]
@@ -430,7 +443,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the cases and end")
     parser.add_argument("--peer-python", type=Path, help="interpreter of the peer's environment")
     parser.add_argument("--case", action="append", help="only this case; may be repeated")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES[:3])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", type=Path, default=Path("build/bench-models"))
     parser.add_argument("--output", type=Path, default=Path("build/side_by_side"))

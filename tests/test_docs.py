@@ -105,6 +105,7 @@ def test_the_version_is_the_same_everywhere() -> None:
         "helm/swell/Chart.yaml": r'(?m)^(?:version|appVersion): "?([\d.]+)"?$',
         "docker/compose.yaml": r"TAG:-([\d.]+)}",
         "docker/compose.cuda.yaml": r"TAG:-([\d.]+)}",
+        "docker/compose.vllm.yaml": r"TAG:-([\d.]+)}",
     }
     found = {
         path: set(re.findall(where, (ROOT / path).read_text())) for path, where in places.items()

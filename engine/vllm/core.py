@@ -52,7 +52,7 @@ from engine.shared.messages import (
 )
 from engine.vllm.arguments import engine_arguments
 from engine.vllm.outputs import Sequence
-from engine.vllm.requests import NotOffered, continue_grammar, core_request
+from engine.vllm.requests import Moves, NotOffered, continue_grammar, core_request, resume
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ UTILITIES = (
 )  # fmt: skip
 TESTED = ("0.32.",)
 """Beginnings of the versions that the tests run with."""
+PENALTIES = "engine.vllm.penalties:PenaltiesProcessor"
 
 
 class VllmCore:
@@ -93,6 +94,17 @@ class VllmCore:
         arguments = EngineArgs(**engine_arguments(config, known))
         self._config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
+        if model.runner_type != "generate":
+            raise ValueError(
+                f"--engine-backend vllm: {config.model.model} makes vectors, and vLLM engines "
+                "generate text only; it needs --engine-backend swell"
+            )
+        self._moves = Moves.RESUMED
+        if not self._config.use_v2_model_runner:
+            self._moves = Moves.UNCOUNTED
+            if self._config.speculative_config is None:  # with which vLLM takes no processors
+                self._moves = Moves.COUNTED
+                model.logits_processors = [*(model.logits_processors or ()), PENALTIES]
         self._generation = model.try_get_generation_config()
         self._tokenizer = cached_tokenizer_from_config(model)
         self._core = EngineCore(
@@ -244,7 +256,7 @@ class VllmCore:
         ):
             return RequestOutput(message.id, [], "length")
         try:
-            wanted = core_request(message, self._generation, self._eos())
+            wanted = core_request(message, self._generation, self._eos(), self._moves)
             wanted.sampling_params.verify(
                 self._config.model_config,
                 self._config.speculative_config,
@@ -261,6 +273,8 @@ class VllmCore:
         except Exception as error:  # nothing of it has been queued: it fails alone
             logger.exception("request %s could not be queued", message.request_id)
             return RequestOutput(message.id, [], "error", error=type(error).__name__)
+        if self._moves is Moves.RESUMED:
+            resume(request, message.output_token_ids)
         continue_grammar(request, message.output_token_ids)
         self._counters.grammar_requests += message.sampling.grammar is not None
         self._sequences[message.id] = Sequence(message, time.monotonic())

@@ -2,6 +2,8 @@
 
 import time
 from concurrent.futures import Future
+from dataclasses import asdict
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from engine.shared.messages import (
     RegexGrammar,
     SamplingParams,
 )
+from engine.vllm.penalties import ARGUMENT, MovedPenalties
 
 _SEEDS = 2**63 - 1
 
@@ -32,10 +35,21 @@ class NotOffered(Exception):
         self.param = param
 
 
-def core_request(message: AddRequest, generation: dict[str, Any], eos: int | None) -> Any:
+class Moves(Enum):
+    """How an engine goes on with what was generated elsewhere."""
+
+    RESUMED = "as after a preemption: vLLM knows it for output"
+    COUNTED = "at the end of the prompt, where `PenaltiesProcessor` counts it"
+    UNCOUNTED = "at the end of the prompt"
+
+
+def core_request(
+    message: AddRequest, generation: dict[str, Any], eos: int | None, moves: Moves
+) -> Any:
     """Return the `EngineCoreRequest` of a message.
 
-    What was generated elsewhere follows the prompt: limits count from there.
+    At the end of the prompt, limits count from what was generated elsewhere. With `RESUMED`,
+    `resume` has to add it.
 
     Args:
         generation: the model's generation config, which names its end tokens.
@@ -46,7 +60,9 @@ def core_request(message: AddRequest, generation: dict[str, Any], eos: int | Non
         ValueError: vLLM says that a parameter is wrong.
     """
     _check(message)
-    sampling, done = message.sampling, len(message.output_token_ids)
+    sampling = message.sampling
+    earlier = [] if moves is Moves.RESUMED else message.output_token_ids
+    done = len(earlier)
     params = VllmSampling(
         max_tokens=max(1, sampling.max_tokens - done),
         min_tokens=max(0, sampling.min_tokens - done),
@@ -64,17 +80,25 @@ def core_request(message: AddRequest, generation: dict[str, Any], eos: int | Non
         logit_bias=dict(sampling.logit_bias) or None,
         logprobs=sampling.logprobs,
         logprob_token_ids=list(sampling.logprob_token_ids) or None,
-        prompt_logprobs=None if done else sampling.prompt_logprobs,
+        prompt_logprobs=None if message.output_token_ids else sampling.prompt_logprobs,
         allowed_token_ids=_listed(sampling.allowed_token_ids),
         structured_outputs=structured(sampling.grammar),
         detokenize=False,
     )
     if sampling.bad_words:
         params._bad_words_token_ids = [list(word) for word in sampling.bad_words]
+    if done and (names := _counted(sampling)):
+        if moves is Moves.UNCOUNTED:
+            raise NotOffered(
+                names[0],
+                "vLLM engines with its first model runner and drafts cannot go on with it after "
+                "the sequence was moved here",
+            )
+        params.extra_args = {ARGUMENT: asdict(MovedPenalties.taken_from(params, done))}
     params.update_from_generation_config(generation, eos)
     return EngineCoreRequest(
         request_id=str(message.id),
-        prompt_token_ids=[*message.prompt_token_ids, *message.output_token_ids],
+        prompt_token_ids=[*message.prompt_token_ids, *earlier],
         mm_features=None,
         sampling_params=params,
         pooling_params=None,
@@ -84,6 +108,14 @@ def core_request(message: AddRequest, generation: dict[str, Any], eos: int | Non
         data_parallel_rank=None,
         priority=message.priority,
     )
+
+
+def resume(request: Any, token_ids: list[int]) -> None:
+    """Let a vLLM request be as one that was preempted after it had generated these tokens."""
+    if token_ids:
+        request.append_output_token_ids(token_ids)
+        # Else its first prefill has to be of the prompt only.
+        request.num_preemptions = 1
 
 
 def continue_grammar(request: Any, token_ids: list[int]) -> None:
@@ -125,22 +157,16 @@ def _check(message: AddRequest) -> None:
         raise NotOffered(
             "response_format", "vLLM engines do not take a grammar that begins after free text"
         )
-    if message.output_token_ids:
-        _check_moved(sampling)
 
 
-def _check_moved(sampling: SamplingParams) -> None:
-    """Refuse what counts the tokens of the output, of which vLLM would take some for the prompt."""
+def _counted(sampling: SamplingParams) -> list[str]:
+    """Return the parameters that are set and count the tokens of the output, not of the prompt."""
     counted = {
         "presence_penalty": sampling.presence_penalty != 0,
         "frequency_penalty": sampling.frequency_penalty != 0,
         "bad_words": any(len(word) > 1 for word in sampling.bad_words),
     }
-    for name, is_set in counted.items():
-        if is_set:
-            raise NotOffered(
-                name, "vLLM engines cannot go on with it after the sequence was moved here"
-            )
+    return [name for name, is_set in counted.items() if is_set]
 
 
 def structured(grammar: GrammarSpec | None) -> Any:
@@ -167,7 +193,8 @@ def structured(grammar: GrammarSpec | None) -> Any:
         case ChoiceGrammar(choices):
             return StructuredOutputsParams(choice=list(choices))
         case LarkGrammar(text):
-            return StructuredOutputsParams(grammar=text)
+            # What only llguidance knows; front ends put it before grammars that were GBNF.
+            return StructuredOutputsParams(grammar=text.removeprefix("%llguidance {}").lstrip())
 
 
 def _lenient(schema: str) -> str:

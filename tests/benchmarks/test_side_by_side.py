@@ -82,13 +82,14 @@ def test_each_side_is_compared_with_its_best_number_of_engines() -> None:
         ("2-layer 100/128 x64", "Swell", 2, (800, 800)),
         ("0.4b 16/128 x1", "vLLM", 1, (40,)),
         ("0.4b 16/128 x1", "Swell", 1, (20,)),
+        ("0.4b 16/128 x1", "vLLM in Swell", 1, (50,)),
     ):
         results.runs += [Run(name, side, engines, at, value) for at, value in enumerate(values)]
     results.starts.append(Start("Swell", "2-layer", 2, 0, 1.9, 693.0))
     lines = as_markdown(results).splitlines()
     assert [line for line in lines if line.startswith(("| 0.4b", "| 2-layer"))] == [
-        "| 0.4b 16/128 x1 | ms per token | 40.0 (40.0 to 40.0) | 20.0 (20.0 to 20.0) | 2.00x |  |"
-        "  | >= 1.1x |",
+        "| 0.4b 16/128 x1 | ms per token | 40.0 (40.0 to 40.0) | 20.0 (20.0 to 20.0) | 2.00x |"
+        " 50.0 (50.0 to 50.0) | 0.80x | >= 1.1x |",
         "| 2-layer 100/128 x64 | output tok/s | 200 (100 to 300), DP=1 | 800 (800 to 800), DP=2 |"
         " 4.00x |  |  | >= 3.2x |",
         "| 2-layer | Swell | 2 | 1.9 | 693 |",

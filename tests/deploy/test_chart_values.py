@@ -152,6 +152,30 @@ def test_a_value_changes_what_it_names_and_nothing_else(sets: str) -> None:
     assert found == {path: value for path, _, value in words}
 
 
+@pytest.mark.parametrize(
+    ("sets", "image"),
+    [
+        ("engine.backend=vllm", "swell-engine-vllm:0.1.0"),
+        ("engine.backend=vllm engine.gpus=1", "swell-engine-vllm:0.1.0"),
+        ("engine.backend=vllm engine.repository=mine", "mine:0.1.0"),
+        ("previous.model.group=a previous.model.name=A previous.engine.backend=vllm "
+         "model.group=b", "swell-engine-vllm:0.1.0"),
+    ],
+)  # fmt: skip
+def test_engines_of_another_make_have_its_image_and_no_others_join_them(
+    sets: str, image: str
+) -> None:
+    manifests = render(None, *sets.split())
+    name = "demo-swell-engine" + ("-a" if "previous" in sets else "")
+    engines = find(manifests, "StatefulSet", name)
+    (container,) = engines["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == image
+    assert environment(engines)["SWELL_ENGINE_BACKEND"] == "vllm"
+    assert "engine backend vllm" in engines["metadata"]["annotations"]["swell/agreed"]
+    front_ends = find(manifests, "Deployment", name.replace("-engine", "-api"))
+    assert "SWELL_ENGINE_BACKEND" not in str(front_ends)
+
+
 POOL = "inferencePool.enabled=true inferencePool.endpointPicker.name=epp"
 
 

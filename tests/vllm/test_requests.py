@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,8 @@ from vllm import SamplingParams as Vllm
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 
-from engine.shared.messages import JsonSchemaGrammar
-from engine.vllm.requests import structured
+from engine.shared.messages import AddRequest, JsonSchemaGrammar, PoolingParams, SamplingParams
+from engine.vllm.requests import Moves, NotOffered, core_request, structured
 
 SCHEMA = '{"type": "array", "items": {"type": "string", "pattern": "^a+$"}, "uniqueItems": true}'
 for lenient in (False, True):
@@ -28,13 +29,41 @@ for lenient in (False, True):
     except VLLMValidationError as refused:
         error = str(refused)
     print(json.dumps(error))
+
+refused = {}
+asked = {"pooling": PoolingParams(), "encoder_inputs": [None], "adapter": "mine"}
+free_first = SamplingParams(
+    max_tokens=1, seed=1, grammar=JsonSchemaGrammar("{}"), grammar_after="</think>"
+)
+for name, value in {**asked, "sampling": free_first}.items():
+    fields = {"sampling": SamplingParams(max_tokens=1, seed=1), name: value}
+    try:
+        core_request(AddRequest(1, "x", 0, 0, [1], **fields), {}, None, Moves.RESUMED)
+    except NotOffered as error:
+        refused[name] = error.param
+print(json.dumps(refused))
 """
 
 
-def test_what_cannot_be_enforced_is_ignored_of_schemas_that_are_not_strict() -> None:
+@pytest.fixture(scope="module")
+def said() -> list[Any]:
+    """What the program prints."""
     done = subprocess.run(
         [PYTHON, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
     )
-    strict, lenient = (json.loads(line) for line in done.stdout.splitlines()[-2:])
+    return [json.loads(line) for line in done.stdout.splitlines()[-3:]]
+
+
+def test_what_cannot_be_enforced_is_ignored_of_schemas_that_are_not_strict(
+    said: list[Any],
+) -> None:
+    strict, lenient, _ = said
     assert "uniqueItems" in strict
     assert lenient == ""
+
+
+def test_what_vllm_engines_do_not_do_is_refused_by_the_parameter(said: list[Any]) -> None:
+    assert said[2] == {
+        "pooling": "model", "encoder_inputs": "messages", "adapter": "model",
+        "sampling": "response_format",
+    }  # fmt: skip

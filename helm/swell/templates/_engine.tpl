@@ -103,6 +103,9 @@ spec: {{- include "swell.podSpec" (list (include "swell.engineSpec" .) $engine.p
         {{- if and $leads $engine.ranksFromOrdinals (ne $engine.kind "Deployment") }}
         {{- include "swell.rankEnv" $root | nindent 8 }}
         {{- end }}
+        {{- if ne $engine.backend "swell" }}
+        - {name: SWELL_ENGINE_BACKEND, value: {{ $engine.backend | quote }}}
+        {{- end }}
         {{- if $engine.expertParallel }}
         - {name: SWELL_ENABLE_EXPERT_PARALLEL, value: "true"}
         - {name: SWELL_DATA_PARALLEL_SIZE, value: {{ $group.engineReplicas | quote }}}

@@ -29,7 +29,7 @@ groups:
     nodes: {{ $values.engine.nodes }}
     kind: {{ $values.engine.kind }}
     engineEnv: {{- toYaml $values.engine.env | nindent 6 }}
-    {{- range $name := list "extraEnv" "envFrom" "expertParallel" "gpus" }}
+    {{- range $name := list "extraEnv" "envFrom" "expertParallel" "gpus" "backend" }}
     {{ $name }}: {{ toJson (index $values.engine $name) }}
     {{- end }}
     {{- $previous := default dict $values.previous }}
@@ -53,7 +53,7 @@ groups:
     kind: {{ default $values.engine.kind (default dict .engine).kind }}
     engineEnv: {{- toYaml (merge (deepCopy (default dict .engineEnv)) $env) | nindent 6 }}
     {{- $engine := merge (deepCopy (default dict .engine)) $values.engine }}
-    {{- range $name := list "extraEnv" "envFrom" "expertParallel" "gpus" }}
+    {{- range $name := list "extraEnv" "envFrom" "expertParallel" "gpus" "backend" }}
     {{ $name }}: {{ toJson (index $engine $name) }}
     {{- end }}
     minReadyEngines: 1
@@ -86,6 +86,7 @@ or envFrom, whose ConfigMaps and Secrets the cluster is asked for. */}}
 {{- $agreed := list (default "bundled" $model.name) }}
 {{- with $model.revision }}{{ $agreed = append $agreed . }}{{ end }}
 {{- with $model.maxLength }}{{ $agreed = append $agreed (printf "max length %d" (int .)) }}{{ end }}
+{{- if ne $group.backend "swell" }}{{ $agreed = append $agreed (printf "engine backend %s" $group.backend) }}{{ end }}
 {{- $given := dict }}
 {{- range $source := $group.envFrom }}
 {{- range $field, $kind := dict "configMapRef" "ConfigMap" "secretRef" "Secret" }}
@@ -215,7 +216,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- /* Image of a component: list ROOT COMPONENT. */}}
 {{- define "swell.image" -}}
 {{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) }}
-{{- $repository := default (ternary "swell-engine-cuda" "swell-engine" (gt (int $component.gpus) 0)) $component.repository }}
+{{- $built := ternary "swell-engine-cuda" "swell-engine" (gt (int $component.gpus) 0) }}
+{{- $repository := default (ternary "swell-engine-vllm" $built (eq (default "" $component.backend) "vllm")) $component.repository }}
 {{- with $root.Values.image.registry }}{{ . }}/{{ end }}{{ $repository }}{{ if $component.digest }}@{{ $component.digest }}{{ else }}:{{ default $root.Chart.AppVersion $root.Values.image.tag }}{{ end }}
 {{- end }}
 
