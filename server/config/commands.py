@@ -112,8 +112,8 @@ class ServeConfig(Section, frozen=True, kw_only=True):
         return _part(self, EngineConfig)
 
     def coordinator(self) -> CoordinatorConfig:
-        """Return the part that the coordinator gets."""
-        return _part(self, CoordinatorConfig)
+        """Return the part that the coordinator gets; health checks of a node ask its engines."""
+        return CoordinatorConfig(cluster=self.cluster, publish=self.publish, log=self.log)
 
     def front_end(self) -> FrontEndConfig:
         """Return the part that front ends get."""
