@@ -33,15 +33,15 @@ def minilm() -> Iterator[str]:
 
 
 def test_openai_s_client_gets_embeddings_and_errors(minilm: str) -> None:
-    client = openai.OpenAI(base_url=f"{minilm}/v1", api_key="none")
     texts = ["a cat on the stove", "rain over the weekend", "a kitten in the kitchen"]
-    data = client.embeddings.create(model=MODEL, input=texts * 40).data
+    with openai.OpenAI(base_url=f"{minilm}/v1", api_key="none") as client:
+        data = client.embeddings.create(model=MODEL, input=texts * 40).data
+        with pytest.raises(openai.BadRequestError, match="at most 256 tokens") as refused:
+            client.embeddings.create(model=MODEL, input="word " * 300)
     vectors = np.array([each.embedding for each in data], np.float32)
     np.testing.assert_allclose((vectors**2).sum(1), 1, atol=1e-5)
     np.testing.assert_allclose(vectors[:3], vectors[-3:], atol=1e-6)
     assert vectors[0] @ vectors[2] > vectors[0] @ vectors[1]
-    with pytest.raises(openai.BadRequestError, match="at most 256 tokens") as refused:
-        client.embeddings.create(model=MODEL, input="word " * 300)
     assert refused.value.code == "context_length_exceeded"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -48,8 +49,10 @@ PLAYER: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def client(stack: RunningStack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=90)
+def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
+    url = f"{stack.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=90) as made:
+        yield made
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
