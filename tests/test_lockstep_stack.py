@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from tests.support.http import call, complete, fetch
+from tests.support.http import call, complete, everywhere, fetch
 from tests.support.idle import until_idle
 from tests.support.lockstep import FLAGS, is_paused, kill, utility, watched, wave_when_paused
 from tests.support.metrics import metric, total
@@ -131,10 +131,16 @@ def test_a_group_follows_orders_for_all_engines(pair: RunningStack) -> None:
 
     with watched(pair, 200), ThreadPoolExecutor() as clients:
         told = complete(pair.url, "An order", 30)
-        busy = [clients.submit(complete, pair.url, "An order", 30, rank) for rank in (0, 1)]
         until(
-            lambda: (
-                total(pair.url, "num_requests_running") >= 1 or all(each.done() for each in busy)
+            lambda: everywhere(lambda: total(pair.url, "num_requests_running") == 0),
+            "no engine is said to run any",
+        )
+        busy = [clients.submit(complete, pair.url, "An order", 30, rank) for rank in (0, 1)]
+        # What comes after the pause would wait for its end.
+        until(
+            lambda: all(
+                metric(pair.url, "num_requests_running")[str(rank)] >= 1 or busy[rank].done()
+                for rank in (0, 1)
             ),
             "they run, or have run",
         )
