@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import SWELL
+from tests.support.commands import SWELL, end_processes
 from tests.support.forking import ForkExec
 from tests.support.http import ADMIN_KEY, complete, fetch, incarnations, ready_ranks
 from tests.support.load import Load
@@ -84,14 +84,7 @@ class Cluster:
         self._running.remove(process)
 
     def stop(self) -> None:
-        for process in reversed(self._running):
-            process.terminate()
-        for process in self._running:
-            try:
-                process.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_processes(self._running)
 
 
 @pytest.fixture

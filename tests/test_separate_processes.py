@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.commands import SWELL, run_swell
+from tests.support.commands import SWELL, end_processes, run_swell
 from tests.support.http import complete, fetch
 from tests.support.metrics import total
 from tests.support.ports import free_ports, port_of_a_coordinator
@@ -48,14 +48,7 @@ class Cluster:
         return total(f"http://127.0.0.1:{self.http}", name)
 
     def stop(self) -> None:
-        for process in reversed(self._running):
-            process.terminate()
-        for process in self._running:
-            try:
-                process.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_processes(self._running)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from engine.shared.messages import (
 from server.errors import invalid, too_complex
 from server.generate.grammar_check import GrammarText
 from server.generate.structural_tags import StructuralTag
-from server.json_price import TooCostly, price
+from server.json_price import TooCostly, check_price
 from server.schema.fields import SamplingFields
 from server.schema.structured import ResponseFormat, StructuredOutputs
 
@@ -130,7 +130,7 @@ _KINDS = {
 def _checked(text: str, param: str) -> str:
     """Return JSON that was sent as a text: its price was not in that of the body."""
     try:
-        price(text.encode("utf-8", "replace")).check()
+        check_price(text.encode("utf-8", "replace"))
     except TooCostly as error:
         raise too_complex(error, param) from error
     return text

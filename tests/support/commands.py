@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +31,18 @@ def start_swell(*arguments: str) -> "subprocess.Popen[bytes]":
         stderr=subprocess.STDOUT,
     )
     return log.process
+
+
+def end_processes(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Ask processes to end, those started last first, and kill those that do not."""
+    for process in reversed(processes):
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
