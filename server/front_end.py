@@ -161,6 +161,7 @@ class FrontEnd:
             requests=self._requests,
             outputs=self._outputs,
             min_ready_engines=self._config.routing.min_ready_engines,
+            cold_start_timeout=self._config.routing.cold_start_timeout,
         )
 
         table = self._admission()

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.body import read_body
 from server.api.services import Services, services_of
-from server.http.call import Call, ClientDisconnected, foreseen
+from server.http.call import Call, CancelOnDisconnect, ClientDisconnected, foreseen
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,9 @@ class ModelRoute(ApiRoute):
     """An operation that needs the model: another server answers what is for its models."""
 
     async def answer(self, call: Call, services: Services) -> None:
-        await services.client.wait_for_first_engines()
+        if not services.client.reaches_engines:
+            with CancelOnDisconnect(call.receive):
+                await services.client.wait_for_engines()
         forwarder = services.forwarder
         model = None if forwarder is None else forwarder.remote_model(call, services.own_models)
         if forwarder is None or model is None:

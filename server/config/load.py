@@ -2,7 +2,14 @@
 
 from typing import Annotated, Literal
 
-from engine.shared.config import NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Section
+from engine.shared.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class OverloadConfig(Section, frozen=True, kw_only=True):
@@ -99,3 +106,8 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
         "Seconds that a request waits while operators have all engines paused or asleep; then it "
         "gets 503.",
     ] = 300.0
+    cold_start_timeout: Annotated[
+        NonNegativeFloat,
+        "Seconds that a new request waits while there is no engine at all, as when an autoscaler "
+        "has taken the last one; /ready answers 200 then. 0: it gets 503 at once.",
+    ] = 0.0

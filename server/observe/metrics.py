@@ -35,6 +35,9 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     ),
     "api_server_restarts": ("API servers that replaced one that died or hung.", "reason"),
     "forwarded_requests": ("Answers of other servers, by their model.", "model", "status"),
+    "held_request_seconds": (
+        "Seconds that requests waited because there was no engine (--cold-start-timeout).",
+    ),
     "http_requests": ("Answers by endpoint and HTTP status.", "endpoint", "status"),
     "image_pixel_bytes": ("Bytes of pixels that images had as engines take them.",),
     "image_refusals": ("Requests refused because of their images, by reason.", "reason"),

@@ -44,6 +44,9 @@ UTILITY_TIMEOUT = 120.0
 FLEET_INTERVAL = 0.05
 """Seconds between two looks at how far engines are with an order for all of them."""
 
+MAX_HELD = 1024
+"""Requests that a front end holds while there is no engine; further ones get 503 at once."""
+
 FIRST_CONNECT_TIMEOUT = 5.0
 """Seconds that the first requests of a front end may wait for it to reach the engines."""
 
@@ -72,9 +75,17 @@ class EngineClient:
         requests: "zmq.Socket[bytes]",
         outputs: "zmq.Socket[bytes]",
         min_ready_engines: int = 1,
+        cold_start_timeout: float = 0.0,
     ) -> None:
-        """Start to listen; `min_ready_engines` have to be usable before `ready` is first true."""
+        """Start to listen.
+
+        Args:
+            min_ready_engines: have to be usable before `ready` is first true.
+            cold_start_timeout: seconds that requests are held while there is no engine; above 0
+                the client is ready without one.
+        """
         self._router = router
+        self._metrics = metrics
         self._notify = notify
         self.adapters = Adapters(front_end, router.members.incarnation)
         """The adapters that requests may name."""
@@ -98,8 +109,14 @@ class EngineClient:
         requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
         requests.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._min_ready_engines = min_ready_engines
+        self._cold_start_timeout = cold_start_timeout
+        self._num_held = 0
+        self._engine_came = asyncio.Event()
         self._became_ready = asyncio.Event()
         self._reached_engines = asyncio.Event()
+        if cold_start_timeout:
+            self._became_ready.set()
+            metrics.count("held_request_seconds", by=0)  # so that the series is there
         self._draining = False
         self._loop = asyncio.get_running_loop()
         self._requests.attach(
@@ -116,7 +133,9 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         members = self._router.members
-        return self._became_ready.is_set() and members.ready and not self._draining
+        holds = bool(self._cold_start_timeout) and not members.has_engines
+        serves = self._became_ready.is_set() and (members.ready or holds)
+        return serves and not self._draining
 
     def check_takes_requests(self) -> None:
         if self._draining:
@@ -263,6 +282,7 @@ class EngineClient:
         """
         self._draining = True
         self._reached_engines.set()
+        self._engine_came.set()
         self._idle.clear()
         if self._router.delivery.in_flight:
             with contextlib.suppress(TimeoutError):
@@ -271,13 +291,31 @@ class EngineClient:
         self._shell.fail_all(_shutting_down())
         return left
 
-    async def wait_for_first_engines(self) -> None:
+    @property
+    def reaches_engines(self) -> bool:
+        return self._reached_engines.is_set() and (
+            not self._cold_start_timeout or self._router.members.has_engines
+        )
+
+    async def wait_for_engines(self) -> None:
         """Wait until this front end has reached the engines that serve, or could have.
 
         It listens on the same socket as others of its node, and gets requests as soon as it does.
+        Without any engine the wait is `cold_start_timeout` for as many as may be held.
         """
-        if not self._reached_engines.is_set():
-            await self._reached_engines.wait()
+        await self._reached_engines.wait()
+        if self.reaches_engines or self._draining or self._num_held >= MAX_HELD:
+            return
+        self._engine_came.clear()
+        self._num_held += 1
+        try:
+            async with asyncio.timeout(self._cold_start_timeout):
+                await self._engine_came.wait()
+        except TimeoutError:
+            reason = f"No engine came within {self._cold_start_timeout:g} s; try again."
+            raise NoEngineAvailable(reason) from None
+        finally:
+            self._num_held -= 1
 
     async def wait_until_ready(self) -> None:
         """Wait until as many engines can serve as there have to be at the start."""
@@ -308,6 +346,8 @@ class EngineClient:
 
     def _tick(self) -> None:
         self._handle(Tick())
+        if self._num_held:
+            self._metrics.count("held_request_seconds", by=self._num_held * TICK_INTERVAL)
         self._tell_of_adapters()
         for wish, ordered in self._fleet_wishes.values():
             if not ordered.done():
@@ -316,9 +356,11 @@ class EngineClient:
 
     def _handle(self, event: Event) -> None:
         self._shell.handle(event)
+        members = self._router.members
+        if self._num_held and members.has_engines:
+            self._engine_came.set()
         if self._became_ready.is_set() and self._reached_engines.is_set():
             return
-        members = self._router.members
         if members.reaches_engines:
             self._reached_engines.set()
         if members.num_usable >= self._min_ready_engines:

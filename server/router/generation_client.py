@@ -69,8 +69,19 @@ class GenerationClient(Protocol):
         """Whether at least one engine can serve now."""
         ...
 
-    async def wait_for_first_engines(self) -> None:
-        """Wait until the engines that serve are known, which takes a moment in a new process."""
+    @property
+    def reaches_engines(self) -> bool:
+        """Whether a request need not wait for engines (`wait_for_engines`)."""
+        ...
+
+    async def wait_for_engines(self) -> None:
+        """Wait until the engines that serve are known, which takes a moment in a new process.
+
+        Where engines come when they are needed, wait for the first one.
+
+        Raises:
+            NoEngineAvailable: none came in time.
+        """
         ...
 
     def check_takes_requests(self) -> None:

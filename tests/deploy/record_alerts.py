@@ -75,7 +75,8 @@ class Stack:
         self.engines = {rank: self.engine(rank) for rank in range(setup.engines)}
         self.fronts = [
             RunningStack(
-                *self._join, "--min-ready-engines", str(setup.engines), "--admin-key", ADMIN_KEY,
+                *self._join, "--min-ready-engines", str(max(1, setup.engines)),
+                "--admin-key", ADMIN_KEY,
                 *setup.front, command="api-server",
             )
             for _ in range(2)
@@ -330,6 +331,14 @@ def unscraped(stack: Stack) -> None:
     for front in stack.fronts:
         front.kill()
     stack.goes_on(14, "end")
+
+
+@state(0, front=("--cold-start-timeout", "600"))
+def cold(stack: Stack) -> None:
+    """There is no engine until it is needed, and then none comes."""
+    stack.goes_on(10, "healthy")
+    with stack.load(2, 40):
+        stack.goes_on(18, "end")
 
 
 def record(name: str) -> None:

@@ -51,6 +51,7 @@ EXPECTED: dict[str, dict[str, set[str]]] = {
     "draining": {"healthy": set(), "end": {"SwellEngineDown 1", "SwellFewEngines"}},
     "api_dying": {"healthy": set(), "end": {"SwellApiServerRestarting - died"}},
     "unkept": {"healthy": set(), "end": {"SwellResponsesNotKept"}},
+    "cold": {"healthy": set(), "end": {"SwellColdStartSlow"}},
     "unscraped": {"healthy": set(), "end": {"SwellNotScraped"}},
 }  # fmt: skip
 """All alerts that fire, with the engine (-: none) and the reason, by state and mark."""

@@ -122,3 +122,33 @@ def test_full_engines_ask_for_more_idle_ones_for_fewer_and_no_metrics_for_neithe
         prometheus.wait("sum(up) == bool 1")
         until(lambda: scaler.wanted() == 1, "what runs is known again", interval=0.3)
         assert fetch(f"{other}/v1/completions", completion("Act 0", 5)).status == 200
+
+
+def test_the_first_request_calls_an_engine_and_waits_for_it(tmp_path: Path) -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("Prometheus is not installed (Debian: prometheus)")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with ExitStack() as running:
+        join = running.enter_context(coordinator(tmp_path, "--engine-timeout", "3"))
+        flags = ("--port", str(port), "--cold-start-timeout", "300", "--shutdown-timeout", "1")
+        running.enter_context(RunningStack(*join, *flags, command="api-server"))
+        prometheus = Prometheus(tmp_path, f"127.0.0.1:{port}", labels=LABELS)
+        running.callback(prometheus.stop)
+        scaler = Scaler(prometheus, scaled_object("engine.autoscaling.minReplicas=0"))
+        until(lambda: scaler.value() == 0, "no engine is wanted", interval=0.3)
+        assert scaler.wanted() == 0
+        assert fetch(f"{url}/ready").status == 200, "requests have to reach it"
+
+        answers: list[int] = []
+
+        def ask() -> None:
+            answers.append(fetch(f"{url}/v1/completions", completion("Act 0", 5)).status)
+
+        client = threading.Thread(target=ask)
+        client.start()
+        until(lambda: scaler.wanted() == 1, "the request wants an engine", interval=0.3)
+        assert not answers
+        running.enter_context(swell("engine", *join, "--drain-timeout", "1"))
+        client.join()
+        assert answers == [200]

@@ -414,6 +414,16 @@ def scaled_object(*settings: str) -> Manifest:
     return spec
 
 
+def test_api_pods_hold_requests_where_the_last_engine_may_be_taken() -> None:
+    held = "SWELL_COLD_START_TIMEOUT"
+    for least, expected in ((0, "120"), (1, None)):
+        sets = f"engine.autoscaling.minReplicas={least}", "engine.autoscaling.coldStartSeconds=120"
+        manifests = render(CHART / "examples" / "autoscaling.yaml", *sets)
+        deployed = find(manifests, "Deployment", "demo-swell-api")
+        assert environment(deployed).get(held) == expected
+        assert (scaled_object(*sets).get("cooldownPeriod") is not None) == (least == 0)
+
+
 def test_shares_may_be_set_on_the_command_line_too() -> None:
     """`--set` makes texts of fractions."""
     for share, threshold in (("0.75", "75"), ("4", "400"), ("4.0", "400"), ("0.29", "29")):

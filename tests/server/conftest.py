@@ -148,8 +148,8 @@ class FakeGenerationClient:
     def __init__(self, tokenizer: ServedTokenizer) -> None:
         self.tokenizer = tokenizer
         self.ready = True
-        self.reaches_engines = asyncio.Event()
-        self.reaches_engines.set()
+        self.engines_came = asyncio.Event()
+        self.engines_came.set()
         self.context = 512
         self.view: ClusterView | None = None
         self.stats_age: dict[int, float] = {}
@@ -196,8 +196,12 @@ class FakeGenerationClient:
         info: dict[str, UtilityValue] = {"is_paused": True, "fleet_error": self.fleet_error}
         return [UtilityResult(1, rank, info) for rank in (0, 1)]
 
-    async def wait_for_first_engines(self) -> None:
-        await self.reaches_engines.wait()
+    @property
+    def reaches_engines(self) -> bool:
+        return self.engines_came.is_set()
+
+    async def wait_for_engines(self) -> None:
+        await self.engines_came.wait()
 
     def check_takes_requests(self) -> None:
         if not self.ready:

@@ -9,7 +9,14 @@ from engine.shared.config.execution import ExecutorConfig, SchedulerConfig
 from engine.shared.config.lora import MAX_NAME_SIZE, LoraConfig, LoraModule
 from engine.shared.config.model import BUNDLED_MODEL, BUNDLED_MODEL_NAME, CacheConfig, ModelConfig
 from engine.shared.config.process import HealthConfig, LogConfig
-from engine.shared.config.section import NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Section
+from engine.shared.config.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -26,6 +33,7 @@ __all__ = [
     "LoraConfig",
     "LoraModule",
     "ModelConfig",
+    "NonNegativeFloat",
     "NonNegativeInt",
     "OneOf",
     "ParallelConfig",

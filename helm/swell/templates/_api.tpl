@@ -46,6 +46,9 @@ that engine alone. */}}
           name: {{ include "swell.fullname" $root }}-api
           key: {{ include "swell.minReadyKey" $group }}
           optional: true
+    {{- if and $group.current (include "swell.scalesToZero" $root) }}
+    - {name: SWELL_COLD_START_TIMEOUT, value: {{ $root.Values.engine.autoscaling.coldStartSeconds | quote }}}
+    {{- end }}
     {{- end }}
     - {name: SWELL_API_SERVER_COUNT, value: {{ ternary 1 $root.Values.api.processes $pooled | quote }}}
     - {name: SWELL_ACCESS_LOG, value: {{ $root.Values.api.accessLog | quote }}}
@@ -158,6 +161,11 @@ that engine alone. */}}
 {{- /* Where a group's least number of engines is in the API pods' ConfigMap. */}}
 {{- define "swell.minReadyKey" -}}
 min-ready-engines{{ with .name }}-{{ . }}{{ end }}
+{{- end }}
+
+{{- /* Whether the autoscaler may take the last engine, so that API pods hold requests meanwhile. */}}
+{{- define "swell.scalesToZero" -}}
+{{- with .Values.engine.autoscaling }}{{ if and .enabled (eq (int .minReplicas) 0) }}yes{{ end }}{{ end }}
 {{- end }}
 
 {{- /* Whether API pods keep responses in a volume of their own. */}}

@@ -24,7 +24,7 @@ USER = {"role": "user", "content": "hello"}
 async def test_a_request_that_comes_before_engines_are_known_is_answered_when_they_are(
     app: FastAPI, engines: FakeGenerationClient, path: str, body: dict[str, Any]
 ) -> None:
-    engines.reaches_engines = asyncio.Event()
+    engines.engines_came.clear()
     engines.ready = False
     serving = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=serving, base_url="http://test") as client:
@@ -32,5 +32,5 @@ async def test_a_request_that_comes_before_engines_are_known_is_answered_when_th
         told = await client.get("/ready")
         assert (told.status_code, answer.done()) == (503, False)
         engines.ready = True
-        engines.reaches_engines.set()
+        engines.engines_came.set()
         assert (await answer).status_code == 200

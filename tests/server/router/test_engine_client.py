@@ -35,6 +35,7 @@ from engine.shared.messages import (
     encode,
 )
 from engine.shared.transport import Transport
+from server.router import engine_client
 from server.router.engine_client import EngineClient
 from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
 from server.router.router import build_router
@@ -53,11 +54,13 @@ class Counts:
     routed: list[tuple[str | int, ...]] = field(default_factory=list)
     resumed: int = 0
     wakes: int = 0
+    held: float = 0
 
-    def count(self, name: str, *labels: str | int) -> None:
+    def count(self, name: str, *labels: str | int, by: float = 1) -> None:
         if name == "routing_decisions":
             self.routed.append(labels)
         self.resumed += name == "requests_resumed"
+        self.held += by * (name == "held_request_seconds")
 
     def observe(self, name: str, seconds: float) -> None:
         assert seconds >= 0
@@ -115,7 +118,8 @@ class World:
         self,
         directory: Path,
         context: "zmq.Context[zmq.Socket[bytes]]",
-        min_ready_engines: int = 1,
+        min_ready_engines: int,
+        cold_start_timeout: float,
     ) -> None:
         self.transport = Transport(ClusterConfig(), context)
         self.requests_address = f"ipc://{directory}/requests"
@@ -144,6 +148,7 @@ class World:
             requests=self.transport.bind(zmq.ROUTER, self.requests_address),
             outputs=self.transport.bind(zmq.PULL, self.outputs_address),
             min_ready_engines=min_ready_engines,
+            cold_start_timeout=cold_start_timeout,
         )
 
     @property
@@ -189,9 +194,11 @@ class World:
 
 
 @asynccontextmanager
-async def world(directory: Path, **options: int) -> AsyncIterator[World]:
+async def world(
+    directory: Path, min_ready_engines: int = 1, cold_start_timeout: float = 0.0
+) -> AsyncIterator[World]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made = World(directory, context, **options)
+    made = World(directory, context, min_ready_engines, cold_start_timeout)
     try:
         yield made
     finally:
@@ -220,7 +227,7 @@ async def test_the_first_requests_wait_until_all_engines_that_serve_are_reached(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path) as w:
-        waiting = asyncio.create_task(w.client.wait_for_first_engines())
+        waiting = asyncio.create_task(w.client.wait_for_engines())
         w.engine(0, 10)
         w.publish_processes((0, 10), (1, 11))
         await until_async(lambda: w.num_open == 1, "one is open")
@@ -230,9 +237,7 @@ async def test_the_first_requests_wait_until_all_engines_that_serve_are_reached(
             await waiting
             assert w.num_open == 2
             w.publish()
-            await (
-                w.client.wait_for_first_engines()
-            )  # who comes later finds no engine, and is told so
+            await w.client.wait_for_engines()  # who comes later finds no engine, and is told so
 
 
 @pytest.mark.parametrize("tell", ["no engine serves", "it drains"])
@@ -240,7 +245,7 @@ async def test_the_first_requests_do_not_wait_for_engines_that_are_not_there(
     tmp_path: Path, tell: str
 ) -> None:
     async with world(tmp_path) as w:
-        waiting = asyncio.create_task(w.client.wait_for_first_engines())
+        waiting = asyncio.create_task(w.client.wait_for_engines())
         await asyncio.sleep(0)
         assert not waiting.done()
         if tell == "it drains":
@@ -249,6 +254,42 @@ async def test_the_first_requests_do_not_wait_for_engines_that_are_not_there(
             w.publish()
         async with asyncio.timeout(GUARD):
             await waiting
+
+
+async def test_requests_are_held_where_engines_come_when_they_are_needed(tmp_path: Path) -> None:
+    async with world(tmp_path, cold_start_timeout=GUARD) as w:
+        w.publish()
+        assert w.client.ready, "a load balancer has to send it requests"
+        waiting = [asyncio.create_task(w.client.wait_for_engines()) for _ in range(2)]
+        await until_async(lambda: w.counts.held >= 2, "both are held")
+        engine = w.engine(0, 10)
+        w.publish(engine)
+        async with asyncio.timeout(GUARD):
+            await asyncio.gather(*waiting)
+            assert w.client.reaches_engines
+            w.publish()
+            assert not w.client.reaches_engines
+            waiting = [asyncio.create_task(w.client.wait_for_engines())]
+            before = w.counts.held
+            await until_async(lambda: w.counts.held > before, "it is held again")
+            await w.client.drain(0.0)
+            await waiting[0]
+            assert not w.client.ready
+
+
+async def test_a_request_that_was_held_for_too_long_is_refused_and_others_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "MAX_HELD", 1)
+    async with world(tmp_path, cold_start_timeout=2.0) as w:
+        w.publish()
+        first = asyncio.create_task(w.client.wait_for_engines())
+        await until_async(lambda: w.counts.held == 1, "it is held")
+        await w.client.wait_for_engines()
+        with pytest.raises(NoEngineAvailable):
+            w.client.check_takes_requests()
+        with pytest.raises(NoEngineAvailable, match="No engine came within 2 s"):
+            await first
 
 
 async def test_what_a_shutdown_does_not_wait_for_ends_with_an_error(tmp_path: Path) -> None:
