@@ -300,7 +300,10 @@ def fill_the_disk(scene: Scene) -> None:
 
 def _remove_all(directory: Path) -> None:
     for left in directory.iterdir():
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)  # of what is put back meanwhile some stays
+        else:
+            left.unlink()
 
 
 def clean_up_files(scene: Scene) -> None:

@@ -113,7 +113,7 @@ def test_processes_find_each_other_and_say_how_they_are(cluster: Cluster) -> Non
         found = {}
         for each in psutil.Process(api.pid).children():
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                found[" ".join(each.cmdline())] = each
+                found[" ".join(each.cmdline()).strip()] = each
         return {name: each for name, each in found.items() if name.startswith("swell: api")}
 
     victim = front_ends()["swell: api 0"]
