@@ -12,6 +12,7 @@ engines serve and every one of a round of requests is answered.
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -41,7 +42,10 @@ STEADY = 1.5
 """Seconds in which a whole stack's processes have to be the same."""
 
 EVERYBODY = {"supervisor", "coordinator", "engine 0", "engine 1", "api 0", "api 1"}
-FLAGS = ("--executor", "simulated", "--simulated-step-us", "10000", "--data-parallel-size", "2")
+FLAGS = (
+    "--executor", "simulated", "--simulated-step-us", "10000", "--data-parallel-size", "2",
+    "--min-ready-engines", "2",
+)  # fmt: skip
 
 
 MODEL = "swell-shakespeare"
@@ -63,7 +67,7 @@ class Load:
         while not self._over.is_set():
             try:
                 ask(self._url, 60, seed)
-            except (OSError, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 self.failures.append(repr(error))
                 self._over.wait(0.1)
             else:
@@ -84,7 +88,7 @@ def ask(url: str, tokens: int, seed: int, rank: int | None = None) -> None:
     """Send one request, for any engine or that of a rank, and wait for its answer.
 
     Raises:
-        OSError: it was not answered.
+        OSError, http.client.HTTPException: it was not answered, or not in full.
         ValueError: it was answered wrongly.
     """
     body = {"model": MODEL, "prompt": f"Act {seed}", "max_tokens": tokens, "seed": seed}
@@ -159,7 +163,7 @@ class Scene:
                 return None
             for seed in range(16):
                 ask(self.stack.url, 2, seed, rank=seed % 2)
-        except (OSError, ValueError, KeyError):
+        except (OSError, http.client.HTTPException, ValueError, KeyError):
             return None
         return {each.pid for each in living.values()}
 
@@ -296,7 +300,10 @@ def fill_the_disk(scene: Scene) -> None:
 
 def _remove_all(directory: Path) -> None:
     for left in directory.iterdir():
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)  # of what is put back meanwhile some stays
+        else:
+            left.unlink()
 
 
 def clean_up_files(scene: Scene) -> None:

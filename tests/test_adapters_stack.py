@@ -55,6 +55,7 @@ def test_an_adapter_that_was_loaded_once_is_everywhere_at_once(root: Path) -> No
     flags = (
         "--executor", "simulated", "--simulated-step-us", "10000", "--admin-key", ADMIN_KEY,
         "--data-parallel-size", "2", "--api-server-count", "2", "--enable-lora",
+        "--min-ready-engines", "2",
         "--lora-dir", str(root), "--lora-modules", f"law={root / 'law'}",
         "--max-lora-rank", "4", "--max-cpu-loras", "3",
     )  # fmt: skip
@@ -72,7 +73,10 @@ def test_an_adapter_that_was_loaded_once_is_everywhere_at_once(root: Path) -> No
 
         # A stream goes on with what it began with while another takes the name.
         long = pool.submit(say, url, "sql", 400)
-        until(lambda: 'running_lora_adapters="sql"' in scrape(url), "it runs")
+        until(
+            lambda: 'running_lora_adapters="sql"' in scrape(url) or long.done(),
+            "it runs, or has run",
+        )
         assert "already" in load(url, "sql", "art")
         assert load(url, "sql", "art", load_inplace=True) == ""
         assert say(url, "sql") not in (plain, law, sql)

@@ -115,9 +115,8 @@ def test_a_front_end_that_is_killed_gives_its_places_back() -> None:
             await hang_up(stack.url, [*first, *more])
 
         def is_counted(sent: list[Sent]) -> bool:
-            return num_running(stack.url) + total(stack.url, "num_requests_waiting") == sum(
-                not each.done() for each in sent
-            )
+            in_engines = num_running(stack.url) + total(stack.url, "num_requests_waiting")
+            return in_engines == held(stack.url) == sum(not each.done() for each in sent)
 
         asyncio.run(kill_one())
 

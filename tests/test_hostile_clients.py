@@ -37,7 +37,10 @@ QUICK = settings(
 
 @pytest.fixture(scope="module")
 def quick_stack() -> Iterator[RunningStack]:
-    flags = ("--simulated-step-us", "300", "--simulated-token-us", "0", "--admin-key", "secret")
+    flags = (
+        "--simulated-step-us", "300", "--simulated-token-us", "0", "--admin-key", "secret",
+        "--min-ready-engines", "2",
+    )  # fmt: skip
     # Each storm lasts as long as what never comes is waited for.
     times = ("--receive-timeout", "2", "--keep-alive-timeout", "2")
     with RunningStack("--executor", "simulated", "--log-level", "error", *flags, *times) as running:

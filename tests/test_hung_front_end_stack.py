@@ -26,7 +26,7 @@ async def hangs_when_asked(request, call_next):
 def test_a_front_end_that_hangs_is_replaced_and_the_others_serve(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(HANGS)
-    flags = ("--middleware", f"{file}:hangs_when_asked", "--hang-timeout", "3")
+    flags = ("--middleware", f"{file}:hangs_when_asked", "--hang-timeout", "10")
     with RunningStack(*flags, "--data-parallel-size", "1", "--executor", "simulated") as stack:
 
         def front_ends() -> set[int]:

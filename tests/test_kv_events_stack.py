@@ -14,7 +14,7 @@ from engine.kv_events.journal import SNAPSHOT
 from engine.scheduler.prefix_cache import ROOT_DIGEST, block_digest
 from tests.engine.kv_events.test_journal import decoded
 from tests.support.http import call, complete, completion, fetch
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
 
@@ -38,7 +38,7 @@ def test_blocks_of_a_prompt_are_known_outside_and_those_of_a_dead_engine_are_not
             assert [digest] in [each.block_hashes for each in blocks]
         engine = stack.processes()["engine 0"]
         engine.send_signal(signal.SIGKILL)
-        engine.wait(30)
+        engine.wait(PATIENCE)
         until(
             lambda: fetch(f"{stack.url}/v1/completions", completion("a", 1)).status == 200,
             "its successor serves",
@@ -52,7 +52,7 @@ def snapshot(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> list[Bl
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
         socket.send_multipart([b"", SNAPSHOT.to_bytes(8, "big")])
-        assert socket.poll(20_000), "no answer"
+        assert socket.poll(int(1000 * PATIENCE)), "no answer"
         _, _, content = socket.recv_multipart()
         batch = decoded(content)
         assert abs(batch.ts - time.time()) < 60

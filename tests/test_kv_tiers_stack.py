@@ -8,7 +8,7 @@ import pytest
 from benchmarks.running_stack import RunningStack
 from tests.support.http import complete, completion, fetch
 from tests.support.metrics import total
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
 
@@ -31,7 +31,7 @@ def test_an_engine_that_was_killed_finds_its_prefixes_again(tmp_path: Path) -> N
         until(lambda: stored(stack.url) > 0, "blocks are stored")
         engine = stack.processes()["engine 0"]
         engine.send_signal(signal.SIGKILL)
-        engine.wait(30)
+        engine.wait(PATIENCE)
         asked = completion(PROMPT, 12, temperature=0)
         url = f"{stack.url}/v1/completions"
         until(lambda: fetch(url, asked).status == 200, "its successor serves")

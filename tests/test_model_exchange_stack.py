@@ -77,12 +77,29 @@ class Service:
 
     def __init__(self) -> None:
         self.urls: list[str] = []
+        self._chosen: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     def add(self, url: str) -> None:
         self.urls = [*self.urls, url]
 
     def remove(self, url: str) -> None:
-        self.urls = [each for each in self.urls if each != url]
+        """Choose one no more, and give those who have chosen it time to ask, as `preStop` does."""
+        with self._lock:
+            self.urls = [each for each in self.urls if each != url]
+        until(lambda: not self._chosen[url], "who has chosen it is answered")
+
+    @contextmanager
+    def choose(self, chance: random.Random) -> Iterator[str]:
+        """Choose one for a request, which is answered within."""
+        with self._lock:
+            url = chance.choice(self.urls)
+            self._chosen[url] += 1
+        try:
+            yield url
+        finally:
+            with self._lock:
+                self._chosen[url] -= 1
 
     @contextmanager
     def load(self, expected: dict[str, dict[str, str]], clients: int) -> Iterator[Counter[str]]:
@@ -94,12 +111,13 @@ class Service:
         def client(seed: int) -> None:
             chance = random.Random(seed)
             while not stop.is_set():
-                url, prompt = chance.choice(self.urls), chance.choice(PROMPTS)
-                try:
-                    text = ask(url, prompt)
-                except Exception as error:
-                    faults.append(f"{url}: {error}")
-                    continue
+                with self.choose(chance) as url:
+                    prompt = chance.choice(PROMPTS)
+                    try:
+                        text = ask(url, prompt)
+                    except Exception as error:
+                        faults.append(f"{url}: {error}")
+                        continue
                 if text != expected[url][prompt]:
                     faults.append(f"{url}: {prompt!r} was answered with {text!r}")
                 right[url] += 1

@@ -1,5 +1,6 @@
 """A coordinator, engines and API servers started one by one, as containers do, over TCP."""
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -108,11 +109,19 @@ def test_processes_find_each_other_and_say_how_they_are(cluster: Cluster) -> Non
     )
 
     # A front end is replaced, and its successor is known under a number of its own at once.
-    victim = psutil.Process(api.pid).children()[0]
+    def front_ends() -> dict[str, psutil.Process]:
+        found = {}
+        for each in psutil.Process(api.pid).children():
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                found[" ".join(each.cmdline()).strip()] = each
+        return {name: each for name, each in found.items() if name.startswith("swell: api")}
+
+    victim = front_ends()["swell: api 0"]
     victim.kill()
     until(
         lambda: (
-            victim.pid not in {child.pid for child in psutil.Process(api.pid).children()}
+            victim.pid not in {each.pid for each in front_ends().values()}
+            and len(front_ends()) == 2
             and cluster.total("front_ends") == 2
         ),
         "the dead front end is replaced",

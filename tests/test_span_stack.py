@@ -1,5 +1,6 @@
 """One engine on two nodes, which are two commands on the loopback interface here."""
 
+import contextlib
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -52,14 +53,13 @@ def span(key: tuple[str, ...]) -> tuple[str, ...]:
 
 def workers_of(pid: int) -> list[psutil.Process]:
     """Return the workers that a process has started, by their titles."""
-    try:
-        return [
-            each
-            for each in psutil.Process(pid).children()
-            if each.cmdline() and each.cmdline()[0].startswith("swell: engine")
-        ]
-    except psutil.Error:
-        return []
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for each in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if "".join(each.cmdline()).startswith("swell: engine"):
+                    found.append(each)
+    return found
 
 
 class OtherNode:

@@ -185,7 +185,8 @@ def directory() -> Iterator[Path]:
 def test_stopping_leaves_no_process_no_socket_and_no_file(directory: Path) -> None:
     # Nobody asks for anything any more, so that there is nothing to be waited for.
     unhurried = ("--shutdown-timeout", "600", "--drain-timeout", "600")
-    with RunningStack("--socket-dir", str(directory), *unhurried) as running:
+    flags = ("--socket-dir", str(directory), "--min-ready-engines", "2", *unhurried)
+    with RunningStack(*flags) as running:
         assert call(f"{running.url}/v1/completions", completion("Hi", 2))["choices"]
         processes = list(running.processes().values())
         assert len(processes) == 6
@@ -393,7 +394,7 @@ def test_every_process_of_a_cluster_shows_its_build_and_what_it_takes(stack: Run
         kinds = sorted(name.split()[0] for name in shown("process_open_fds"))
         return kinds == ["api", "api", "coordinator", "engine", "engine"]
 
-    until(is_complete, "all have told of themselves")
+    until(lambda: everywhere(is_complete), "all have told of themselves")
     processes = shown("process_open_fds").keys()
     assert shown("build_info") == dict.fromkeys(processes, 1.0)
     for name in ("process_cpu_seconds_total", "process_resident_memory_bytes"):

@@ -67,6 +67,7 @@ def test_forked_processes_are_like_others_and_take_less_memory() -> None:
         assert memory(stack) < each_by_itself
         until(lambda: descriptors(stack) <= held, "what the start needed is closed")
         supervisor = stack.processes()["supervisor"]
+        until(lambda: len(supervisor.children(recursive=True)) == 5, "what has ended is reaped")
         assert {each.ppid() for each in supervisor.children()} == {supervisor.pid}
         assert psutil.STATUS_ZOMBIE not in {each.status() for each in supervisor.children()}
 

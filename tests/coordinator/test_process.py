@@ -182,11 +182,14 @@ def test_a_peer_without_the_key_cannot_fill_the_coordinator(tmp_path: Path, port
     key.write_text("a secret of these tests, long enough\n")
     first = port_of_a_coordinator()
     process = subprocess.Popen(
-        [SWELL, "coordinator", "--coordinator", f"127.0.0.1:{first}", "--cluster-key-file", key]
-    )
+        [SWELL, "coordinator", "--coordinator", f"127.0.0.1:{first}", "--cluster-key-file", key,
+         "--health-port", str(first + 4)]
+    )  # fmt: skip
     try:
         addresses = [("127.0.0.1", first + number) for number in range(4)]
         until(lambda: all(map(listens, addresses)), "it listens")
+        ready = f"http://127.0.0.1:{first + 4}/ready"
+        until(lambda: fetch(ready).status == 200, "it has all that it needs")
         address = addresses[port]
         before = psutil.Process(process.pid).memory_info().rss
         assert flood(address, 256 << 20) < 64 << 20, "the connection is closed"

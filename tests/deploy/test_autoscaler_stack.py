@@ -27,7 +27,7 @@ pytestmark = pytest.mark.deploy
 
 SLOTS, ENGINES = 4, 2
 LONG = 900
-"""Tokens of a request that outlives the test's look at it, at 50 ms each."""
+"""Tokens of a request that outlives the test's look at it, at 200 ms each."""
 
 
 class Scaler:
@@ -65,7 +65,7 @@ def test_full_engines_ask_for_more_idle_ones_for_fewer_and_no_metrics_for_neithe
 
         def engine() -> None:
             running.enter_context(
-                swell("engine", *join, "--executor", "simulated", "--simulated-step-us", "50000",
+                swell("engine", *join, "--executor", "simulated", "--simulated-step-us", "200000",
                       "--max-num-seqs", str(SLOTS), "--drain-timeout", "1")
             )  # fmt: skip
 

@@ -120,10 +120,10 @@ def test_an_image_alone_is_healthy_or_not_and_ends_at_sigterm(
         f"swelltest-{kind}:test",
     )  # fmt: skip
     try:
-        until(lambda: said in docker.output("docker", "logs", name), said, within=60)
+        until(lambda: said in docker.output("docker", "logs", name), said)
         health = "{{.State.Health.Status}}"
         expected = "healthy" if kind == "coordinator" else "starting"
-        until(lambda: docker.inspect(name, health) == expected, expected, within=30)
+        until(lambda: docker.inspect(name, health) == expected, expected)
         began = time.monotonic()
         docker.output("docker", "stop", "-t", "60", name)
         assert time.monotonic() - began < 60
@@ -163,7 +163,6 @@ def test_containers_become_healthy(compose: Compose) -> None:
                     compose.docker.inspect(which, "{{.State.Health.Status}}") == "healthy"
                 ),
                 f"{service} is healthy",
-                within=30,
             )
 
 
@@ -172,18 +171,18 @@ def test_prometheus_has_the_series_of_both_engines_and_the_wave(compose: Compose
         series = query(compose, "swell_num_requests_running")
         return {entry["metric"]["engine"] for entry in series}  # type: ignore[index]
 
-    until(lambda: engines() >= {"0", "1"}, "series of both engines", within=60)
+    until(lambda: engines() >= {"0", "1"}, "series of both engines")
     assert query(compose, "swell_wave")
 
 
 def test_prometheus_has_loaded_the_alert_rules(compose: Compose) -> None:
-    until(lambda: bool(query(compose, "swell_wave")), "a scrape", within=60)
+    until(lambda: bool(query(compose, "swell_wave")), "a scrape")
 
     def health() -> set[str]:
         groups = json.loads(fetch(f"{compose.prometheus}/api/v1/rules")[1])["data"]["groups"]
         return {rule["health"] for group in groups for rule in group["rules"]}
 
-    until(lambda: health() == {"ok"}, "all rules are evaluated", within=60)
+    until(lambda: health() == {"ok"}, "all rules are evaluated")
 
 
 def test_promtool_finds_nothing_wrong_with_the_scrape(compose: Compose) -> None:
@@ -235,7 +234,7 @@ class Load:
 
 def test_a_third_engine_is_picked_up(compose: Compose) -> None:
     compose("up", "-d", "--no-recreate", "--scale", "engine=3", "engine")
-    took = until(lambda: len(compose.engines_up()) == 3, "three engines", within=60)
+    took = until(lambda: len(compose.engines_up()) == 3, "three engines")
     print(f"third engine after {took:.1f} s")
 
 
@@ -254,7 +253,6 @@ def test_killing_an_engine_under_load_loses_no_request(compose: Compose) -> None
                 and compose.docker.inspect(victim, "{{.State.Running}}") == "true"
             ),
             "the engine is started again",
-            within=30,
         )
     assert not load.failures
     for answer in load.answers:
@@ -269,11 +267,11 @@ def test_replacing_every_engine_under_load_loses_no_request(compose: Compose) ->
         until(lambda: len(load.answers) >= 4, "the load runs", within=90)
         size = len(old) + 2
         compose("up", "-d", "--no-deps", "--no-recreate", "--scale", f"engine={size}", "engine")
-        until(lambda: len(compose.engines_up()) == size, "new ones", within=60)
+        until(lambda: len(compose.engines_up()) == size, "new ones")
         compose.docker.output("docker", "stop", "-t", "40", *old)
         codes = {compose.docker.inspect(each, "{{.State.ExitCode}}") for each in old}
         compose.docker.output("docker", "rm", *old)
-        until(lambda: len(compose.engines_up()) == 2, "two left", within=30)
+        until(lambda: len(compose.engines_up()) == 2, "two left")
         before = len(load.answers)
         until(lambda: len(load.answers) >= before + 8, "the load goes on", within=120)
     assert codes == {"0"}
@@ -292,7 +290,6 @@ def test_a_stopped_container_ends_in_order_and_soon(compose: Compose, service: s
     until(
         lambda: compose.docker.inspect(container, "{{.State.Health.Status}}") == "healthy",
         f"{service} is healthy again",
-        within=60,
     )
 
 

@@ -68,7 +68,7 @@ def test_late_first_tokens_behind_an_inference_gateway_raise_the_alert(tmp_path:
         )  # fmt: skip
         running.callback(prometheus.stop)
         prometheus.wait('swell_engines_ready{service="demo-swell", job="demo-swell"} == 1')
-        assert prometheus.firing() == {}
+        until(lambda: prometheus.firing() == {}, "no alert fires", interval=0.5)
 
         def ask(number: int) -> int:
             return fetch(f"{url}/v1/completions", completion(f"Act {number}", 1)).status

@@ -4,7 +4,8 @@ from typing import Any
 
 from benchmarks.running_stack import RunningStack
 from tests.ray.nodes import Nodes
-from tests.support.http import ADMIN_KEY, call
+from tests.support.http import ADMIN_KEY, call, complete
+from tests.support.metrics import metric
 
 
 def serve(nodes: Nodes, *flags: str) -> RunningStack:
@@ -25,3 +26,10 @@ def hosts(stack: RunningStack) -> dict[str, str]:
     """Return the node of each engine, by rank."""
     found: dict[str, str] = scale(stack)["hosts"]
     return found
+
+
+def uses(url: str) -> set[str]:
+    """Return the engines that have been used once front ends were asked again."""
+    for _ in range(6):
+        complete(url, "Act", 2)
+    return set(metric(url, "routing_decisions_total"))

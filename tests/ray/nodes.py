@@ -10,6 +10,8 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.support.waiting import PATIENCE
+
 NAMESPACE = "of these nodes"
 
 OBJECT_STORE_BYTES = 80 * 2**20  # about the least that Ray takes
@@ -111,7 +113,7 @@ class Nodes:
             strategy=strategy,
             bundle_label_selector=[{"ray.io/node-id": node_id}] * len(bundles),
         )
-        assert group.wait(10)
+        assert group.wait(PATIENCE)
         return group
 
     def remove_group(self, group: Any) -> None:

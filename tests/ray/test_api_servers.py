@@ -11,12 +11,11 @@ import pytest
 
 from benchmarks.failover import streamed_choices
 from benchmarks.running_stack import RunningStack
-from tests.ray.cluster import hosts, scale, serve
+from tests.ray.cluster import hosts, scale, serve, uses
 from tests.ray.nodes import Nodes, is_empty
 from tests.support.commands import run_swell
 from tests.support.http import ADMIN_KEY, complete, completion, ready_ranks
 from tests.support.load import Load
-from tests.support.metrics import metric
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.ray
@@ -62,9 +61,7 @@ def test_each_node_answers_for_all_engines_and_comes_back(stack: RunningStack) -
     for node in WHERE:
         there = url(stack, node)
         until(lambda: ready_ranks(there) == {0, 1, 2}, "all engines are seen")  # noqa: B023
-        for _ in range(9):
-            complete(there, "Act", 2)
-        assert len(metric(there, "routing_decisions_total")) == 3
+        until(lambda: uses(there) == {"0", "1", "2"}, "all engines are used")  # noqa: B023
     told = run_swell("status", "--url", stack.url, "--admin-key", ADMIN_KEY).stdout
     assert "api on 127.0.0.3" in told
     before = {each.pid for each in api_servers()}
@@ -103,9 +100,7 @@ def test_hybrid_ones_balance_over_their_nodes_engines_and_an_external_one_has_on
 def answers_with(there: str, ranks: set[str]) -> None:
     """Check that these engines, and no others, are seen and used."""
     until(lambda: ready_ranks(there) == {int(rank) for rank in ranks}, "they are seen")
-    for _ in range(6):
-        complete(there, "Act", 2)
-    assert set(metric(there, "routing_decisions_total")) == ranks
+    until(lambda: uses(there) == ranks, "they are used")
 
 
 def test_one_on_a_lost_node_is_left_and_one_on_a_node_without_engines_drains() -> None:

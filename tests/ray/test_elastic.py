@@ -63,5 +63,5 @@ def test_engines_without_room_wait_until_there_is_some_or_they_are_not_wanted(
     until(lambda: node.node_ip_address in scale(stack)["hosts"].values(), "a new node takes one")
     scale(stack, 2)
     until(lambda: settled(stack, 2), "the wait has an end")
-    assert len(nodes.groups()) == 2
+    until(lambda: has_groups(nodes, 2), "placement groups follow")
     nodes.lose(node.node_ip_address)

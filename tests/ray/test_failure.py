@@ -91,7 +91,7 @@ def test_a_rank_is_filled_again_whatever_of_it_died(nodes: Nodes, how: str) -> N
         victim.kill()
         until(lambda: len({each.pid for each in engines()} - before) == 1, "another engine")
         until(lambda: all(state(stack, rank) == "ready" for rank in (0, 1)), "both serve")
-        assert len(nodes.groups()) == len(nodes.actors()) == 2
+        until(lambda: len(nodes.groups()) == len(nodes.actors()) == 2, "nothing else is left")
     until(lambda: is_empty(nodes), "nothing is left")
 
 
@@ -121,7 +121,7 @@ def runs(process: psutil.Process) -> bool:
 def test_nothing_is_left_of_a_supervisor_that_was_killed_and_another_starts(nodes: Nodes) -> None:
     flags = (*SIMULATED, "--data-parallel-size-local", "2")
     with serve(nodes, *flags) as stack:
-        assert len(nodes.groups()) == len(engines()) == 2
+        until(lambda: len(nodes.groups()) == len(engines()) == 2, "both engines have started")
         stack.kill()
         until(lambda: is_empty(nodes), "actors, groups and engines have gone")
         with serve(nodes, *flags) as successor:

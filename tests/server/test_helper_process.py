@@ -2,8 +2,6 @@
 
 import os
 
-import psutil
-
 from server.generate.grammar_process import NOTHING
 from server.helper_process import HelperProcess
 
@@ -14,7 +12,8 @@ def test_a_helper_shares_the_processors_of_its_parent_and_comes_after_it() -> No
     helper = HelperProcess(MODULE, NOTHING)
     try:
         assert helper.answer(NOTHING, 30.0) is not None
-        (pid,) = [each.pid for each in psutil.Process().children() if MODULE in each.cmdline()]
+        assert helper._process is not None
+        pid = helper._process.pid
         assert os.getsid(pid) == os.getsid(0)
         assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpgid(pid) != os.getpgid(0), "signals from the terminal are not for it"

@@ -1,5 +1,6 @@
 """Requests to a running stack, each over a connection of its own, so that any front end gets it."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -55,7 +56,7 @@ def fetch(
     except urllib.error.HTTPError as error:
         with error:
             return Answer(error.code, error.read().decode(), error.headers)
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # or it has broken off
         return Answer(0, str(error))
 
 

@@ -38,6 +38,7 @@ from engine.shared.messages import (
     SamplingParams,
 )
 from tests.support.checked_executor import CheckedExecutor
+from tests.support.waiting import PATIENCE
 
 TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
 EOS = (2, 0)
@@ -550,6 +551,7 @@ COMBINED = pytest.mark.parametrize(
 def test_others_go_on_while_a_mask_is_late_and_nothing_is_lost(
     make: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
+    monkeypatch.setattr(arrivals, "MAX_LATE", PATIENCE)
     alone = make(**options)
     alone.add(1, SLOW)
     alone.run()

@@ -52,10 +52,9 @@ def received(pull: Pull, kind: type) -> object:
     return msgspec.msgpack.decode(pull.recv(), type=kind)
 
 
-def wake_ups(thread_name: str) -> int:
-    """How often the thread has gone to sleep, by the kernel's count."""
-    (thread,) = [each for each in threading.enumerate() if each.name == thread_name]
-    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+def wake_ups(sender: Sender) -> int:
+    """How often its thread has gone to sleep, by the kernel's count."""
+    status = Path(f"/proc/self/task/{sender._thread.native_id}/status").read_text()
     (line,) = [each for each in status.splitlines() if each.startswith("voluntary_ctxt_switches")]
     return int(line.split()[1])
 
@@ -117,9 +116,9 @@ def test_nothing_wakes_a_sender_that_holds_nothing_back_and_what_it_holds_later_
     sender.connect_coordinator("inproc://coordinator")
 
     def sleeps() -> bool:
-        before = wake_ups("late-stats")
+        before = wake_ups(sender)
         time.sleep(4 * LATE_INTERVAL)
-        return wake_ups("late-stats") == before
+        return wake_ups(sender) == before
 
     for step in (1, 3):
         sender.say(CoreStep({}, [], stats(step)))

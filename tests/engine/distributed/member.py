@@ -248,7 +248,10 @@ class Member:
 
     def left(self) -> list[int]:
         """Threads and sockets of this process."""
-        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        links = []
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # it has been closed meanwhile
+                links.append(os.readlink(path))
         return [len(os.listdir("/proc/self/task")), sum("socket" in link for link in links)]
 
     def _tensor(self, values: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -30,8 +30,8 @@ def table() -> Iterator[GrammarTable]:
 
 
 @pytest.fixture
-def settled(compiler: GrammarCompiler) -> threading.Event:
-    """Set whenever the compiler says that a grammar is settled."""
-    event = threading.Event()
-    compiler.on_settled = event.set
-    return event
+def settled(compiler: GrammarCompiler) -> threading.Semaphore:
+    """Released each time the compiler says that a grammar is settled, after who waits for it."""
+    times = threading.Semaphore(0)
+    compiler.on_settled = times.release
+    return times

@@ -15,15 +15,21 @@ from engine.shared.config import BUNDLED_MODEL
 from engine.shared.matchers import new_matcher
 from engine.shared.messages import JsonSchemaGrammar, LarkGrammar, RegexGrammar
 from tests.engine.grammar.conftest import EOS, VOCAB_SIZE
+from tests.support.waiting import until
+
+
+def until_cached(compiler: GrammarCompiler, number: int) -> None:
+    """Wait until it keeps so many: threads let go of a grammar after they have settled it."""
+    until(lambda: gc.collect() >= 0 and compiler.num_cached == number, f"{number} are kept")
 
 
 def test_a_grammar_is_compiled_once_for_all_who_ask(
-    compiler: GrammarCompiler, settled: threading.Event
+    compiler: GrammarCompiler, settled: threading.Semaphore
 ) -> None:
     first = compiler.ask(RegexGrammar("[a-z]+"))
     second = compiler.ask(RegexGrammar("[a-z]+"))
     assert first is second
-    assert settled.wait(60)
+    assert settled.acquire(timeout=60)
     assert first.settled
     assert first.error is None
     assert first.matcher is not None
@@ -56,8 +62,7 @@ def test_what_cannot_be_compiled_says_why_and_is_not_kept(compiler: GrammarCompi
     assert grammar.error is not None
     assert "no_such_token" in grammar.error
     del grammar
-    gc.collect()
-    assert compiler.num_cached == 0
+    until_cached(compiler, 0)
 
 
 def test_a_grammar_that_allows_nothing_is_an_error(compiler: GrammarCompiler) -> None:
@@ -74,12 +79,10 @@ def test_only_the_grammars_used_last_are_kept_once_nobody_uses_them(
     in_use = compiler.ask(RegexGrammar("x"))
     for number in range(MAX_CACHED + 10):
         compiler.ask(RegexGrammar(f"a{number}")).wait()
-    gc.collect()
-    assert compiler.num_cached == MAX_CACHED + 1
+    until_cached(compiler, MAX_CACHED + 1)
     assert compiler.ask(RegexGrammar("x")) is in_use
     del in_use
-    gc.collect()
-    assert compiler.num_cached == MAX_CACHED
+    until_cached(compiler, MAX_CACHED)
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_fails_requests_only(tmp_path: Path) -> None:
@@ -111,26 +114,26 @@ def test_grammars_that_nobody_uses_are_kept_within_a_number_of_bytes(
         each.num_bytes = MAX_CACHED_BYTES  # as if they were large
     del each, grammars
     compiler.ask(RegexGrammar("one more")).wait()
-    gc.collect()
-    assert compiler.num_cached == 2, "the newest, and the newest before it, which is small"
+    until_cached(compiler, 2)  # the newest, and the newest before it, which is small
 
 
 def test_no_more_grammars_are_compiled_than_there_is_room_for(
-    compiler: GrammarCompiler, settled: threading.Event
+    compiler: GrammarCompiler, settled: threading.Semaphore
 ) -> None:
     cached = compiler.ask(RegexGrammar("nobody uses it"))
     large = compiler.ask(RegexGrammar("[a-z]+"))
-    cached.wait()
-    large.wait()
+    for _ in range(2):
+        assert settled.acquire(timeout=60)
     large.num_bytes = MAX_HELD_BYTES + 1  # as if it were large
     del cached
-    settled.clear()
     waiting = compiler.ask(RegexGrammar("[0-9]+"))
-    assert not settled.wait(0.2), "it waits for room"
-    gc.collect()
-    assert compiler.held_bytes == large.num_bytes, "what nobody uses is forgotten first"
+    assert not settled.acquire(timeout=0.2), "it waits for room"
+    until(
+        lambda: gc.collect() >= 0 and compiler.held_bytes == MAX_HELD_BYTES + 1,
+        "what nobody uses is forgotten first",
+    )
     del large
-    assert settled.wait(60), "the request that used the large one has ended"
+    assert settled.acquire(timeout=60), "the request that used the large one has ended"
     assert waiting.error is None
 
 

@@ -16,6 +16,13 @@ from engine.shared.config import (
 )
 from tests.engine.fixtures import MakePrompt, SaveModel
 from tests.engine.serving import Answer, request, serve
+from tests.support.waiting import PATIENCE
+
+
+@pytest.fixture(autouse=True)
+def _disks_of_busy_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that come late are not taken for missing."""
+    monkeypatch.setattr("engine.kv_tiers.tiers.FETCH_TIMEOUT", PATIENCE)
 
 
 def answers(

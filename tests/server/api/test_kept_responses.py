@@ -240,6 +240,7 @@ def test_a_response_in_the_background_can_be_given_up(
 ) -> None:
     engines.script = lambda stream: []
     queued = ask(client, "one", background=True)
+    until(lambda: engines.streams, "it is being made")
     asked = other if elsewhere else client
     assert asked.responses.cancel(queued.id).status == "cancelled"
     assert ended(client, queued.id).status == "cancelled"
@@ -313,13 +314,14 @@ def test_who_listens_to_a_silent_response_gets_comments_that_are_not_kept(
     answer = engines.answer("hello world")
     engines.script = lambda stream: answer(stream)[:1]
     body = {"model": "tiny", "input": "one", "background": True, "stream": True}
-    with httpx.stream("POST", f"{client.base_url}responses", json=body) as stream:
+    url = f"{client.base_url}responses"
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE) as stream:
         lines = stream.iter_lines()
         named = next(line for line in lines if '"id":"resp_' in line)
         assert ": keep-alive" in lines
     id_ = named.partition('"id":"')[2].partition('"')[0]
     url = f"{other.base_url}responses/{id_}?stream=true&starting_after=3"
-    with httpx.stream("GET", url) as stream:
+    with httpx.stream("GET", url, timeout=PATIENCE) as stream:
         assert ": keep-alive" in stream.iter_lines()
     engines.streams[-1].feed(*answer(engines.streams[-1])[1:])
     events = events_of(client, id_)
@@ -457,26 +459,29 @@ def test_a_response_whose_process_is_silent_has_failed_until_it_is_heard_again(
     engines: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.store.service.SILENCE", 0.5)
     engines.script = lambda stream: []
     queued = ask(client, "one", background=True)
     backend = new_store().backend
     record = backend.get("0", queued.id)
     assert record is not None
     silent = msgspec.structs.replace(record, id="resp_" + "a" * 32)
-    backend.put("0", silent)
 
-    def status() -> str:
+    def status_after(silence: float) -> str:
+        monkeypatch.setattr("server.store.service.SILENCE", silence)
         return str(client.responses.retrieve(silent.id).status)
 
-    assert status() == "in_progress"
-    until(lambda: status() == "failed", "it is taken for failed")
+    def is_taken_for_failed() -> bool:
+        return status_after(0.5) == "failed"
+
+    backend.put("0", silent)
+    assert status_after(PATIENCE) == "in_progress"
+    until(is_taken_for_failed, "it is taken for failed")
     error = client.responses.retrieve(silent.id).error
     assert error is not None
     assert error.code == "server_error"
     backend.beat("0", [silent.id])
-    assert status() == "in_progress"
-    until(lambda: status() == "failed", "it is taken for failed again")
+    assert status_after(PATIENCE) == "in_progress"
+    until(is_taken_for_failed, "it is taken for failed again")
     backend.put("0", msgspec.structs.replace(silent, status="completed"))
     assert client.responses.retrieve(silent.id).error is None, "what finishes is not lost"
     client.responses.cancel(queued.id)

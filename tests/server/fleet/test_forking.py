@@ -1,6 +1,7 @@
 """Processes that are forked from a template, with real ones, whatever happens to it."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -225,6 +226,9 @@ def test_nothing_is_left_of_a_template_and_its_forks(tmp_path: Path) -> None:
     def open_here() -> int:
         return psutil.Process().num_fds()
 
+    # What other tests of this process have left behind may be collected at any time.
+    gc.collect()
+
     async def run() -> None:
         before = open_here()
         children = set(psutil.Process().children())
@@ -233,8 +237,8 @@ def test_nothing_is_left_of_a_template_and_its_forks(tmp_path: Path) -> None:
         await place.details(3)
         await template.close()
         await end(*forked)
-        await until_async(lambda: open_here() == before, "all are closed")
-        assert set(psutil.Process().children()) == children  # zombies would be among them
+        await until_async(lambda: open_here() <= before, "all are closed")
+        assert set(psutil.Process().children()) <= children  # zombies would be among them
 
     play(run)
 

@@ -45,8 +45,8 @@ lifeline.ready("it serves")
 def holds_the_lock():
     ctypes.PyDLL(None).sleep(1000)  # no other thread of Python runs meanwhile
 for _ in range(2):
-    lifeline.turn()
     time.sleep(0.5)
+    lifeline.turn()
 holds_the_lock()
 """
 

@@ -254,7 +254,8 @@ def test_a_connection_ends_whatever_was_answered_early(app: Any, sent: list[byte
                 writer.write(piece)
                 if piece is sent[0]:
                     await reader.readuntil(b"}")
-            await reader.read()
+            with contextlib.suppress(ConnectionError):  # it may have ended before the last piece
+                await reader.read()
             writer.close()
 
     run(scenario)
