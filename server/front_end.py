@@ -323,7 +323,8 @@ class FrontEnd:
     async def _serve_http(
         self, services: Services, link: ClusterLink, client: EngineClient
     ) -> None:
-        http, guards = self._config.http, self._config.guards
+        http, max_body_bytes = self._config.http, services.body_limits.max_bytes
+        guards = msgspec.structs.replace(self._config.guards, max_body_bytes=max_body_bytes)
         table, forwarder = services.admission.table, services.forwarder
         share = ConnectionShare(table) if table.has_neighbours else None
         server = HttpServer(

@@ -148,6 +148,10 @@ def make_services(
         preset=tokenizer.preset,
     )
     trusts_templates = config.http.trust_request_chat_template
+    images = _images(processor, tokenizer, config, metrics)
+    max_body_bytes = config.guards.max_body_bytes
+    if images is not None:
+        max_body_bytes += 4 * config.media.max_image_bytes // 3  # base64
     return Services(
         config=config,
         names=served_names(config.model),
@@ -159,7 +163,7 @@ def make_services(
             RequestTemplates(tokenizer.named_tokens) if trusts_templates else None,
             PoolingModel.of(pooling, tokenizer),
             config.http.max_logprobs,
-            _images(processor, tokenizer, config, metrics),
+            images,
         ),
         table=TokenTable(tokenizer),
         metrics=metrics,
@@ -167,7 +171,7 @@ def make_services(
         admission=admission,
         tenancy=tenancy,
         body_limits=BodyLimits(
-            config.guards.max_body_bytes,
+            max_body_bytes,
             config.guards.receive_timeout,
             BodyBudget(admission.table, config.guards.max_body_bytes_in_flight),
         ),

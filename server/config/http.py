@@ -151,7 +151,8 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     ] = None
     max_body_bytes: Annotated[
         PositiveInt,
-        "Largest request body; the default holds the text of 500,000 tokens or the ids of 250,000.",
+        "Largest request body; the default holds the text of 500,000 tokens or the ids of 250,000. "
+        "With a model that takes images there is room for one of --max-image-bytes beside that.",
     ] = 4 * 2**20
     max_body_bytes_in_flight: Annotated[
         PositiveInt,

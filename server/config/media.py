@@ -27,7 +27,8 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     ] = None
     max_image_bytes: Annotated[
         PositiveInt,
-        "Largest image file; those in `data:` URLs also have to fit into --max-body-bytes.",
+        "Largest image file; all those of a request in `data:` URLs also have to fit into its body "
+        "(--max-body-bytes).",
     ] = 10 * 2**20
     max_image_pixels: Annotated[
         PositiveInt, "Largest image, in pixels; it takes some ten bytes each while it is prepared."

@@ -1,6 +1,7 @@
 """Images in chats, responses and messages reach engines where the prompt shows them."""
 
 import base64
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from server.config import GuardConfig
 from server.store.service import ResponseStore
 from tests.server.conftest import FakeGenerationClient, Http
 from tests.server.media.conftest import TILE, TOKENS
@@ -52,6 +54,14 @@ def check_places(engines: FakeGenerationClient, count: int) -> None:
     found = [at for at, each in enumerate(stream.prompt_token_ids) if each == token]
     assert claimed == found
     assert len(stream.encoder_inputs) == count
+
+
+def test_a_photograph_fits_into_a_body(http: Http, engines: FakeGenerationClient) -> None:
+    noise = Image.frombytes("RGB", (1024, 1024), random.Random(1).randbytes(3 * 2**20))
+    photograph = data_url(encoded(noise))
+    assert len(photograph) > GuardConfig().max_body_bytes
+    http.chat(messages=[user(image(photograph))])
+    assert engines.streams[-1].encoder_inputs
 
 
 def test_an_image_is_where_its_part_was(http: Http, engines: FakeGenerationClient) -> None:
