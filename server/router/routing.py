@@ -62,6 +62,8 @@ class EngineLoad(NamedTuple):
     prefill_tokens: int
     """Queued prompt tokens, and those of requests not yet received."""
     kv_usage: float
+    cached_tokens: int = 0
+    """Tokens of the request that it is known to have cached; 0 without an index of blocks."""
 
 
 class Choice(NamedTuple):
@@ -128,7 +130,7 @@ class LeastLoaded:
         cache_root: bytes = b"",
     ) -> Choice:
         if unseen_front_ends:
-            loads = self._some(loads, unseen_front_ends)
+            loads = self.some(loads, unseen_front_ends)
         costs = [cost(load) for load in loads]
         least = min(costs)
         tied = [load.rank for load, each in zip(loads, costs, strict=True) if each == least]
@@ -137,7 +139,8 @@ class LeastLoaded:
         self._turn += 1
         return Choice(tied[self._turn % len(tied)], "tie")
 
-    def _some(self, loads: Sequence[EngineLoad], unseen: int) -> Sequence[EngineLoad]:
+    def some(self, loads: Sequence[EngineLoad], unseen: int) -> Sequence[EngineLoad]:
+        """Return those to compare while so many other front ends choose unseen."""
         share = max(2, math.ceil(len(loads) / (1 + unseen)))
         return loads if share >= len(loads) else self._random.sample(loads, share)
 
@@ -218,6 +221,48 @@ class PrefixAffinity:
         return None
 
 
+class PrefixAware:
+    """The engine with the least work once it has the request: queued, and what is not cached.
+
+    That is `cost`, in requests, and the prompt's tokens without those that the engine is known to
+    have cached, in the unit of queued tokens. So an engine is chosen only while it is no busier
+    than the least loaded one by more than what its cache saves.
+
+    A prompt of which no engine has anything goes by hash, as with `PrefixAffinity`: others that
+    begin alike and come before it is computed follow it, from whichever front end.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self._least_loaded = LeastLoaded(start)
+
+    def choose(
+        self,
+        loads: Sequence[EngineLoad],
+        prompt_token_ids: Sequence[int] = (),
+        unseen_front_ends: int = 0,
+        *,
+        cache_root: bytes = b"",
+    ) -> Choice:
+        most = max(load.cached_tokens for load in loads)
+        if not most:
+            hashes = _prefix_hashes(prompt_token_ids, cache_root)
+            if hashes:
+                return _by_hash(loads, hashes)
+            return self._least_loaded.choose(loads, unseen_front_ends=unseen_front_ends)
+        compared = loads
+        if unseen_front_ends:
+            holders = [load for load in loads if load.cached_tokens == most]
+            compared = self._least_loaded.some(loads, unseen_front_ends)
+            compared = [*compared, *self._least_loaded.some(holders, unseen_front_ends)]
+        best = min(compared, key=cost_with_request)
+        return Choice(best.rank, "cached" if best.cached_tokens else "least_loaded")
+
+
+def cost_with_request(load: EngineLoad) -> float:
+    """Return an engine's load in requests, less what it saves of the one that is routed."""
+    return cost(load) - load.cached_tokens / PREFILL_TOKENS_PER_REQUEST
+
+
 def _bound(loads: Sequence[EngineLoad], blocks: int) -> float:
     """Return the highest cost at which to choose an engine that may have `blocks` blocks cached.
 
@@ -248,6 +293,7 @@ def _prefix_hashes(token_ids: Sequence[int], cache_root: bytes) -> list[int]:
 
 POLICIES: dict[str, Callable[[int], RoutingPolicy]] = {
     "least-loaded": LeastLoaded,
+    "prefix-aware": PrefixAware,
     "prefix-affinity": PrefixAffinity,
     "power-of-two": PowerOfTwo,
     "round-robin": RoundRobin,

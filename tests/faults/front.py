@@ -64,7 +64,7 @@ class Front(Process):
 
     # -- what the shell counts -------------------------------------------------------------------
 
-    def count(self, name: str, *labels: str | int) -> None:
+    def count(self, name: str, *labels: str | int, by: float = 1) -> None:
         self.num_resumed += name == "requests_resumed"
 
     def observe(self, name: str, seconds: float) -> None:

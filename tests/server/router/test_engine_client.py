@@ -54,7 +54,7 @@ class Counts:
     resumed: int = 0
     wakes: int = 0
 
-    def count(self, name: str, *labels: str | int) -> None:
+    def count(self, name: str, *labels: str | int, by: float = 1) -> None:
         if name == "routing_decisions":
             self.routed.append(labels)
         self.resumed += name == "requests_resumed"
