@@ -13,7 +13,7 @@ from server.router.load import Loads
 from server.router.members import Members
 from server.router.request import RoutedRequest
 from server.router.route import Engine
-from server.router.routing import Choice, RoutingPolicy, with_adapter
+from server.router.routing import Choice, RoutingPolicy, with_adapter, with_cached
 
 
 class Delivery:
@@ -127,10 +127,7 @@ class Delivery:
         if self._index is not None:
             engines = [each.engine for each in usable]
             cached = self._index.cached_tokens(engines, request.message, request.output_token_ids)
-            loads = [
-                each._replace(cached_tokens=cached[each.rank]) if each.rank in cached else each
-                for each in loads
-            ]
+            loads = with_cached(loads, cached)
         choice = self._policy.choose(
             loads,
             request.shown_token_ids,

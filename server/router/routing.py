@@ -13,7 +13,7 @@ import logging
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from engine.shared.plugins import load_plugin
@@ -50,6 +50,14 @@ AFFINITY_BAND = 0.25
 
 AFFINITY_SLACK = 2.0
 """Requests by which it may be busier in any case."""
+
+
+CACHED_WEIGHT = 2.0
+"""Queued tokens that weigh as much as a cached one of the request.
+
+Once for what it saves now, and once for what computing it elsewhere would cost later: the copy
+takes the place of another prompt's blocks.
+"""
 
 
 class EngineLoad(NamedTuple):
@@ -99,6 +107,14 @@ def cost(load: EngineLoad) -> float:
     pressure = max(0.0, load.kv_usage - KV_PRESSURE_FROM) * KV_PRESSURE_WEIGHT
     queued = load.prefill_tokens / PREFILL_TOKENS_PER_REQUEST
     return load.requests + queued + load.waiting * pressure
+
+
+def with_cached(loads: Sequence[EngineLoad], cached: Mapping[int, int]) -> list[EngineLoad]:
+    """Return the loads with the tokens of a request that engines have cached, by rank."""
+    return [
+        each._replace(cached_tokens=cached[each.rank]) if each.rank in cached else each
+        for each in loads
+    ]
 
 
 def with_adapter(choice: Choice, loads: Sequence[EngineLoad], resident: Collection[int]) -> Choice:
@@ -217,16 +233,17 @@ class PrefixAffinity:
             load = next((load for load in loads if load.rank == rank), None)
             if load is None:
                 continue
-            return Choice(rank, "prefix") if cost(load) <= _bound(loads, length) else None
+            bound = _bound(min(map(cost, loads)), length * AFFINITY_BLOCK)
+            return Choice(rank, "prefix") if cost(load) <= bound else None
         return None
 
 
 class PrefixAware:
-    """The engine with the least work once it has the request: queued, and what is not cached.
+    """The engine with the least work once it has the request, of which it has some cached.
 
-    That is `cost`, in requests, and the prompt's tokens without those that the engine is known to
-    have cached, in the unit of queued tokens. So an engine is chosen only while it is no busier
-    than the least loaded one by more than what its cache saves.
+    That is `cost`, in requests, less what the engine is known to have cached of the prompt: each
+    such token counts as `CACHED_WEIGHT` queued ones. No engine is chosen that is busier than
+    `PrefixAffinity` would let it be.
 
     A prompt of which no engine has anything goes by hash, as with `PrefixAffinity`: others that
     begin alike and come before it is computed follow it, from whichever front end.
@@ -243,39 +260,42 @@ class PrefixAware:
         *,
         cache_root: bytes = b"",
     ) -> Choice:
-        most = max(load.cached_tokens for load in loads)
-        if not most:
+        if not any(load.cached_tokens for load in loads):
             hashes = _prefix_hashes(prompt_token_ids, cache_root)
             if hashes:
                 return _by_hash(loads, hashes)
             return self._least_loaded.choose(loads, unseen_front_ends=unseen_front_ends)
-        compared = loads
+        least = min(map(cost, loads))
+        near = [load for load in loads if cost(load) <= _bound(least, load.cached_tokens)]
         if unseen_front_ends:
-            holders = [load for load in loads if load.cached_tokens == most]
-            compared = self._least_loaded.some(loads, unseen_front_ends)
-            compared = [*compared, *self._least_loaded.some(holders, unseen_front_ends)]
-        best = min(compared, key=cost_with_request)
+            most = max(load.cached_tokens for load in near)
+            holders = [load for load in near if load.cached_tokens == most]
+            some = self._least_loaded.some
+            near = [*some(near, unseen_front_ends), *some(holders, unseen_front_ends)]
+        best = min(near, key=_cost_less_cached)
         return Choice(best.rank, "cached" if best.cached_tokens else "least_loaded")
 
 
-def cost_with_request(load: EngineLoad) -> float:
-    """Return an engine's load in requests, less what it saves of the one that is routed."""
-    return cost(load) - load.cached_tokens / PREFILL_TOKENS_PER_REQUEST
+def _cost_less_cached(load: EngineLoad) -> float:
+    return cost(load) - CACHED_WEIGHT * load.cached_tokens / PREFILL_TOKENS_PER_REQUEST
 
 
-def _bound(loads: Sequence[EngineLoad], blocks: int) -> float:
-    """Return the highest cost at which to choose an engine that may have `blocks` blocks cached.
+def _bound(least: float, cached_tokens: int) -> float:
+    """Return the highest cost at which to choose an engine that may have so many tokens cached.
 
-    A cached block saves what its tokens would add to the cost of the queue.
+    A cached token saves what it would add to the cost of the queue.
+
+    Args:
+        least: cost of the least loaded engine.
     """
-    saved = blocks * AFFINITY_BLOCK / PREFILL_TOKENS_PER_REQUEST
-    return min(cost(each) for each in loads) * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
+    saved = cached_tokens / PREFILL_TOKENS_PER_REQUEST
+    return least * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
 
 
 def _by_hash(loads: Sequence[EngineLoad], hashes: Sequence[int]) -> Choice:
     """Return what every front end would choose that sees the same loads (rendezvous hashing)."""
     key = hashes[min(len(hashes), HASHED_BLOCKS) - 1]
-    bound = _bound(loads, len(hashes))
+    bound = _bound(min(map(cost, loads)), len(hashes) * AFFINITY_BLOCK)
     near = (load.rank for load in loads if cost(load) <= bound)
     return Choice(max(near, key=lambda rank: hash((key, rank))), "prefix_hash")
 
