@@ -2,6 +2,7 @@
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -65,15 +66,19 @@ def test_chats_find_their_beginnings_on_one_of_three_engines_and_survive_its_dea
 
 
 def all_hit(stack: RunningStack, chats: list[Chat]) -> None:
-    """Have all chats go on twice, each time as soon as what they left in caches is known."""
+    """Have all chats go on twice, each time when all that they left in caches is known."""
     for _ in range(2):
-        there = sum(chat.num_blocks for chat in chats)
-        until(
-            lambda there=there: all(  # type: ignore[misc]
-                total(stack.url, "routing_index_blocks") >= there for _ in range(8)
-            ),
-            "both API servers know all blocks",
-        )
         for chat in chats:
+            there = sum(each.num_blocks for each in chats)
+            until(partial(is_known, stack.url, there), "both API servers know blocks and loads")
             cached, before = chat.turn()
             assert cached >= before - 1, "a template may end the prompt before in another way"
+
+
+def is_known(url: str, num_blocks: int) -> bool:
+    """Whether whichever API server answers knows so many blocks, and that no engine works."""
+    return all(
+        total(url, "routing_index_blocks") >= num_blocks
+        and total(url, "num_requests_running") + total(url, "queued_prefill_tokens") == 0
+        for _ in range(6)
+    )

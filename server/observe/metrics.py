@@ -64,7 +64,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     ),
     "routing_found_cached_tokens": ("Prompt tokens that they had cached, of the same requests.",),
     "routing_index_resyncs": (
-        "Times that changes of an engine's KV blocks were lost, and all of them came anew.",
+        "Times that an engine named all of its KV blocks anew: a reset, or changes were lost.",
     ),
     "tool_call_parser_invocations": (
         "Answers that a parser read for tool calls, by its name.", "parser",

@@ -77,7 +77,7 @@ class BlockIndex:
         """Take an engine's answer.
 
         Returns:
-            Whether it replaces what was known of that process: changes were lost.
+            Whether it replaces what was known of that process: a reset, or changes were lost.
         """
         held = self._held.get(message.rank)
         if held is None or held.engine != (message.rank, message.incarnation):

@@ -167,7 +167,7 @@ class PrefixFound(msgspec.Struct, frozen=True):
 
 
 class IndexLost(msgspec.Struct, frozen=True):
-    """For the metrics: changes of an engine's KV blocks were lost, and all names came anew."""
+    """For the metrics: an engine named all of its KV blocks anew: a reset, or changes were lost."""
 
 
 Action = (
