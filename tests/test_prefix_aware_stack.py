@@ -15,7 +15,7 @@ pytestmark = pytest.mark.stack
 
 SYSTEM = "You answer as Shakespeare would, in one line and in verse. " * 12
 BLOCK = 16
-NAMES = ("Antonio", "Bassanio", "Cordelia", "Desdemona", "Edmund", "Falstaff")
+NAMES = ("Antonio", "Bassanio", "Cordelia", "Desdemona", "Edmund")
 
 
 class Chat:
@@ -66,19 +66,16 @@ def test_chats_find_their_beginnings_on_one_of_three_engines_and_survive_its_dea
 
 
 def all_hit(stack: RunningStack, chats: list[Chat]) -> None:
-    """Have all chats go on twice, each time when all that they left in caches is known."""
-    for _ in range(2):
-        for chat in chats:
-            there = sum(each.num_blocks for each in chats)
-            until(partial(is_known, stack.url, there), "both API servers know blocks and loads")
-            cached, before = chat.turn()
-            assert cached >= before - 1, "a template may end the prompt before in another way"
+    """Have all chats go on, each when all that they left in caches is known."""
+    for chat in chats:
+        there = sum(each.num_blocks for each in chats)
+        until(partial(is_known, stack.url, there), "both API servers know blocks and loads")
+        cached, before = chat.turn()
+        assert cached >= before - 1, "a template may end the prompt before in another way"
 
 
 def is_known(url: str, num_blocks: int) -> bool:
     """Whether whichever API server answers knows so many blocks, and that no engine works."""
-    return all(
-        total(url, "routing_index_blocks") >= num_blocks
-        and total(url, "num_requests_running") + total(url, "queued_prefill_tokens") == 0
-        for _ in range(6)
-    )
+    if total(url, "num_requests_running") + total(url, "queued_prefill_tokens") > 0:
+        return False
+    return all(total(url, "routing_index_blocks") >= num_blocks for _ in range(6))
