@@ -1,18 +1,20 @@
 """Compares routing policies in virtual time: skewed lengths, bursts and shared prefixes.
 
-The engines' cores and schedulers, the front ends' members and loads, the table they share and the
-policies are those of production; only the model and the clock are simulated.
+The engines' cores and schedulers, the front ends' members, loads and index of blocks, the table
+they share and the policies are those of production; only the model and the clock are simulated.
 
 python -m benchmarks.routing_bench
 python -m benchmarks.routing_bench --engines 16 --requests 4000 --markdown
+python -m benchmarks.routing_bench --workloads chats agents --policies prefix-aware least-loaded
 """
 
 import argparse
 import heapq
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,13 +37,21 @@ from engine.shared.messages import (
     ClusterView,
     EngineEntry,
     EngineStats,
+    KvBlocksWanted,
     RouteHello,
     SamplingParams,
 )
+from server.router.block_index import BlockIndex
 from server.router.load import Loads
 from server.router.load_table import LoadTable, create_load_table
 from server.router.members import Members
-from server.router.routing import POLICIES, RoutingPolicy
+from server.router.routing import (
+    POLICIES,
+    EngineLoad,
+    PrefixAware,
+    RoutingPolicy,
+    with_cached,
+)
 
 HOP = 0.0002
 """Seconds from a front end to an engine."""
@@ -51,6 +61,11 @@ _GRACE = 5.0
 
 VIEW_INTERVAL = 0.1
 """Seconds between two of the coordinator's snapshots."""
+
+FOLLOW_INTERVAL = 0.1
+"""Seconds between two questions of a front end which blocks an engine holds."""
+
+INDEX_BLOCKS = 2_000_000
 
 STEP_US, TOKEN_US = 2000, 100
 VOCABULARY = 32_000
@@ -62,6 +77,8 @@ class Spec(NamedTuple):
     at: float
     prompt: list[int]
     output_tokens: int
+    then: "Callable[[float, list[int]], list[Spec]] | None" = None
+    """What its answer brings about: (when it is over, its tokens with the prompt's) to requests."""
 
 
 Workload = Callable[[random.Random, int, int], Iterator[Spec]]
@@ -97,6 +114,84 @@ def shared_prefixes(rng: random.Random, count: int, engines: int) -> Iterator[Sp
         yield Spec(at, beginning + _tokens(rng, rng.randint(16, 128)), rng.randint(16, 64))
 
 
+CHAT_TURNS = 6
+
+
+def chats(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
+    """Conversations that begin with one of a few system prompts, and go on after a while."""
+    systems = [_tokens(rng, 256) for _ in range(8)]
+    at = 0.0
+    for _ in range(count // CHAT_TURNS):
+        at += rng.expovariate(3.0 * engines)
+        opening = rng.choice(systems) + _tokens(rng, rng.randint(100, 800))
+        yield _turn(rng, at, opening, CHAT_TURNS, lambda: rng.expovariate(0.5), (30, 250), (30, 90))
+
+
+def _turn(
+    rng: random.Random,
+    at: float,
+    prompt: list[int],
+    turns: int,
+    pause: Callable[[], float],
+    added: tuple[int, int],
+    answer: tuple[int, int],
+) -> Spec:
+    """Return a request of a conversation that has so many turns left, this one included.
+
+    Args:
+        pause: draws the seconds between an answer and the next request.
+        added: least and most tokens that come with it.
+        answer: the same of an answer.
+    """
+
+    def then(now: float, tokens: list[int]) -> list[Spec]:
+        if turns == 1:
+            return []
+        more = tokens + _tokens(rng, rng.randint(*added))
+        return [_turn(rng, now + pause(), more, turns - 1, pause, added, answer)]
+
+    return Spec(at, prompt, rng.randint(*answer), then)
+
+
+FEW_SHOT_BATCH = 24
+
+
+def few_shot(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
+    """Batches of short questions, each after the same examples; few of the examples are popular."""
+    examples = [_tokens(rng, 1500) for _ in range(6 * engines)]
+    weights = [1 / (rank + 1) for rank in range(len(examples))]
+    at = 0.0
+    for _ in range(count // FEW_SHOT_BATCH):
+        at += rng.expovariate(engines)
+        shared = rng.choices(examples, weights)[0]
+        for index in range(FEW_SHOT_BATCH):
+            question = _tokens(rng, rng.randint(30, 120))
+            yield Spec(at + index * 0.005, shared + question, rng.randint(4, 16))
+
+
+AGENT_TURNS, AGENT_BRANCHES = 5, 3
+
+
+def agents(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
+    """Runs of agents: long instructions, a task, results of tools, and branches that work on."""
+    kinds = [_tokens(rng, 1200) for _ in range(6)]
+
+    def pause() -> float:
+        return rng.expovariate(4.0)
+
+    def branch(now: float, tokens: list[int]) -> list[Spec]:
+        return [
+            _turn(rng, now, tokens + _tokens(rng, 60), AGENT_TURNS, pause, (60, 250), (20, 60))
+            for _ in range(AGENT_BRANCHES)
+        ]
+
+    at = 0.0
+    for _ in range(count // (1 + AGENT_BRANCHES * AGENT_TURNS)):
+        at += rng.expovariate(0.8 * engines)
+        task = rng.choice(kinds) + _tokens(rng, rng.randint(200, 900))
+        yield Spec(at, task, rng.randint(40, 90), branch)
+
+
 def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(count)]
 
@@ -105,6 +200,9 @@ WORKLOADS: dict[str, Workload] = {
     "skewed lengths": skewed,
     "bursts": bursts,
     "shared prefixes": shared_prefixes,
+    "chats": chats,
+    "few-shot": few_shot,
+    "agents": agents,
 }
 
 
@@ -118,6 +216,8 @@ class Result:
     """Per engine."""
     cached: int = 0
     """Prompt tokens that did not have to be computed."""
+    expected: int = 0
+    """Prompt tokens that front ends expected to be cached; 0 without an index."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     ended: float = 0.0
@@ -127,15 +227,21 @@ class FrontEnd:
     """A front end that chooses engines and does nothing else, numbered `index`."""
 
     def __init__(
-        self, index: int, policy: RoutingPolicy, table: LoadTable, view: ClusterView
+        self,
+        index: int,
+        policy: RoutingPolicy,
+        table: LoadTable,
+        view: ClusterView,
+        blocks: BlockIndex | None = None,
     ) -> None:
         self._members = Members(index + 1, _GRACE)
         self._loads = Loads(index, index + 1, _GRACE, table)
         self._policy = policy
+        self.blocks = blocks
         self._members.take_view(view, 0.0)
         for engine in view.engines:
             hello = RouteHello(engine.rank, engine.incarnation, 1)
-            self._members.heard(b"route", hello, 0.0)
+            self._members.heard(b"%d" % engine.rank, hello, 0.0)
 
     def observe(self, stats: EngineStats, now: float) -> None:
         """Take an engine's stats."""
@@ -143,13 +249,24 @@ class FrontEnd:
         if route is not None:
             self._loads.observe(route, stats, now)
 
-    def send(self, prompt: Sequence[int], num_tokens: int) -> int:
-        """Choose an engine for a prompt, count it as sent there, and return its rank."""
+    def questions(self, now: float) -> list[tuple[int, KvBlocksWanted]]:
+        """Return what engines have to be asked, with their ranks."""
+        if self.blocks is None:
+            return []
+        routes = self._members.routes.values()
+        return [(int(each.to), each.question) for each in self.blocks.follow(routes, now)]
+
+    def send(self, request: AddRequest) -> EngineLoad:
+        """Choose an engine, count the request as sent there, and return what it was chosen for."""
         routes = self._members.routes
+        loads = self._loads.of(routes.values())
+        if self.blocks is not None:
+            engines = [route.engine for route in routes.values()]
+            loads = with_cached(loads, self.blocks.cached_tokens(engines, request, []))
         unseen = self._members.unseen_front_ends(self._loads.num_front_ends)
-        rank = self._policy.choose(self._loads.of(routes.values()), prompt, unseen).rank
-        self._loads.sent(routes[rank], num_tokens)
-        return rank
+        rank = self._policy.choose(loads, request.prompt_token_ids, unseen).rank
+        self._loads.sent(routes[rank], request.num_tokens)
+        return next(load for load in loads if load.rank == rank)
 
 
 class _Engine:
@@ -166,7 +283,7 @@ class _Engine:
         self.core = EngineCore(config, self.executor, rank=rank, incarnation=rank + 1)
         for index in range(front_ends):
             self.core.front_end_joined(index, index + 1)
-        self.inbox: list[AddRequest] = []
+        self.inbox: list[AddRequest | KvBlocksWanted] = []
         self.stepping = False
         self.stats: EngineStats | None = None
 
@@ -193,22 +310,35 @@ class Simulation:
         ]
         view = ClusterView(1, 1, 0, True, entries, front_ends)
         self._front_ends = [
-            FrontEnd(index, policy(index), LoadTable(table, place), view)
+            FrontEnd(
+                index,
+                policy(index),
+                LoadTable(table, place),
+                view,
+                BlockIndex(index, INDEX_BLOCKS) if policy is PrefixAware else None,
+            )
             for index in range(front_ends)
             for node, place in [divmod(index, per_node)]
             for table in [directory / f"loads-{node}"]
         ]
+        self._specs: list[Spec] = []
+        self._num_open = 0
+        self._tokens: dict[int, list[int]] = {}
+        """Of requests that others follow."""
         self._arrived: dict[int, float] = {}
         self._begun: set[int] = set()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_events = 0
 
     def run(self, specs: list[Spec]) -> Result:
-        """Serve all requests."""
-        for index, spec in enumerate(specs):
-            self._at(spec.at, lambda now, i=index, s=spec: self._arrive(i, s, now))  # type: ignore[misc]
+        """Serve all requests, and those that follow them."""
+        self._expect(specs)
         self._at(VIEW_INTERVAL, self._publish)
-        while len(self.result.total) < len(specs):
+        for place, front_end in enumerate(self._front_ends):
+            if front_end.blocks is not None:
+                first = FOLLOW_INTERVAL * place / len(self._front_ends)
+                self._at(first, partial(self._follow, front_end))
+        while self._num_open:
             now, _, event = heapq.heappop(self._events)
             event(now)
         self.result.ended = now
@@ -216,6 +346,18 @@ class Simulation:
             engine.core.stats().counters.prefix_cache_hits for engine in self._engines
         )
         return self.result
+
+    def _expect(self, specs: Iterable[Spec]) -> None:
+        for spec in specs:
+            index = len(self._specs)
+            self._specs.append(spec)
+            self._num_open += 1
+            self._at(spec.at, partial(self._arrive, index, spec))
+
+    def _follow(self, front_end: FrontEnd, now: float) -> None:
+        for rank, question in front_end.questions(now):
+            self._at(now + HOP, partial(self._receive, rank, question))
+        self._at(now + FOLLOW_INTERVAL, partial(self._follow, front_end))
 
     def _at(self, when: float, event: Callable[[float], None]) -> None:
         self._num_events += 1
@@ -232,20 +374,23 @@ class Simulation:
         sender = index % len(self._front_ends)
         sampling = SamplingParams(max_tokens=spec.output_tokens, seed=index, ignore_eos=True)
         request = AddRequest(index, "", sender, 0, spec.prompt, sampling)
-        rank = self._front_ends[sender].send(spec.prompt, request.num_tokens)
+        chosen = self._front_ends[sender].send(request)
         self._arrived[index] = now
         self.result.prompt_tokens += len(spec.prompt)
-        self._at(now + HOP, lambda at: self._receive(rank, request, at))
+        self.result.expected += chosen.cached_tokens
+        if spec.then is not None:
+            self._tokens[index] = list(spec.prompt)
+        self._at(now + HOP, partial(self._receive, chosen.rank, request))
 
-    def _receive(self, rank: int, request: AddRequest, now: float) -> None:
+    def _receive(self, rank: int, message: AddRequest | KvBlocksWanted, now: float) -> None:
         engine = self._engines[rank]
-        engine.inbox.append(request)
+        engine.inbox.append(message)
         if not engine.stepping:
             self._begin(rank, engine, now)
 
     def _begin(self, rank: int, engine: _Engine, now: float) -> None:
-        for request in engine.inbox:
-            engine.core.handle(request)
+        for message in engine.inbox:
+            engine.core.handle(message)
         engine.inbox.clear()
         engine.stepping = True
         before = engine.executor.virtual_us
@@ -265,25 +410,46 @@ class Simulation:
                 if output.id not in self._begun:
                     self._begun.add(output.id)
                     self.result.first_token.append(waited)
+                if output.id in self._tokens:
+                    self._tokens[output.id] += output.token_ids
                 if output.finish_reason is not None:
                     self.result.total.append(waited)
+                    self._num_open -= 1
+                    then = self._specs[output.id].then
+                    if then is not None:
+                        self._expect(then(now, self._tokens.pop(output.id)))
+        for front_end, blocks in step.blocks:
+            index = self._front_ends[front_end].blocks
+            if index is not None:
+                index.take(blocks)
         if engine.inbox or engine.core.has_work:
             self._begin(rank, engine, now)
 
 
 def compare(
-    engines: int, front_ends: int, nodes: int, requests: int, seed: int
+    engines: int,
+    front_ends: int,
+    nodes: int,
+    requests: int,
+    seed: int,
+    *,
+    workloads: Sequence[str] = (),
+    policies: Sequence[str] = (),
 ) -> dict[str, dict[str, Result]]:
-    """Return a result for every workload and policy; all policies serve the same requests."""
+    """Return a result for every workload and policy; all policies serve the same requests.
+
+    What follows an answer differs: it comes when the answer is there.
+    """
     results: dict[str, dict[str, Result]] = {}
+    workloads, policies = workloads or list(WORKLOADS), policies or list(POLICIES)
     with Progress(transient=True) as progress, tempfile.TemporaryDirectory() as directory:
-        task = progress.add_task("simulating", total=len(WORKLOADS) * len(POLICIES))
-        for workload, generate in WORKLOADS.items():
-            specs = list(generate(random.Random(seed), requests, engines))
+        task = progress.add_task("simulating", total=len(workloads) * len(policies))
+        for workload in workloads:
             results[workload] = {}
-            for name, policy in POLICIES.items():
+            for name in policies:
                 progress.update(task, description=f"{workload}, {name}")
-                simulation = Simulation(policy, engines, front_ends, nodes, Path(directory))
+                specs = list(WORKLOADS[workload](random.Random(seed), requests, engines))
+                simulation = Simulation(POLICIES[name], engines, front_ends, nodes, Path(directory))
                 results[workload][name] = simulation.run(specs)
                 progress.advance(task)
     return results
@@ -291,7 +457,7 @@ def compare(
 
 HEADINGS = (
     "policy", "TTFT p50 ms", "TTFT p99 ms", "request p50 s", "request p99 s", "output tok/s",
-    "busiest / mean", "prompt cached",
+    "busiest / mean", "prompt cached", "expected",
 )  # fmt: skip
 
 
@@ -307,6 +473,7 @@ def row(policy: str, result: Result) -> list[str]:
         f"{result.output_tokens / result.ended:.0f}",
         f"{busiest:.2f}",
         f"{100 * result.cached / result.prompt_tokens:.0f} %",
+        f"{100 * result.expected / result.prompt_tokens:.0f} %" if result.expected else "",
     ]
 
 
@@ -343,10 +510,18 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=1000, help="per workload and policy")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=())
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=())
     parser.add_argument("--markdown", action="store_true", help="tables for documents")
     options = parser.parse_args()
     results = compare(
-        options.engines, options.front_ends, options.nodes, options.requests, options.seed
+        options.engines,
+        options.front_ends,
+        options.nodes,
+        options.requests,
+        options.seed,
+        workloads=options.workloads,
+        policies=options.policies,
     )
     show(results, markdown=options.markdown)
 

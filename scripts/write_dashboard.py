@@ -231,6 +231,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             unit="reqps", width=8,
         ),
         panel(
+            "Cached prompt tokens as routed",
+            {
+                "expected": rate("routing_expected_cached_tokens_total"),
+                "found": rate("routing_found_cached_tokens_total"),
+            },
+            text="With --routing-policy prefix-aware: what engines were expected to have, and had.",
+        ),
+        panel(
             "Tokens per step",
             {
                 "engine {{engine}}": f"{engine_rate('iteration_tokens_total_sum')} / "

@@ -58,6 +58,7 @@ from server.media.served import placeholders_of, served_processor
 from server.observe.metrics import FrontEndMetrics
 from server.observe.stats_log import log_stats
 from server.observe.tracing import TracingUnavailable, request_tracer
+from server.router.block_index import BlockIndex
 from server.router.engine_client import EngineClient
 from server.router.link import ClusterLink, JoinRefused
 from server.router.load_table import LoadTable
@@ -155,7 +156,7 @@ class FrontEnd:
         metrics.replaces(self._launch.replaced)
         client = EngineClient(
             front_end=index,
-            router=self._router(index),
+            router=self._router(index, metrics),
             metrics=metrics,
             notify=link.notify,
             requests=self._requests,
@@ -301,23 +302,28 @@ class FrontEnd:
         metrics.store_usage = lambda: (backend.total, backend.max_bytes)
         return ResponseStore(backend)
 
-    def _router(self, index: int) -> Router:
+    def _router(self, index: int, metrics: FrontEndMetrics) -> Router:
         table = None
         if self._launch.load_table is not None:
             table = LoadTable(Path(self._launch.load_table), self._launch.place)
-        config = self._config
+        config, routing = self._config, self._config.routing
+        blocks = None
+        if routing.routing_policy == "prefix-aware":
+            blocks = BlockIndex(index, routing.routing_index_blocks)
+            metrics.index_size = blocks.size
         return build_router(
             front_end=index,
             incarnation=self._launch.incarnation,
             first_id=secrets.randbits(42) << 20,
-            policy=build_policy(config.routing.routing_policy, index),
+            policy=build_policy(routing.routing_policy, index),
             table=table,
             grace=config.cluster.engine_timeout,
-            max_resumes=config.routing.max_resumes,
-            resume_timeout=config.routing.resume_timeout,
-            halted_timeout=config.routing.halted_timeout,
+            max_resumes=routing.max_resumes,
+            resume_timeout=routing.resume_timeout,
+            halted_timeout=routing.halted_timeout,
             scope=self._scope,
             num_ranks=config.parallel.data_parallel_size,
+            index=blocks,
         )
 
     async def _serve_http(

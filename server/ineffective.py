@@ -77,6 +77,11 @@ _NEEDS = (
         lambda values: values["response_store"] != "none",
     ),
     _Need(
+        ("routing_index_blocks",),
+        "--routing-policy prefix-aware",
+        lambda values: values["routing_policy"] == "prefix-aware",
+    ),
+    _Need(
         ("allowed_methods", "allowed_headers", "allow_credentials"),
         "--allowed-origins",
         lambda values: bool(values["allowed_origins"]),

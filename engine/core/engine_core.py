@@ -37,6 +37,8 @@ from engine.shared.messages import (
     FleetOrder,
     HeldAdapter,
     HoldAdapters,
+    KvBlocks,
+    KvBlocksWanted,
     RequestOutput,
     StartDpWave,
     UtilityCall,
@@ -226,6 +228,9 @@ class EngineCore:
                 pass
             case UtilityCall() | FleetOrder():
                 self._front_ends.results += carry_out(self.operations, event, self._rank)
+            case KvBlocksWanted(front_end, after):
+                self._front_ends.want_blocks(front_end, after)
+                self._tell_blocks()
             case FrontEndJoined(index, incarnation):
                 self.front_end_joined(index, incarnation)
             case FrontEndLeft(index):
@@ -284,9 +289,18 @@ class EngineCore:
             self.adapters.sweep()
         if self._kv_events is not None:
             self._kv_events.flush()
+        self._tell_blocks()
         news = self._news
         changes_alone = news.alone != self._front_ends.told.alone
         return self._front_ends.hand_over(news, self.stats, changes_alone=changes_alone)
+
+    def _tell_blocks(self) -> None:
+        """Answer front ends that wait for changes of KV blocks, if there are any."""
+        for front_end, after in list(self._front_ends.wanted_blocks.items()):
+            changes = self._scheduler.blocks_since(after)
+            if changes is not None:
+                blocks = KvBlocks(self._rank, self._incarnation, *changes)
+                self._front_ends.tell_blocks(front_end, blocks)
 
     def _add(self, message: AddRequest) -> None:
         if not self._is_present(message.front_end, message.request_id):
@@ -334,4 +348,5 @@ def _setup(
         cache.kv_cache_dtype,
         info.is_batch_invariant,
         images=info.vision is not None,
+        tells_blocks=info.has_kv and cache.enable_prefix_caching and not info.in_one_step,
     )

@@ -1,11 +1,18 @@
 """The front ends that an engine has: what came from each, and what each is to be sent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.scheduler.outputs import Outputs
-from engine.shared.messages import AddRequest, EngineStats, Received, RequestOutput, UtilityResult
+from engine.shared.messages import (
+    AddRequest,
+    EngineStats,
+    KvBlocks,
+    Received,
+    RequestOutput,
+    UtilityResult,
+)
 
 
 class CoreStep(NamedTuple):
@@ -18,6 +25,8 @@ class CoreStep(NamedTuple):
     stats: EngineStats
     changes_alone: bool = False
     """The next step changes which request runs alone: all have to be told before it."""
+    blocks: Sequence[tuple[int, KvBlocks]] = ()
+    """Which KV blocks there are, with the front end that asked."""
 
 
 class News(NamedTuple):
@@ -51,6 +60,9 @@ class FrontEnds:
         """What all front ends know."""
         self.results: list[tuple[int, UtilityResult]] = []
         """Answers to operators' calls, with the front end that asked."""
+        self.wanted_blocks: dict[int, int] = {}
+        """The newest change of KV blocks that each front end knows which waits for more."""
+        self._blocks: list[tuple[int, KvBlocks]] = []
         self._entries: dict[int, _FrontEnd] = {}
         self._outputs: Outputs = {}
 
@@ -104,7 +116,7 @@ class FrontEnds:
     @property
     def has_mail(self) -> bool:
         """Whether there are outputs or answers."""
-        return bool(self._outputs or self.results)
+        return bool(self._outputs or self.results or self._blocks)
 
     def collect(self, outputs: Outputs) -> None:
         """Take all outputs of a step."""
@@ -117,6 +129,16 @@ class FrontEnds:
     def address(self, front_end: int) -> list[RequestOutput]:
         """Return the outputs for a front end, which gets a message even if there are none."""
         return self._outputs.setdefault(front_end, [])
+
+    def want_blocks(self, front_end: int, after: int) -> None:
+        """A front end that is there waits for changes of KV blocks after this one."""
+        if self.is_present(front_end):
+            self.wanted_blocks[front_end] = after
+
+    def tell_blocks(self, front_end: int, blocks: KvBlocks) -> None:
+        """Answer a front end that waits for changes of KV blocks."""
+        del self.wanted_blocks[front_end]
+        self._blocks.append((front_end, blocks))
 
     def hand_over(
         self, news: News, stats: Callable[[], EngineStats], *, changes_alone: bool
@@ -132,13 +154,15 @@ class FrontEnds:
             for index, entry in self._entries.items():
                 if entry.present:
                     self.address(index)
-        outputs, results = self._outputs, self.results
-        self._outputs, self.results = {}, []
+        outputs, results, blocks = self._outputs, self.results, self._blocks
+        self._outputs, self.results, self._blocks = {}, [], []
         for index in outputs:
             self._entries[index].outputs += 1
-        return CoreStep(outputs, results, stats(), changes_alone)
+        return CoreStep(outputs, results, stats(), changes_alone, blocks)
 
     def _drop(self, index: int) -> None:
         """Forget what was to be sent to a process that has gone."""
         self._outputs.pop(index, None)
+        self.wanted_blocks.pop(index, None)
+        self._blocks = [entry for entry in self._blocks if entry[0] != index]
         self.results = [entry for entry in self.results if entry[0] != index]

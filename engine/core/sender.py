@@ -189,6 +189,8 @@ class Sender:
             self._send(index, StepOutputs(step.stats, of_front_end))
         for index, result in step.utility_results:
             self._send(index, result)
+        for index, blocks in step.blocks:
+            self._send(index, blocks)
         self._report(self._throttle.offer(step.stats, self._clock()))
         if self._throttle.holds and not self._holds.is_set():
             self._holds.set()

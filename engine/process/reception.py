@@ -28,6 +28,7 @@ from engine.shared.messages import (
     HeartbeatAck,
     HeldAdapter,
     HoldAdapters,
+    KvBlocksWanted,
     MemberMessage,
     Refused,
     RouteHello,
@@ -165,7 +166,7 @@ class Reception:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event at `now`; return what to do. Unknown events are ignored."""
         match event:
-            case AddRequest() | AbortRequests() | UtilityCall():
+            case AddRequest() | AbortRequests() | UtilityCall() | KvBlocksWanted():
                 return [Deliver(event)]
             case Welcome() | Refused() | HeartbeatAck():
                 actions = self._reply(event, now)

@@ -14,7 +14,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], object]) -> None:
         self.num_blocks = num_blocks
-        self._on_evict = on_evict
+        self.on_evict = on_evict
         self._references = [0] * num_blocks
         self._kept = bytearray(num_blocks)
         self._blank = list(range(num_blocks - 1, -1, -1))
@@ -91,6 +91,6 @@ class BlockPool:
         else:
             block_id, _ = self._reusable.popitem(last=False)
             self._kept[block_id] = 0
-            self._on_evict(block_id)
+            self.on_evict(block_id)
         self._references[block_id] = 1
         return block_id

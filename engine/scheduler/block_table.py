@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.batch.batch import SlotImage
-from engine.scheduler.prefix_cache import ROOT_DIGEST
+from engine.shared.block_names import ROOT_DIGEST
 from engine.shared.config import SchedulerConfig
 from engine.shared.messages import EncoderInput
 

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.kv_events.events import KvEventLog
 from engine.kv_tiers.tiers import BlockName, Fetch, KvTiers
+from engine.scheduler.block_log import BlockChanges, BlockLog
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.block_table import FREED, NEVER, BlockTable, CacheShape, GroupTable
-from engine.scheduler.prefix_cache import KnownDigests, PrefixCache, block_digest, shown_in
+from engine.scheduler.prefix_cache import KnownDigests, PrefixCache
+from engine.shared.block_names import block_digest, shown_in
 
 
 class KVCacheManager:
@@ -42,6 +44,10 @@ class KVCacheManager:
         self._known = KnownDigests(block_size)
         self._tiers = tiers
         self._events = events
+        self._log: BlockLog | None = None
+        """For front ends, once one has asked."""
+        self._followed = self._keeping[0] if self._keeping else 0
+        """The group of layers whose blocks are told: one that keeps all positions, if any does."""
         stores_evicted = tiers is not None and not tiers.stores_all
         is_plain = self.num_groups == 1 and not stores_evicted and events is None
         self._pool = BlockPool(
@@ -308,7 +314,16 @@ class KVCacheManager:
         self._generation += 1
         if self._events is not None:
             self._events.cleared()
+        if self._log is not None:
+            self._log.cleared()
         return num_forgotten
+
+    def blocks_since(self, after: int) -> BlockChanges | None:
+        """Return which blocks can be found or not since change number `after`; see `BlockLog`."""
+        if self._log is None:
+            self._log = BlockLog(self._caches[self._followed].digests())
+            self._pool.on_evict = self._evict
+        return self._log.since(after)
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Check all books against the tables of all sequences.
@@ -334,6 +349,8 @@ class KVCacheManager:
         for number, cache in enumerate(self._caches):
             if block_id in cache.blocks():
                 digest = cache.evict(block_id)
+                if self._log is not None and number == self._followed:
+                    self._log.removed(digest)
                 if self._events is not None:
                     self._events.removed(number, digest)
                 if self._tiers is not None and not self._tiers.stores_all:
@@ -343,6 +360,8 @@ class KVCacheManager:
         self, group: int, table: BlockTable, index: int, token_ids: Sequence[int]
     ) -> None:
         """Tell of a sequence's block that can be found from now on."""
+        if self._log is not None and group == self._followed:
+            self._log.stored(table.digests[index])
         if self._events is not None:
             digests, start = table.digests[max(0, index - 1) : index + 1], index * self.block_size
             shown = shown_in(table.images, start, start + self.block_size)

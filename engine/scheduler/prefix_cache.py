@@ -3,12 +3,7 @@
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from hashlib import blake2b
-from struct import pack
 from typing import NamedTuple
-
-from engine.batch.batch import SlotImage
-from engine.shared.messages import ROOT_SIZE
 
 MAX_KNOWN_TOKENS = 2**20
 """Tokens of all sequences that are remembered: some 8 MB with the names of their blocks."""
@@ -93,42 +88,6 @@ def _common(tokens: bytes, others: bytes, count: int) -> int:
     return low
 
 
-ROOT_DIGEST = bytes(ROOT_SIZE)
-"""Parent of the first block of every sequence that has no root of its own."""
-
-
-def block_digest(parent: bytes, token_ids: Sequence[int], shown: Sequence[bytes] = ()) -> bytes:
-    """Return the 16-byte name of a full block after the prefix that `parent` names.
-
-    A pure function of the sequence's root, its tokens from position 0 on and what these show: the
-    same in every process and on every machine. Token ids have to fit in an int32.
-    """
-    tokens = pack(f"<{len(token_ids)}i", *token_ids)
-    return blake2b(b"".join((parent, tokens, *shown)), digest_size=16).digest()
-
-
-def shown_in(images: Sequence[SlotImage], start: int, end: int) -> list[bytes]:
-    """Return what the tokens from `start` to `end` show: which images, and which part of each.
-
-    That is an image's digest, and how many of its tokens come before `start` (or, if negative, of
-    the others from there before it), in 8 bytes.
-    """
-    return [
-        image.digest + pack("<q", start - image.position)
-        for image in images
-        if image.position < end and start < image.end
-    ]
-
-
-def adapter_root(root: bytes, adapter: str) -> bytes:
-    """Return the root of sequences that are computed with a version of an adapter."""
-    if not adapter:
-        return root
-    return blake2b(
-        root + adapter.encode(), digest_size=ROOT_SIZE, person=b"swell adapters"
-    ).digest()
-
-
 class PrefixCache:
     """Full blocks by the digest of all tokens up to their end."""
 
@@ -145,6 +104,10 @@ class PrefixCache:
     def blocks(self) -> Collection[int]:
         """Return the blocks whose content has a name."""
         return self._digest_of.keys()
+
+    def digests(self) -> Collection[bytes]:
+        """Return their names."""
+        return self._block_of.keys()
 
     def get(self, digest: bytes) -> int | None:
         """Return the block with this content, if there is one."""

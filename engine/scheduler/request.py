@@ -7,7 +7,7 @@ from engine.batch.grammars import Grammar
 from engine.kv_tiers.tiers import Fetch
 from engine.scheduler.adapter_slots import NO_ADAPTER
 from engine.scheduler.block_table import BlockTable
-from engine.scheduler.prefix_cache import ROOT_DIGEST, adapter_root
+from engine.shared.block_names import ROOT_DIGEST, adapter_root
 from engine.shared.messages import (
     AddRequest,
     EncoderInput,

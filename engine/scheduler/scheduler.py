@@ -17,6 +17,7 @@ from engine.kv_tiers.tiers import KvTiers
 from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.arrivals import Arrivals
+from engine.scheduler.block_log import BlockChanges
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
 from engine.scheduler.encoder_cache import EncoderCache
 from engine.scheduler.fairness import Fairness
@@ -292,6 +293,10 @@ class Scheduler:
         if tiers and self._tiers is not None:
             self._tiers.clear()
         return self._kv.reset_prefix_cache()
+
+    def blocks_since(self, after: int) -> BlockChanges | None:
+        """Return which KV blocks can be found or not since change number `after`."""
+        return self._kv.blocks_since(after)
 
     def reset_encoder_cache(self) -> int:
         """Forget all encoded images but those that are being computed; return how many."""

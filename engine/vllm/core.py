@@ -43,6 +43,7 @@ from engine.shared.messages import (
     EngineStats,
     FleetOrder,
     HoldAdapters,
+    KvBlocksWanted,
     PauseMode,
     RequestOutput,
     SleepMode,
@@ -231,7 +232,7 @@ class VllmCore:
                 self._clock.start_ordered(event)
             case Rejoined(wave):
                 self._clock.welcomed(wave)
-            case HoldAdapters() | PrerequisitesSettled() | AdaptersSettled():
+            case HoldAdapters() | PrerequisitesSettled() | AdaptersSettled() | KvBlocksWanted():
                 pass  # there are none
 
     def _add(self, message: AddRequest) -> None:

@@ -80,15 +80,22 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     routing_policy: Annotated[
         str,
         OneOf(
-            ("least-loaded", "prefix-affinity", "power-of-two", "round-robin"),
+            ("least-loaded", "prefix-aware", "prefix-affinity", "power-of-two", "round-robin"),
             "swell.routing_policies",
         ),
         "Which engine gets a request; least-loaded: the one with the least work; "
+        "prefix-aware: the one with the least work once it has the request, of which it need not "
+        "compute what it has cached: engines tell which KV blocks they hold; "
         "prefix-affinity: the one that got a prompt with the same beginning, unless it is "
         "much busier (for a new beginning all front ends choose the same engine); "
         "power-of-two: the less loaded of two drawn at random; round-robin: each in turn; or the "
         "name of a plugin.",
     ] = "least-loaded"
+    routing_index_blocks: Annotated[
+        PositiveInt,
+        "KV blocks that an API server remembers for prefix-aware routing, about 80 bytes each; "
+        "engines have equal shares, and a block beyond them counts as not cached.",
+    ] = 2_000_000
     min_ready_engines: Annotated[
         PositiveInt,
         "Number of engines that must be ready before /ready answers 200 for the first time, "

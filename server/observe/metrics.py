@@ -62,6 +62,13 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     ),
     "responses_not_kept": ("Responses that could not be stored as their request wanted.",),
     "routing_decisions": ("Sequences routed, by engine and reason.", "engine", "reason"),
+    "routing_expected_cached_tokens": (
+        "Prompt tokens that engines were expected to have cached, by prefix-aware routing.",
+    ),
+    "routing_found_cached_tokens": ("Prompt tokens that they had cached, of the same requests.",),
+    "routing_index_resyncs": (
+        "Times that an engine named all of its KV blocks anew: a reset, or changes were lost.",
+    ),
     "tool_call_parser_invocations": (
         "Answers that a parser read for tool calls, by its name.", "parser",
     ),
@@ -130,6 +137,8 @@ class FrontEndMetrics:
             self.count("api_server_restarts", reason, by=0)  # so that the series is there
         self.store_usage: Callable[[], tuple[int, int]] | None = None
         """Returns the bytes that are kept and their limit, if responses are kept."""
+        self.index_size: Callable[[], int] | None = None
+        """Returns how many KV blocks prefix-aware routing knows of, if it is on."""
         self._exposed = registry
         if multiprocess:
             self._exposed = CollectorRegistry()
@@ -192,11 +201,14 @@ class FrontEndMetrics:
         self._sequences.flush()
         engines = self._engines(client, None)
         own = [] if self.store_usage is None else self._store_gauges(*self.store_usage())
+        if self.index_size is not None:
+            text = "KV blocks of engines that this API server knows of, for prefix-aware routing."
+            own.append(self._gauge("routing_index_blocks", text, self.index_size()))
 
-        def text() -> bytes:
+        def render() -> bytes:
             return generate_latest(self._exposed) + text_of([*own, *engines.collect()])
 
-        return text
+        return render
 
     def render(self, client: GenerationClient) -> bytes:
         """Return all series in Prometheus text format: this node's and every engine's."""
@@ -210,15 +222,15 @@ class FrontEndMetrics:
         return text_of(self._engines(client, rank).collect())
 
     def _store_gauges(self, kept: int, most: int) -> list[Metric]:
-        gauges: list[Metric] = []
-        for name, text, value in (
-            ("response_store_bytes", "Bytes of kept responses and conversations.", kept),
-            ("response_store_limit_bytes", "Bytes that may be kept.", most),
-        ):
-            gauge = GaugeMetricFamily(self._prefix + name, text, labels=("model_name",))
-            gauge.add_metric((self._model_name,), value)
-            gauges.append(gauge)
-        return gauges
+        return [
+            self._gauge("response_store_bytes", "Bytes of kept responses and conversations.", kept),
+            self._gauge("response_store_limit_bytes", "Bytes that may be kept.", most),
+        ]
+
+    def _gauge(self, name: str, text: str, value: int) -> Metric:
+        gauge = GaugeMetricFamily(self._prefix + name, text, labels=("model_name",))
+        gauge.add_metric((self._model_name,), value)
+        return gauge
 
     def _engines(self, client: GenerationClient, rank: int | None) -> EngineCollector:
         ages = Ages(client.view_age, client.stats_age)

@@ -7,12 +7,13 @@ earlier engine or connection still sends for it are ignored.
 import msgspec
 
 from engine.shared.messages import AddRequest, StepOutputs, WakeUp
-from server.router.events import Abort, Action, Deliver, Notify, Send, Woken
+from server.router.block_index import BlockIndex
+from server.router.events import Abort, Action, Deliver, Notify, PrefixFound, Send, Woken
 from server.router.load import Loads
 from server.router.members import Members
 from server.router.request import RoutedRequest
 from server.router.route import Engine
-from server.router.routing import Choice, RoutingPolicy, with_adapter
+from server.router.routing import Choice, RoutingPolicy, with_adapter, with_cached
 
 
 class Delivery:
@@ -24,6 +25,7 @@ class Delivery:
         members: the engines that there are.
         loads: how loaded they are.
         policy: chooses among them.
+        index: which KV blocks they hold, if the policy is to know.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Delivery:
         members: Members,
         loads: Loads,
         policy: RoutingPolicy,
+        index: BlockIndex | None = None,
     ) -> None:
         self.in_flight: dict[int, RoutedRequest] = {}
         """Requests that have not ended, by the id under which they were sent last."""
@@ -42,6 +45,7 @@ class Delivery:
         self._members = members
         self._loads = loads
         self._policy = policy
+        self._index = index
         self._woken_at: float | None = None
 
     # -- requests --------------------------------------------------------------------------------
@@ -108,6 +112,7 @@ class Delivery:
     def _choose(self, request: RoutedRequest) -> Choice | None:
         routes, pinned_rank = self._members.routes, request.pinned_rank
         adapter = request.message.adapter
+        request.expected_cached = None
         if pinned_rank is not None:
             route = routes.get(pinned_rank)
             is_there = route is not None and route.is_open and route.can_serve(request.message)
@@ -118,16 +123,23 @@ class Delivery:
         loads = self._loads.of(usable)
         if not loads:
             return None
+        cached: dict[int, int] = {}
+        if self._index is not None:
+            engines = [each.engine for each in usable]
+            cached = self._index.cached_tokens(engines, request.message, request.output_token_ids)
+            loads = with_cached(loads, cached)
         choice = self._policy.choose(
             loads,
             request.shown_token_ids,
             self._members.unseen_front_ends(self._loads.num_front_ends),
             cache_root=request.message.cache_root + adapter.encode(),
         )
-        if not adapter:
-            return choice
-        resident = {route.entry.rank for route in usable if route.has_resident(adapter)}
-        return with_adapter(choice, loads, resident)
+        if adapter:
+            resident = {route.entry.rank for route in usable if route.has_resident(adapter)}
+            choice = with_adapter(choice, loads, resident)
+        if self._index is not None:
+            request.expected_cached = cached.get(choice.rank, 0)
+        return choice
 
     def abort(self, ids: list[int], engine: Engine | None) -> list[Action]:
         """Have an engine process drop requests, if it can be reached."""
@@ -154,6 +166,7 @@ class Delivery:
         stats = message.stats
         engine = (stats.rank, stats.incarnation)
         in_flight, delivered, stale = self.in_flight, [], []
+        found: list[Action] = []
         for output in message.outputs if order >= 0 else ():
             request = in_flight.get(output.id)
             if request is None:
@@ -162,11 +175,15 @@ class Delivery:
             elif order == 0 and request.engine == engine:
                 if output.timing is not None:
                     request.times.said(output.timing, now, last=output.finish_reason is not None)
+                    if request.expected_cached is not None:
+                        expected = request.expected_cached
+                        found.append(PrefixFound(expected, output.num_cached_tokens))
+                        request.expected_cached = None
                 if output.finish_reason is not None:
                     del in_flight[output.id]
                 request.output_token_ids += output.token_ids
                 delivered.append((request, output))
-        actions: list[Action] = [Deliver(delivered)] if delivered else []
+        actions: list[Action] = [Deliver(delivered), *found] if delivered else []
         return actions + self.abort(stale, engine) if stale else actions
 
     def engines_run(self, now: float) -> list[Action]:

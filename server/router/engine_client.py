@@ -30,7 +30,7 @@ from engine.shared.messages import (
 )
 from engine.shared.transport import Inbox
 from server.router.adapters import Adapters
-from server.router.events import CallOverdue, EngineHello, Event, Tick
+from server.router.events import CallOverdue, EngineHello, Event, FollowBlocks, Tick
 from server.router.generation_client import NoEngineAvailable
 from server.router.router import Router
 from server.router.shell import ClientMetrics, RouterShell
@@ -52,6 +52,10 @@ FIRST_CONNECT_TIMEOUT = 5.0
 
 TICK_INTERVAL = 1.0
 """Seconds between checks for members and requests that have waited for too long."""
+
+
+FOLLOW_INTERVAL = 0.1
+"""Seconds between questions to engines which KV blocks they hold."""
 
 
 class EngineClient:
@@ -124,6 +128,9 @@ class EngineClient:
         )
         self._outputs.attach(self._loop, lambda _sender, message: self._handle(message))
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
+        self._follow_timer: asyncio.TimerHandle | None = None
+        if router.index is not None:
+            self._follow()
         self._first_connect_timer = self._loop.call_later(
             FIRST_CONNECT_TIMEOUT, self._reached_engines.set
         )
@@ -354,6 +361,10 @@ class EngineClient:
                 self._notify(wish)
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
 
+    def _follow(self) -> None:
+        self._shell.handle(FollowBlocks())
+        self._follow_timer = self._loop.call_later(FOLLOW_INTERVAL, self._follow)
+
     def _handle(self, event: Event) -> None:
         self._shell.handle(event)
         members = self._router.members
@@ -377,6 +388,8 @@ class EngineClient:
     def close(self) -> None:
         """Stop receiving and close the sockets."""
         self._timer.cancel()
+        if self._follow_timer is not None:
+            self._follow_timer.cancel()
         self._first_connect_timer.cancel()
         for inbox in (self._requests, self._outputs):
             inbox.close()

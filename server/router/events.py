@@ -9,6 +9,8 @@ from engine.shared.messages import (
     AddRequest,
     ClusterView,
     EngineDead,
+    KvBlocks,
+    KvBlocksWanted,
     RequestOutput,
     RouteHello,
     StepOutputs,
@@ -68,9 +70,13 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
+class FollowBlocks(msgspec.Struct, frozen=True):
+    """It is time to ask engines which KV blocks they hold."""
+
+
 Event = (
     StepOutputs | Submit | Close | EngineHello | ClusterView | Tick | EngineDead
-    | SendsFailed | Call | UtilityResult | CallOverdue
+    | SendsFailed | Call | UtilityResult | CallOverdue | KvBlocks | FollowBlocks
 )  # fmt: skip
 
 
@@ -100,6 +106,13 @@ class Confirm(msgspec.Struct, frozen=True):
 
     to: bytes
     session: int
+
+
+class Follow(msgspec.Struct, frozen=True):
+    """Ask an engine which KV blocks it holds, if it is there."""
+
+    to: bytes
+    question: KvBlocksWanted
 
 
 class Deliver(msgspec.Struct, frozen=True):
@@ -146,6 +159,18 @@ class Woken(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class PrefixFound(msgspec.Struct, frozen=True):
+    """For the metrics: how many tokens of a prompt an engine had cached, and what was expected."""
+
+    expected: int
+    found: int
+
+
+class IndexLost(msgspec.Struct, frozen=True):
+    """For the metrics: an engine named all of its KV blocks anew: a reset, or changes were lost."""
+
+
 Action = (
     Deliver | Send | Abort | Confirm | Fail | Refuse | CallResult | Notify | Resumed | Woken
+    | Follow | PrefixFound | IndexLost
 )  # fmt: skip

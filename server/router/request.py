@@ -116,6 +116,9 @@ class RoutedRequest:
     """The engine process that runs it; None: it waits for one."""
     output_token_ids: list[int] = field(default_factory=list)
     """Tokens received so far, from all engines that ran it."""
+    expected_cached: int | None = None
+    """Tokens that its engine is expected to have cached, until it says how many it had; None:
+    nothing is known of that."""
     times: EngineTimes = field(default_factory=EngineTimes)
     suspicion: Suspicion = field(default_factory=Suspicion)
     waited_since: float | None = None

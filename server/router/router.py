@@ -14,11 +14,13 @@ from engine.shared.messages import (
     ClusterView,
     EngineDead,
     EngineStats,
+    KvBlocks,
     StepOutputs,
     UtilityCall,
     UtilityResult,
 )
 from engine.shared.scope import EVERYTHING, Scope
+from server.router.block_index import BlockIndex
 from server.router.calls import UtilityCalls
 from server.router.delivery import Delivery
 from server.router.events import (
@@ -30,6 +32,8 @@ from server.router.events import (
     Deliver,
     EngineHello,
     Event,
+    FollowBlocks,
+    IndexLost,
     Refuse,
     Send,
     SendsFailed,
@@ -58,12 +62,15 @@ class Router:
         delivery: Delivery,
         failover: Failover,
         calls: UtilityCalls,
+        index: BlockIndex | None = None,
     ) -> None:
         self.members = members
         self.loads = loads
         self.delivery = delivery
         self.failover = failover
         self.calls = calls
+        self.index = index
+        """Which engine holds which KV blocks; None where nobody wants to know."""
 
     # -- the one way in --------------------------------------------------------------------------
 
@@ -82,6 +89,8 @@ class Router:
                 actions = self.calls.begin(event, self.members.routes.values())
             case CallOverdue(call_id, why):
                 actions = self.calls.overdue(call_id, why)
+            case KvBlocks() | FollowBlocks():
+                return self._follow_blocks(event, now)
             case _:
                 actions = self._engines_changed(event, now)
                 actions += self.failover.place_waiting(now)
@@ -165,6 +174,13 @@ class Router:
                 if output.finish_reason is not None:
                     self.failover.forget(request)
         self.failover.probation.watch(stats)
+
+    def _follow_blocks(self, event: KvBlocks | FollowBlocks, now: float) -> list[Action]:
+        if self.index is None:
+            return []
+        if isinstance(event, KvBlocks):
+            return [IndexLost()] if self.index.take(event) else []
+        return list(self.index.follow(self.members.routes.values(), now))
 
     # -- engines that come and go ----------------------------------------------------------------
 
@@ -251,12 +267,18 @@ def build_router(
     halted_timeout: float,
     scope: Scope = EVERYTHING,
     num_ranks: int = 0,
+    index: BlockIndex | None = None,
 ) -> Router:
     """Return a router that knows nothing yet; its owners say what the arguments are for."""
     members = Members(incarnation, grace, scope, num_ranks)
     loads = Loads(front_end, incarnation, grace, table)
     delivery = Delivery(
-        front_end=front_end, first_id=first_id, members=members, loads=loads, policy=policy
+        front_end=front_end,
+        first_id=first_id,
+        members=members,
+        loads=loads,
+        policy=policy,
+        index=index,
     )
     failover = Failover(
         members=members,
@@ -272,4 +294,5 @@ def build_router(
         delivery=delivery,
         failover=failover,
         calls=UtilityCalls(front_end),
+        index=index,
     )

@@ -13,7 +13,7 @@ import logging
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from engine.shared.plugins import load_plugin
@@ -52,6 +52,14 @@ AFFINITY_SLACK = 2.0
 """Requests by which it may be busier in any case."""
 
 
+CACHED_WEIGHT = 2.0
+"""Queued tokens that weigh as much as a cached one of the request.
+
+Once for what it saves now, and once for what computing it elsewhere would cost later: the copy
+takes the place of another prompt's blocks.
+"""
+
+
 class EngineLoad(NamedTuple):
     """One engine that can take requests, with what is known to be there or on its way."""
 
@@ -62,6 +70,8 @@ class EngineLoad(NamedTuple):
     prefill_tokens: int
     """Queued prompt tokens, and those of requests not yet received."""
     kv_usage: float
+    cached_tokens: int = 0
+    """Tokens of the request that it is known to have cached; 0 without an index of blocks."""
 
 
 class Choice(NamedTuple):
@@ -99,6 +109,14 @@ def cost(load: EngineLoad) -> float:
     return load.requests + queued + load.waiting * pressure
 
 
+def with_cached(loads: Sequence[EngineLoad], cached: Mapping[int, int]) -> list[EngineLoad]:
+    """Return the loads with the tokens of a request that engines have cached, by rank."""
+    return [
+        each._replace(cached_tokens=cached[each.rank]) if each.rank in cached else each
+        for each in loads
+    ]
+
+
 def with_adapter(choice: Choice, loads: Sequence[EngineLoad], resident: Collection[int]) -> Choice:
     """Return the choice, or an engine that is no busier and has the adapter in a slot.
 
@@ -128,7 +146,7 @@ class LeastLoaded:
         cache_root: bytes = b"",
     ) -> Choice:
         if unseen_front_ends:
-            loads = self._some(loads, unseen_front_ends)
+            loads = self.some(loads, unseen_front_ends)
         costs = [cost(load) for load in loads]
         least = min(costs)
         tied = [load.rank for load, each in zip(loads, costs, strict=True) if each == least]
@@ -137,7 +155,8 @@ class LeastLoaded:
         self._turn += 1
         return Choice(tied[self._turn % len(tied)], "tie")
 
-    def _some(self, loads: Sequence[EngineLoad], unseen: int) -> Sequence[EngineLoad]:
+    def some(self, loads: Sequence[EngineLoad], unseen: int) -> Sequence[EngineLoad]:
+        """Return those to compare while so many other front ends choose unseen."""
         share = max(2, math.ceil(len(loads) / (1 + unseen)))
         return loads if share >= len(loads) else self._random.sample(loads, share)
 
@@ -214,23 +233,69 @@ class PrefixAffinity:
             load = next((load for load in loads if load.rank == rank), None)
             if load is None:
                 continue
-            return Choice(rank, "prefix") if cost(load) <= _bound(loads, length) else None
+            bound = _bound(min(map(cost, loads)), length * AFFINITY_BLOCK)
+            return Choice(rank, "prefix") if cost(load) <= bound else None
         return None
 
 
-def _bound(loads: Sequence[EngineLoad], blocks: int) -> float:
-    """Return the highest cost at which to choose an engine that may have `blocks` blocks cached.
+class PrefixAware:
+    """The engine with the least work once it has the request, of which it has some cached.
 
-    A cached block saves what its tokens would add to the cost of the queue.
+    That is `cost`, in requests, less what the engine is known to have cached of the prompt: each
+    such token counts as `CACHED_WEIGHT` queued ones. No engine is chosen that is busier than
+    `PrefixAffinity` would let it be.
+
+    A prompt of which no engine has anything goes by hash, as with `PrefixAffinity`: others that
+    begin alike and come before it is computed follow it, from whichever front end.
     """
-    saved = blocks * AFFINITY_BLOCK / PREFILL_TOKENS_PER_REQUEST
-    return min(cost(each) for each in loads) * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
+
+    def __init__(self, start: int = 0) -> None:
+        self._least_loaded = LeastLoaded(start)
+
+    def choose(
+        self,
+        loads: Sequence[EngineLoad],
+        prompt_token_ids: Sequence[int] = (),
+        unseen_front_ends: int = 0,
+        *,
+        cache_root: bytes = b"",
+    ) -> Choice:
+        if not any(load.cached_tokens for load in loads):
+            hashes = _prefix_hashes(prompt_token_ids, cache_root)
+            if hashes:
+                return _by_hash(loads, hashes)
+            return self._least_loaded.choose(loads, unseen_front_ends=unseen_front_ends)
+        least = min(map(cost, loads))
+        near = [load for load in loads if cost(load) <= _bound(least, load.cached_tokens)]
+        if unseen_front_ends:
+            most = max(load.cached_tokens for load in near)
+            holders = [load for load in near if load.cached_tokens == most]
+            some = self._least_loaded.some
+            near = [*some(near, unseen_front_ends), *some(holders, unseen_front_ends)]
+        best = min(near, key=_cost_less_cached)
+        return Choice(best.rank, "cached" if best.cached_tokens else "least_loaded")
+
+
+def _cost_less_cached(load: EngineLoad) -> float:
+    return cost(load) - CACHED_WEIGHT * load.cached_tokens / PREFILL_TOKENS_PER_REQUEST
+
+
+def _bound(least: float, cached_tokens: int) -> float:
+    """Return the highest cost at which to choose an engine that may have so many tokens cached.
+
+    A cached token saves what it would add to the cost of the queue.
+
+    Args:
+        least: cost of the least loaded engine.
+    """
+    saved = cached_tokens / PREFILL_TOKENS_PER_REQUEST
+    return least * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
 
 
 def _by_hash(loads: Sequence[EngineLoad], hashes: Sequence[int]) -> Choice:
     """Return what every front end would choose that sees the same loads (rendezvous hashing)."""
     key = hashes[min(len(hashes), HASHED_BLOCKS) - 1]
-    bound = _bound(loads, len(hashes))
+    bound = _bound(min(map(cost, loads)), len(hashes) * AFFINITY_BLOCK)
     near = (load.rank for load in loads if cost(load) <= bound)
     return Choice(max(near, key=lambda rank: hash((key, rank))), "prefix_hash")
 
@@ -248,6 +313,7 @@ def _prefix_hashes(token_ids: Sequence[int], cache_root: bytes) -> list[int]:
 
 POLICIES: dict[str, Callable[[int], RoutingPolicy]] = {
     "least-loaded": LeastLoaded,
+    "prefix-aware": PrefixAware,
     "prefix-affinity": PrefixAffinity,
     "power-of-two": PowerOfTwo,
     "round-robin": RoundRobin,

@@ -28,7 +28,10 @@ from server.router.events import (
     Deliver,
     Event,
     Fail,
+    Follow,
+    IndexLost,
     Notify,
+    PrefixFound,
     Refuse,
     Resumed,
     Send,
@@ -153,10 +156,8 @@ class RouterShell:
                 case Send():
                     if not self._send_request(action):
                         failed.append(action)
-                case Abort(to, ids):
-                    self._send(to, AbortRequests(ids))
-                case Confirm(to, session):
-                    self._send(to, RouteTaken(session))
+                case Abort() | Confirm() | Follow():
+                    self._send(action.to, _message_of(action))
                 case Fail(request, error):
                     self._fail(request, error)
                 case Refuse(error):
@@ -165,7 +166,7 @@ class RouterShell:
                     self._on_answers.pop(call_id)(results)
                 case Notify(notice):
                     self._notify(notice)
-                case Resumed() | Woken():
+                case Resumed() | Woken() | PrefixFound() | IndexLost():
                     self._count(action)
                 case _:
                     assert_never(action)
@@ -191,11 +192,18 @@ class RouterShell:
         if (stream := self._streams.pop(request, None)) is not None:
             stream.fail(error)
 
-    def _count(self, action: Resumed | Woken) -> None:
-        if isinstance(action, Woken):
-            self._metrics.observe("wake_latency_seconds", action.seconds)
-        else:
-            self._metrics.count("requests_resumed")
+    def _count(self, action: Resumed | Woken | PrefixFound | IndexLost) -> None:
+        metrics = self._metrics
+        match action:
+            case Woken(seconds):
+                metrics.observe("wake_latency_seconds", seconds)
+            case Resumed():
+                metrics.count("requests_resumed")
+            case PrefixFound(expected, found):
+                metrics.count("routing_expected_cached_tokens", by=expected)
+                metrics.count("routing_found_cached_tokens", by=found)
+            case IndexLost():
+                metrics.count("routing_index_resyncs")
 
     def _send_request(self, send: Send) -> bool:
         if not self._send(send.to, send.message):
@@ -207,3 +215,14 @@ class RouterShell:
                 fields = {"request_id": name, "engine": send.rank, "reason": send.reason}
                 logger.debug("request %s goes to engine %d", name, send.rank, extra=fields)
         return True
+
+
+def _message_of(action: Abort | Confirm | Follow) -> EngineInput:
+    """Return what an engine is told that need not arrive."""
+    match action:
+        case Abort(_, ids):
+            return AbortRequests(ids)
+        case Confirm(_, session):
+            return RouteTaken(session)
+        case Follow(_, question):
+            return question

@@ -13,11 +13,12 @@ from engine.shared.messages import (
     EngineInput,
     FrontEndAddresses,
     FrontEndNotice,
+    KvBlocks,
     RouteHello,
     StepOutputs,
 )
-from server.router.engine_client import TICK_INTERVAL
-from server.router.events import EngineHello, Tick
+from server.router.engine_client import FOLLOW_INTERVAL, TICK_INTERVAL
+from server.router.events import EngineHello, FollowBlocks, Tick
 from server.router.shell import RouterShell
 from tests.faults.network import Process
 from tests.faults.parts import HEARTBEAT
@@ -49,7 +50,10 @@ class Front(Process):
             ),
             HEARTBEAT,
         )
-        self.router = parts.router(index, incarnation, world.plan.max_resumes)
+        plan = world.plan
+        self.router = parts.router(
+            index, incarnation, plan.max_resumes, prefix_caching=plan.prefix_caching
+        )
         self.shell = RouterShell(
             self.router,
             send=self._send,
@@ -61,6 +65,8 @@ class Front(Process):
         self._links: dict[bytes, Line] = {}
         self.after(0.0, self._membership_tick)
         self.after(TICK_INTERVAL, self._client_tick)
+        if plan.prefix_caching:
+            self.after(0.0, self._follow)
 
     # -- what the shell counts -------------------------------------------------------------------
 
@@ -104,6 +110,10 @@ class Front(Process):
         self.shell.handle(Tick())
         self.after(TICK_INTERVAL, self._client_tick)
 
+    def _follow(self) -> None:
+        self.shell.handle(FollowBlocks())
+        self.after(FOLLOW_INTERVAL, self._follow)
+
     # -- in --------------------------------------------------------------------------------------
 
     def reply(self, reply: CoordinatorReply) -> None:
@@ -139,6 +149,6 @@ class Front(Process):
             self._links[identity] = line
             self.shell.handle(EngineHello(identity, hello))
 
-    def output_arrived(self, message: StepOutputs | EngineDead) -> None:
-        """Tokens, or last words."""
+    def output_arrived(self, message: StepOutputs | EngineDead | KvBlocks) -> None:
+        """Tokens, last words, or what is cached."""
         self.shell.handle(message)

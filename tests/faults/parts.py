@@ -8,13 +8,14 @@ from engine.core.turns import Turns
 from engine.process.links import FrontEndLinks
 from engine.process.reception import Reception
 from engine.shared.membership import Membership
+from server.router.block_index import BlockIndex
 from server.router.calls import UtilityCalls
 from server.router.delivery import Delivery
 from server.router.failover import Failover
 from server.router.load import Loads
 from server.router.members import Members
 from server.router.router import Router
-from server.router.routing import LeastLoaded
+from server.router.routing import LeastLoaded, PrefixAware
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,13 @@ class Parts:
     loads: type[Loads] = Loads
     delivery: type[Delivery] = Delivery
     failover: type[Failover] = Failover
+    index: type[BlockIndex] = BlockIndex
 
-    def router(self, index: int, incarnation: int, max_resumes: int) -> Router:
-        """Return the router of a front-end process."""
+    def router(
+        self, index: int, incarnation: int, max_resumes: int, *, prefix_caching: bool
+    ) -> Router:
+        """Return the router of a front-end process, which follows the blocks of caches."""
+        blocks = self.index(index, 10_000) if prefix_caching else None
         members = self.members(incarnation, TIMEOUT)
         loads = self.loads(index, incarnation, TIMEOUT, None)
         delivery = self.delivery(
@@ -41,7 +46,8 @@ class Parts:
             first_id=incarnation << 20,
             members=members,
             loads=loads,
-            policy=LeastLoaded(index),
+            policy=PrefixAware(index) if prefix_caching else LeastLoaded(index),
+            index=blocks,
         )
         failover = self.failover(
             members=members,
@@ -57,6 +63,7 @@ class Parts:
             delivery=delivery,
             failover=failover,
             calls=UtilityCalls(index),
+            index=blocks,
         )
 
 

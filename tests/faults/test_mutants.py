@@ -4,7 +4,7 @@ Every mutant is a production class with one rule of recovery broken; the unbroke
 the same schedules.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -29,8 +29,9 @@ from engine.shared.messages import (
     FrontEndEntry,
     HeartbeatAck,
 )
+from server.router.block_index import BlockIndex
 from server.router.delivery import Delivery
-from server.router.events import Action
+from server.router.events import Action, Follow
 from server.router.failover import Failover
 from server.router.load import Loads
 from server.router.members import EngineLost, Members
@@ -254,6 +255,26 @@ class OrdersOnce(CoordinatorState):
         return []
 
 
+# -- the front end: what engines have cached -----------------------------------------------------
+
+
+class AsksOnce(BlockIndex):
+    """Trusts that its questions and their answers arrive."""
+
+    def follow(self, routes: Collection[Route], now: float) -> list[Follow]:
+        return super().follow(routes, 0.0)
+
+
+class TakesSuccessorsForThem(BlockIndex):
+    """Goes on with what it knew of the process before."""
+
+    def follow(self, routes: Collection[Route], now: float) -> list[Follow]:
+        for route in routes:
+            if (held := self._held.get(route.entry.rank)) is not None:
+                held.engine = route.engine
+        return super().follow(routes, now)
+
+
 MUTANTS = [
     Parts(delivery=StartsOver),
     Parts(delivery=KeepsTheId),
@@ -264,6 +285,8 @@ MUTANTS = [
     Parts(failover=TakesEveryMoveForADeath),
     Parts(failover=ForgetsWhoWaits),
     Parts(failover=LosesWhatWasNotSent),
+    Parts(index=AsksOnce),
+    Parts(index=TakesSuccessorsForThem),
     Parts(loads=TakesGapsForNothing),
     Parts(loads=MissesNothing),
     Parts(loads=CountsTheLost),

@@ -7,9 +7,17 @@ time to come to rest.
 
 import logging
 import random
+from array import array
 from collections import defaultdict
 
-from engine.shared.messages import AddRequest, ClusterView, EngineStats, Goodbye, MemberMessage
+from engine.shared.messages import (
+    ALL_BLOCKS,
+    AddRequest,
+    ClusterView,
+    EngineStats,
+    Goodbye,
+    MemberMessage,
+)
 from server.fleet.keeper import MAX_BACKOFF, Restarts
 from server.router.probation import CONVICTING_DEATHS, MAX_TRIES
 from tests.faults.client import Client
@@ -463,3 +471,10 @@ class World:
         for route in open_routes:
             rank, incarnation = route.engine
             assert incarnation == self.engines[rank].incarnation, f"{front.name}: old {rank}"
+        if router.index is not None:
+            for rank, held in router.index._held.items():
+                told = self.engines[rank].core._scheduler.blocks_since(ALL_BLOCKS)
+                assert told is not None
+                there = set(array("Q", told.stored))
+                assert held.names == there, f"{front.name} does not know what engine {rank} holds"
+            assert sorted(router.index._held) == ranks, f"{front.name} follows other engines"

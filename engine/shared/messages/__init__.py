@@ -95,6 +95,7 @@ from engine.shared.messages.outputs import (
     EngineStats,
     ExpertLoad,
     FinishReason,
+    KvBlocks,
     Received,
     RequestOutput,
     RequestTiming,
@@ -110,6 +111,7 @@ from engine.shared.messages.placement import (
     ScaleWish,
 )
 from engine.shared.messages.requests import (
+    ALL_BLOCKS,
     ROOT_SIZE,
     AbortRequests,
     AddRequest,
@@ -120,6 +122,7 @@ from engine.shared.messages.requests import (
     GrammarSpec,
     JsonObjectGrammar,
     JsonSchemaGrammar,
+    KvBlocksWanted,
     LarkGrammar,
     PoolingParams,
     RegexGrammar,
@@ -135,6 +138,7 @@ from engine.shared.messages.wire import (
 )
 
 __all__ = [
+    "ALL_BLOCKS",
     "ASLEEP_TAGS",
     "ROOT_SIZE",
     "STEP_TOKENS_BOUNDS",
@@ -193,6 +197,8 @@ __all__ = [
     "HoldAdapters",
     "JsonObjectGrammar",
     "JsonSchemaGrammar",
+    "KvBlocks",
+    "KvBlocksWanted",
     "LarkGrammar",
     "MemberKind",
     "MemberMessage",

@@ -37,6 +37,8 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     """What operators can call by name (`engine.core.utilities`); None: all that there are."""
     images: bool = False
     """Whether prompts may show images (`AddRequest.encoder_inputs`)."""
+    tells_blocks: bool = False
+    """Whether it answers `KvBlocksWanted`."""
 
     @property
     def kv_tokens(self) -> int:

@@ -310,4 +310,21 @@ class EngineDead(Message, frozen=True):
     reason: str
 
 
-EngineOutput = StepOutputs | UtilityResult | EngineDead
+class KvBlocks(Message, frozen=True):
+    """Which KV blocks of an engine can be found, and which cannot any more.
+
+    Blocks are named by `engine.shared.block_names.short_name`, one after the other. Of a model
+    with several groups of layers, those of one group are told.
+    """
+
+    rank: int
+    incarnation: int
+    after: int
+    """The number of changes that this continues; `ALL_BLOCKS`: what was known before is void."""
+    number: int
+    """Of the newest change in it."""
+    stored: bytes
+    removed: bytes
+
+
+EngineOutput = StepOutputs | UtilityResult | EngineDead | KvBlocks

@@ -185,7 +185,23 @@ class UtilityCall(Message, frozen=True):
     arguments: dict[str, UtilityValue] = {}
 
 
-CoreInput = AddRequest | AbortRequests | UtilityCall
+ALL_BLOCKS = -1
+"""Stands for the number of changes of a front end that knows none of an engine's KV blocks."""
+
+
+class KvBlocksWanted(Message, frozen=True):
+    """A front end wants to know which KV blocks have come and gone since change number `after`.
+
+    It is answered by one `KvBlocks`, as soon as there are any. A front end has one such question
+    open; a later one replaces it.
+    """
+
+    front_end: int
+    after: int
+    """The newest change that it knows, or `ALL_BLOCKS`."""
+
+
+CoreInput = AddRequest | AbortRequests | UtilityCall | KvBlocksWanted
 
 
 class RouteTaken(Message, frozen=True):

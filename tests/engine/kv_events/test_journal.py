@@ -17,7 +17,7 @@ from engine.kv_events.events import (
 from engine.kv_events.journal import SNAPSHOT, Journal
 from engine.scheduler.block_table import BlockTable, CacheShape
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.prefix_cache import ROOT_DIGEST, block_digest
+from engine.shared.block_names import ROOT_DIGEST, block_digest
 from engine.shared.messages import EncoderInput
 
 SIZE = 4

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler.adapter_slots import TURN_STEPS, AdapterSlots
-from engine.scheduler.prefix_cache import ROOT_DIGEST, adapter_root
+from engine.shared.block_names import ROOT_DIGEST, adapter_root
 from tests.engine.scheduler.conftest import Rig
 
 VERSIONS = [f"{number:032x}" for number in range(0xA00, 0xA10)]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from engine.scheduler import kv_cache
 from engine.scheduler.block_table import BlockTable
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.prefix_cache import ROOT_DIGEST, KnownDigests, block_digest
+from engine.scheduler.prefix_cache import KnownDigests
+from engine.shared.block_names import ROOT_DIGEST, block_digest
 
 SIZE = 4
 LONG = list(range(1000, 1000 + 50 * SIZE))

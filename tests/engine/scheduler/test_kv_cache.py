@@ -2,7 +2,8 @@ import pytest
 
 from engine.scheduler.block_table import BlockTable
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.prefix_cache import ROOT_DIGEST, PrefixCache, block_digest
+from engine.scheduler.prefix_cache import PrefixCache
+from engine.shared.block_names import ROOT_DIGEST, block_digest
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.scheduler.block_table import FREED, BlockTable, CacheShape, lookahead_tokens
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.prefix_cache import ROOT_DIGEST, block_digest
+from engine.shared.block_names import ROOT_DIGEST, block_digest
 from engine.shared.config import SchedulerConfig
 from tests.engine.scheduler.conftest import Rig
 

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.routing_bench import (
     Result,
     Simulation,
     Workload,
+    agents,
+    chats,
     percentile,
     shared_prefixes,
     skewed,
@@ -18,14 +22,18 @@ from benchmarks.routing_bench import (
 from engine.shared.plugins import BadPlugin
 from server.config import RoutingConfig
 from server.router.routing import (
+    AFFINITY_BAND,
     AFFINITY_BLOCK,
+    AFFINITY_SLACK,
     HASHED_BLOCKS,
     POLICIES,
+    PREFILL_TOKENS_PER_REQUEST,
     Choice,
     EngineLoad,
     LeastLoaded,
     PowerOfTwo,
     PrefixAffinity,
+    PrefixAware,
     RoundRobin,
     build_policy,
     cost,
@@ -172,6 +180,58 @@ class TestPrefixAffinity:
             assert choice == (1, "least_loaded")
 
 
+def cached(rank: int, tokens: int, requests: int = 0) -> EngineLoad:
+    return load(rank, requests)._replace(cached_tokens=tokens)
+
+
+class TestPrefixAware:
+    def test_the_engine_that_has_most_of_the_prompt_is_chosen_while_that_saves_more(self) -> None:
+        policy = PrefixAware()
+        tokens = prompt(1, 64)
+        holder = PREFILL_TOKENS_PER_REQUEST
+        assert policy.choose([cached(0, holder, 1), load(1)], tokens) == (0, "cached")
+        assert policy.choose([cached(0, holder, 3), load(1)], tokens) == (1, "least_loaded")
+        assert policy.choose([cached(0, holder, 3), cached(1, 512)], tokens) == (1, "cached")
+
+    @given(
+        st.lists(
+            st.tuples(st.integers(0, 30), st.integers(0, 5000), st.integers(0, 4096)),
+            min_size=1,
+            max_size=12,
+        ),
+        st.integers(0, 20),
+    )
+    def test_no_engine_is_chosen_that_is_much_busier_than_what_is_saved_there(
+        self, engines: list[tuple[int, int, int]], unseen: int
+    ) -> None:
+        loads = [
+            load(rank, requests, tokens=queued)._replace(cached_tokens=tokens)
+            for rank, (requests, queued, tokens) in enumerate(engines)
+        ]
+        choice = PrefixAware().choose(loads, prompt(1, 64), unseen)
+        chosen, least = loads[choice.rank], min(map(cost, loads))
+        if choice.reason == "cached":
+            saved = chosen.cached_tokens / PREFILL_TOKENS_PER_REQUEST
+            assert cost(chosen) <= least * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
+
+    def test_front_ends_agree_on_the_engine_of_a_prompt_of_which_nothing_is_cached(self) -> None:
+        loads = [load(rank) for rank in range(8)]
+        chosen = {PrefixAware(start).choose(loads, prompt(1, 6)) for start in range(4)}
+        assert {reason for _, reason in chosen} == {"prefix_hash"}
+        assert len(chosen) == 1
+
+    def test_a_prompt_shorter_than_a_block_goes_to_the_least_loaded(self) -> None:
+        assert PrefixAware().choose([load(0, 3), load(1)], [1, 2]) == (1, "least_loaded")
+
+    def test_front_ends_that_do_not_see_each_other_do_not_all_choose_the_same_holder(self) -> None:
+        loads = [cached(rank, 512, 0 if rank == 0 else 1) for rank in range(16)]
+        chosen = Counter(PrefixAware(s).choose(loads, prompt(1, 64), 15).rank for s in range(100))
+        assert len(chosen) > 8
+        assert chosen[0] < 50
+        alone = [*(load(rank) for rank in range(15)), cached(15, 2048, 1)]
+        assert {PrefixAware(s).choose(alone, prompt(1, 64), 15).rank for s in range(20)} == {15}
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_choice_among_a_hundred_engines_takes_well_below_a_millisecond(name: str) -> None:
     policy = POLICIES[name](0)
@@ -198,6 +258,19 @@ def test_prefix_affinity_finds_more_in_the_caches_and_answers_sooner(tmp_path: P
     assert affine.cached > 1.1 * plain.cached
     assert percentile(affine.total, 0.99) < percentile(plain.total, 0.99)
     assert max(affine.busy) < 1.3 * sum(affine.busy) / len(affine.busy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", [chats, agents])
+def test_knowing_what_is_cached_finds_more_and_answers_sooner(
+    workload: Workload, tmp_path: Path
+) -> None:
+    plain = simulate(workload, "least-loaded", tmp_path, 400)
+    aware = simulate(workload, "prefix-aware", tmp_path, 400)
+    assert aware.cached > 1.1 * plain.cached
+    assert percentile(aware.first_token, 0.5) < percentile(plain.first_token, 0.5)
+    assert abs(aware.expected - aware.cached) < 0.1 * aware.cached
+    assert max(aware.busy) < 1.3 * sum(aware.busy) / len(aware.busy)
 
 
 @pytest.mark.slow

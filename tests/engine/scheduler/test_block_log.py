@@ -1,0 +1,54 @@
+"""Numbered changes of the blocks that can be found, and all of them for who is late."""
+
+from engine.scheduler.block_log import BlockChanges, BlockLog
+from engine.shared.messages import ALL_BLOCKS
+
+
+def digest(number: int) -> bytes:
+    return bytes([number]) * 16
+
+
+def names(*numbers: int) -> bytes:
+    return b"".join(digest(number)[:8] for number in numbers)
+
+
+def test_who_knows_nothing_gets_all_names_and_then_what_has_changed() -> None:
+    there = [digest(1), digest(2)]
+    log = BlockLog(there)
+    assert log.since(ALL_BLOCKS) == BlockChanges(ALL_BLOCKS, 0, names(1, 2), b"")
+    assert log.since(0) is None
+    log.stored(digest(3))
+    log.removed(digest(1))
+    assert log.since(0) == BlockChanges(0, 2, names(3), names(1))
+    assert log.since(1) == BlockChanges(1, 2, b"", names(1))
+    assert log.since(2) is None
+
+
+def test_of_several_changes_of_a_block_the_last_counts() -> None:
+    log = BlockLog([])
+    for _ in range(2):
+        log.stored(digest(1))
+        log.removed(digest(1))
+    log.removed(digest(2))
+    log.stored(digest(2))
+    assert log.since(0) == BlockChanges(0, 6, names(2), names(1))
+
+
+def test_who_is_late_or_knows_of_what_never_was_gets_all_names() -> None:
+    there = [digest(9)]
+    log = BlockLog(there, max_changes=2)
+    for number in range(3):
+        log.stored(digest(number))
+    everything = BlockChanges(ALL_BLOCKS, 3, names(9), b"")
+    assert log.since(0) == everything
+    assert log.since(4) == everything
+    assert log.since(1) == BlockChanges(1, 3, names(2, 1), b"")
+
+
+def test_after_a_reset_all_names_are_told() -> None:
+    there = [digest(1)]
+    log = BlockLog(there)
+    there.clear()
+    log.cleared()
+    assert log.since(0) == BlockChanges(ALL_BLOCKS, 1, b"", b"")
+    assert log.since(1) is None
