@@ -3,6 +3,7 @@
 import asyncio
 
 import pydantic
+import pydantic_core
 import pytest
 
 from server.api.body import read_body
@@ -57,4 +58,22 @@ def test_others_have_their_turn_while_a_large_body_is_priced(piece: bytes) -> No
         assert reading.exception() is None or isinstance(reading.exception(), ApiError)
         return count
 
-    assert asyncio.run(turns()) > len(body) // 2**17
+    assert asyncio.run(turns()) > len(body) // 2**15
+
+
+def test_a_large_body_is_not_parsed_once_more_to_say_what_is_wrong_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = "[" + "300," * 20_000 + "-1]"
+    parsed: list[object] = []
+    monkeypatch.setattr(pydantic_core, "from_json", parsed.append)
+    message, param = refusal(MessagesRequest, f'  {{"other": {ids}}}'.encode())
+    assert (message, param) == ("model: is required", "model")
+    wrong = f'{{"model": "m", "max_tokens": 1, "messages": [{{"role": "user", "content": {ids}}}]}}'
+    assert refusal(MessagesRequest, wrong.encode())[1] == "messages[0].content[0]"
+    assert not parsed
+
+
+def test_what_is_wrong_is_named_beside_numbers_that_are_no_json() -> None:
+    body = b'{"prompt": [1, 2, -1], "temperature": 1e999, "other": [NaN]}'
+    assert refusal(CompletionRequest, body)[1] in ("prompt[2]", "temperature")
