@@ -59,6 +59,8 @@ class RequestBody(BaseModel):
     undeclared: ClassVar[Rows] = {}
     """What is known of fields that are not declared here, and of inherited ones that are refused.
     """
+    id_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that take token ids, or lists of them, as many as a body holds."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
