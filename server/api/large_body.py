@@ -28,7 +28,7 @@ _ids = msgspec.json.Decoder(list[_TokenId])
 _id = msgspec.json.Decoder(_TokenId)
 _values = msgspec.json.Decoder(list[msgspec.Raw])
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_OF_INTEGERS = b"0123456789-, \t\r\n"
+_OF_LISTS = b"[]0123456789-, \t\r\n"
 
 _Ids = list[int] | list[list[int]]
 
@@ -83,15 +83,17 @@ async def read_large(model: type[Body], given: dict[str, msgspec.Raw]) -> Body:
         else:
             shown[key] = text
     order = [key for key in given if key in shown]
-    found_body = _validated(model, order, shown, places)
+    await asyncio.sleep(0)
+    found_body = await _validated(model, order, shown, places)
     if cut:
-        found_body = _validated(model, order, shown | cut, places)
+        found_body = await _validated(model, order, shown | cut, places)
     for name, value in ids.items():
         setattr(found_body, name, value)
+    await asyncio.sleep(0)
     return found_body
 
 
-def _validated(
+async def _validated(
     model: type[Body], order: list[str], shown: dict[str, bytes], places: dict[str, str]
 ) -> Body:
     pairs = [b"%s:%s" % (msgspec.json.encode(key), shown[key]) for key in order]
@@ -99,6 +101,7 @@ def _validated(
     try:
         return model.model_validate_json(text)
     except pydantic.ValidationError as error:
+        await asyncio.sleep(0)
         refused = invalid_body(error, text)
         raise refused.renamed(lambda param: places.get(param, param)) from error
 
@@ -121,11 +124,10 @@ def _check_required(model: type[pydantic.BaseModel], given: dict[str, msgspec.Ra
 
 
 def _depth_of_integers(text: bytes) -> int:
-    """Return 1 for a list of integers, 2 for a list of such lists, 0 for all else."""
-    brackets = text.translate(None, _OF_INTEGERS)
-    if brackets == b"[]":
-        return 1
-    return 2 if brackets.startswith(b"[[") and set(brackets) <= set(b"[]") else 0
+    """Return 1 for a list of integers, 2 if there are lists in it, 0 for all else."""
+    if not text.startswith(b"[") or text.translate(None, _OF_LISTS):
+        return 0
+    return 1 if text.count(b"[") == 1 else 2
 
 
 async def _read_ids(text: bytes, depth: int) -> _Ids:

@@ -246,8 +246,9 @@ class _Turns:
 
 def _content(content: str | Sequence[MessageContent]) -> str | list[dict[str, Any]]:
     """Return a content as one text if it holds no image, else as its parts."""
-    images = any(isinstance(part, MediaPart) and part.image_url is not None for part in content)
-    if isinstance(content, str) or not images:
+    if isinstance(content, str):
+        return content
+    if not any(isinstance(part, MediaPart) and part.image_url is not None for part in content):
         return _text(content)
     return [
         {"type": part.type, "image_url": part.image_url}

@@ -14,6 +14,8 @@ from server.api import large_body
 from server.api.body import read_body
 from server.api.completions.schema import CompletionRequest
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
+from server.api.responses.parse import _content as content_of
+from server.api.responses.schema import ResponsesRequest
 from server.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
 from server.api.vectors.schema import ClassifyRequest, EmbeddingsRequest
 from server.errors import ApiError
@@ -177,3 +179,28 @@ def test_many_token_ids_that_are_named_are_all_read() -> None:
     body = f'{{"prompt": "a", "stop_token_ids": {IDS}}}'.encode()
     read = asyncio.run(read_body(CompletionRequest, body))
     assert read.stop_token_ids == json.loads(IDS)
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "rest"),
+    [
+        (ResponsesRequest, "input", {}),
+        (MessagesRequest, "messages", {"model": "m", "max_tokens": 1}),
+    ],
+)
+def test_an_error_repeats_no_more_than_the_beginning_of_a_long_type(
+    model: type[pydantic.BaseModel], field: str, rest: dict[str, Any]
+) -> None:
+    long = {"type": "t" * 10_000}
+    given = [long] if field == "input" else [{"role": "user", "content": [long]}]
+    message, _ = refusal(model, json.dumps({**rest, field: given}).encode())
+    assert "t" * 100 in message
+    assert "t" * 101 not in message
+
+
+def test_a_text_is_not_looked_at_letter_by_letter_for_images() -> None:
+    class Text(str):
+        def __iter__(self) -> Any:
+            raise AssertionError("three million letters take a quarter of a second")
+
+    assert content_of(Text("read me")) == "read me"
