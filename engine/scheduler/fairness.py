@@ -8,6 +8,7 @@ grammars included. If slots or blocks run short, requests that hold much are pre
 (`engine.scheduler.preemption`). A tenant or request that is alone is not limited.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -29,8 +30,8 @@ _COSTLY_US = 100
 """Microseconds from which the time for a mask is taken into account."""
 
 _MAX_BURST = 1.0
-"""What a tenant's prompt tokens may add to one step of decodes, as a fraction of its cost: a prompt
-for which its tenant has saved up would otherwise make a step many times as long."""
+"""What prompt tokens of all tenants may add to one step of decodes, as a fraction of its cost:
+prompts for which their tenants have saved up would otherwise make a step many times as long."""
 
 _arrival = attrgetter("arrival")
 _priority = attrgetter("priority")
@@ -235,16 +236,22 @@ class Fairness:
         return held
 
     def begin_prefill(self, rows: int) -> None:
-        """Begin the prefill of a step with this many decodes."""
-        refill = piece = sys.maxsize
+        """Begin the prefill of a step with this many decodes.
+
+        Prompts of N tenants in debt may add sqrt(N) times as much to steps as those of one: so the
+        sum grows more slowly than the number of tenants, and yet with it.
+        """
+        refill = together = sys.maxsize
         mixed = self.mixed_tokens(rows)
         if self._fraction is not None:
             alone = (self._costs.base + rows) / self._costs.prefill
-            refill = int(self._fraction * alone)
-            if rows:
-                burst = max(_MAX_BURST, self._fraction) * alone
-                piece = max(1, int(burst - mixed), int(burst / 4))
-        self.shares.begin_step(max(1, refill), mixed, piece)
+            several = math.sqrt(max(1, self.shares.num_in_debt))
+            refill = int(self._fraction * alone / several)
+            burst = max(_MAX_BURST, self._fraction * several) * alone
+            together = max(1, int(burst - mixed), int(burst / 4))
+        self.shares.begin_step(max(1, refill), mixed, together)
+        if not rows and self._fraction is not None:
+            self.shares.begin_free()
         self._quota = self.shares.quota()
 
     def mixed_tokens(self, rows: int) -> int:

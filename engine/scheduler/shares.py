@@ -46,13 +46,14 @@ class PrefillQuota:
     A prompt that its tenant's credit covers is computed at once. One that has to be cut waits for a
     step without prompt tokens of other tenants, whose first tokens it would delay, and until most
     of the credit pays for the prompt itself; meanwhile its tenant's credit grows. One that is
-    longer than a piece is cut into pieces, each in a step without those of other tenants.
+    longer than what all tenants may have together is cut into pieces of that length, each in a step
+    without those of other tenants; one that fits, but not beside those of others, waits.
 
     Args:
         limit: maximum tokens of one tenant.
         credit: tokens of tenants that may have less.
         mixed_cost: what it costs a tenant to have any prompt tokens in this step, in tokens.
-        piece: maximum tokens of one tenant in this step, whatever its credit.
+        together: maximum tokens of all tenants in this step, whatever their credit.
     """
 
     def __init__(
@@ -60,19 +61,20 @@ class PrefillQuota:
         limit: int,
         credit: Mapping[int, int] = _NOTHING,
         mixed_cost: int = 0,
-        piece: int = sys.maxsize,
+        together: int = sys.maxsize,
     ) -> None:
         self._limit = limit
         self._credit = credit
         self._mixed_cost = mixed_cost
-        self._piece = piece
+        self._together = together
         self._taken: dict[int, int] = {}
+        self._total = 0
 
     def left(self, tenant: int, wanted: int) -> int:
         """Return how many of the tokens that a tenant wants for a prompt it may have."""
         taken = self._taken.get(tenant, 0)
-        room, piece = self._limit - taken, self._piece - taken
-        others_took = any(each != tenant for each in self._taken)
+        room, piece = self._limit - taken, self._together - self._total
+        others_took = self._total > taken
         if tenant in self._credit:
             room = min(room, self._credit[tenant] - self._mixed_cost - taken)
             if wanted > room and (room < self._mixed_cost or others_took):
@@ -86,6 +88,7 @@ class PrefillQuota:
         count = self.left(tenant, wanted)
         if count:
             self._taken[tenant] = self._taken.get(tenant, 0) + count
+            self._total += count
         return count
 
 
@@ -93,9 +96,9 @@ class Shares:
     """The counters of one engine's tenants.
 
     While other tenants are present, a tenant has a credit of prompt tokens. Each step adds a few
-    tokens; computed tokens are taken from it, and the cost of having any prompt tokens beside
-    decodes. So an occasional short prompt does not wait, and an endless series of long ones does
-    not make all steps long.
+    tokens; tokens that are computed beside decodes are taken from it, and the cost of having any
+    there. So an occasional short prompt does not wait, and an endless series of long ones does not
+    make all steps long.
 
     Args:
         max_prefill: maximum prompt tokens of one tenant in a step while others are present, and
@@ -112,7 +115,8 @@ class Shares:
         self._credit: dict[int, int] = {}
         """Prompt-token credit by tenant; a missing tenant has the maximum."""
         self._mixed_cost = 0
-        self._piece = sys.maxsize
+        self._together = sys.maxsize
+        self._beside_decodes = True
         self._mixing: set[int] = set()
         """Tenants with prompt tokens in this step, which have paid the mixed cost."""
 
@@ -120,6 +124,11 @@ class Shares:
     def contended(self) -> bool:
         """Whether more than one tenant has requests here, running or waiting."""
         return len(self._present) > 1
+
+    @property
+    def num_in_debt(self) -> int:
+        """Tenants that have spent credit and not got it back; none if one has the engine alone."""
+        return len(self._credit) if self.contended else 0
 
     def served(self, tenant: int) -> float:
         """Return the work done for a tenant, as far as it counts against others."""
@@ -163,11 +172,16 @@ class Shares:
     def prefill(self, tenant: int, tokens: int) -> None:
         """Count prompt tokens that are computed for a tenant."""
         self.charge(tenant, tokens)
-        if self._guarded:
-            if tenant not in self._mixing:
-                tokens += self._mixed_cost
-                self._mixing.add(tenant)
-            self._credit[tenant] = self._credit.get(tenant, self._max_prefill) - tokens
+        if not self._guarded:
+            return
+        credit = self._credit.get(tenant, self._max_prefill)
+        if not self._beside_decodes:
+            self._credit[tenant] = max(credit - tokens, min(credit, 0))
+            return
+        if tenant not in self._mixing:
+            tokens += self._mixed_cost
+            self._mixing.add(tenant)
+        self._credit[tenant] = credit - tokens
 
     def quota(self, *, by_credit: bool = True) -> PrefillQuota:
         """Return what each tenant may have of a step's prefill, credit ignored if asked for."""
@@ -175,24 +189,27 @@ class Shares:
             return PrefillQuota(sys.maxsize)
         if not by_credit:
             return PrefillQuota(self._max_prefill)
-        piece = self._piece if self.contended else sys.maxsize
-        return PrefillQuota(self._max_prefill, self._credit.copy(), self._mixed_cost, piece)
+        if not self._beside_decodes:
+            return PrefillQuota(self._max_prefill, dict.fromkeys(self._credit, sys.maxsize))
+        together = self._together if self.contended else sys.maxsize
+        return PrefillQuota(self._max_prefill, self._credit.copy(), self._mixed_cost, together)
 
     @property
     def _guarded(self) -> bool:
         return self.contended or self._quiet_steps < GUARDED_STEPS
 
     def begin_step(
-        self, refill: int = sys.maxsize, mixed_cost: int = 0, piece: int = sys.maxsize
+        self, refill: int = sys.maxsize, mixed_cost: int = 0, together: int = sys.maxsize
     ) -> None:
         """Count a step's decodes: one token for each running request.
 
         Args:
             refill: prompt tokens added to each tenant's credit.
             mixed_cost: what it costs to have any prompt tokens in this step, in tokens.
-            piece: maximum prompt tokens of one tenant in this step while others are present.
+            together: maximum prompt tokens of all tenants in this step, if there are several.
         """
-        self._piece = piece
+        self._beside_decodes = True
+        self._together = together
         # The maximum credit has to cover more than this cost, however low it is.
         self._mixed_cost = min(mixed_cost, self._max_prefill // 4)
         self._mixing.clear()
@@ -207,6 +224,14 @@ class Shares:
         self._quiet_steps = 0
         for tenant, running in self._running.items():
             self.charge(tenant, DECODE_WEIGHT * running)
+
+    def begin_free(self) -> None:
+        """Nothing is decoded in the step that has begun: its prompts delay no tokens.
+
+        They need no credit, and cost what there is of it. One that has to be cut still waits for
+        those of others if its tenant is in debt.
+        """
+        self._beside_decodes = False
 
     def check_integrity(self, present: Iterable[Request], running: Iterable[Request]) -> None:
         """Compare with all requests there are, and with those that run.

@@ -8,14 +8,12 @@ import msgspec
 import pydantic
 
 from server.api.compatibility import refuse_unserved
+from server.api.large_body import fields_of_large, read_large
 from server.errors import invalid, too_complex
 from server.http.errors import invalid_body
 from server.json_price import TooCostly, checked_parts, costly_field
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
-
-_LARGE = 1 << 16
-"""Bytes of a body from which on it matters how often pydantic makes objects of it."""
 
 
 async def read_body(model: type[Body], body: bytes) -> Body:
@@ -28,35 +26,18 @@ async def read_body(model: type[Body], body: bytes) -> Body:
     try:
         # Before anything is made of it: what it would cost is not in its size.
         await _check_price(body)
-        if len(body) >= _LARGE:
-            _check_required(model, body)
-        found = model.model_validate_json(body)
     except TooCostly as error:
         raise too_complex(error, costly_field(body)) from error
-    except pydantic.ValidationError as error:
-        raise invalid_body(error, body) from error
-    refuse_unserved(model, body)
+    given = fields_of_large(body)
+    if given is not None:
+        found = await read_large(model, given)
+    else:
+        try:
+            found = model.model_validate_json(body)
+        except pydantic.ValidationError as error:
+            raise invalid_body(error, body) from error
+    refuse_unserved(model, body if given is None else given)
     return found
-
-
-def _check_required(model: type[pydantic.BaseModel], body: bytes) -> None:
-    """Refuse a body without a required field before all of it becomes objects.
-
-    Pydantic would make objects of the whole body for each field that is missing.
-
-    Raises:
-        ValidationError: as pydantic says it.
-    """
-    try:
-        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (ValueError, RecursionError):
-        return  # pydantic says what is wrong
-    for name, field in model.model_fields.items():
-        key = field.alias or name
-        if field.is_required() and key not in given:
-            raise pydantic.ValidationError.from_exception_data(
-                model.__name__, [{"type": "missing", "loc": (key,), "input": None}]
-            )
 
 
 async def _check_price(body: bytes) -> None:

@@ -94,15 +94,18 @@ def _foreign(rows: Rows) -> Rows:
     return found
 
 
-def refuse_unserved(model: type[BaseModel], body: bytes) -> None:
+def refuse_unserved(model: type[BaseModel], body: bytes | dict[str, msgspec.Raw]) -> None:
     """Check that a body, which is valid otherwise, has no field that cannot be ignored.
+
+    Args:
+        body: its text, or its fields.
 
     Raises:
         ApiError: it has one; `param` names it.
     """
     rows = rows_of(model)
     try:
-        given = _body.decode(body)
+        given = _body.decode(body) if isinstance(body, bytes) else body
     except msgspec.DecodeError as error:
         raise invalid(f"The body is not valid JSON: {error}.", code="bad_json") from error
     for name, value in given.items():

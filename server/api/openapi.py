@@ -159,9 +159,10 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 
 def serve_document(app: FastAPI, root: str) -> None:
-    """Have an app's document made in a thread when it is read.
+    """Have an app's document made in a thread when it is first read.
 
-    It takes a third of a second, which must not delay the start or other requests.
+    It takes a third of a second, which must not delay the start or other requests. Its text is
+    kept: to write it again for each reader would hold the event loop up for milliseconds.
 
     Args:
         app: whose routes were documented with the functions above.
@@ -169,6 +170,7 @@ def serve_document(app: FastAPI, root: str) -> None:
     """
     app.openapi = functools.partial(document, app)  # type: ignore[method-assign]
 
+    @functools.cache
     def rendered() -> bytes:
         servers = {"servers": [{"url": root}]} if root else {}
         return msgspec.json.encode({**app.openapi(), **servers})

@@ -16,6 +16,8 @@ _MERGED = 64
 """Outputs of a sequence that become one."""
 _TAKEN = 1024
 """Tokens and scores that are taken at a time: rendering them takes a few milliseconds."""
+_SLICE = 64
+"""Streams that begin to be read at a time: some tenths of a millisecond."""
 _READER_CHECK = 0.5
 """Seconds between checks whether a slow reader goes on."""
 
@@ -130,7 +132,7 @@ class Arrivals:
         self._taken = asyncio.Event()
         self._reading = False
         """Whether `next` is under way: then only this process is slow, not the client."""
-        self._pumps = [asyncio.create_task(self._pump(index)) for index in range(len(streams))]
+        self._pumps: list[asyncio.Task[None]] = []
 
     async def next(self) -> list[tuple[int, RequestOutput]]:
         """Wait for and return some of what is new, each output with the index of its stream.
@@ -139,6 +141,7 @@ class Arrivals:
             Exception: what the request failed with.
         """
         self._reading = True
+        await self._start_pumps()
         if self._unread:
             await asyncio.sleep(0)  # let other requests run between the parts of a large answer
         else:
@@ -159,6 +162,15 @@ class Arrivals:
         """Stop reading; idempotent."""
         for pump in self._pumps:
             pump.cancel()
+
+    async def _start_pumps(self) -> None:
+        """Start what reads the streams, if it does not run; other requests run in between."""
+        while len(self._pumps) < len(self._streams):
+            if self._pumps:
+                await asyncio.sleep(0)
+            first = len(self._pumps)
+            for index in range(first, min(first + _SLICE, len(self._streams))):
+                self._pumps.append(asyncio.create_task(self._pump(index)))
 
     async def _pump(self, index: int) -> None:
         finished = False

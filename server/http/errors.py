@@ -1,9 +1,11 @@
 """Turns exceptions into the errors that clients see."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import pydantic
 import pydantic_core
 from fastapi.exceptions import RequestValidationError
@@ -58,7 +60,7 @@ def to_api_error(error: Exception) -> ApiError | None:
         case ReaderTooSlow():
             known = ApiError(408, str(error), code="client_too_slow")
         case RequestValidationError():
-            known = _first_error(error.errors(), _NOT_AT_HAND)
+            known = _first_error(error.errors(), None)
         case HTTPException():
             known = _http_error(error)
         case _:
@@ -85,10 +87,49 @@ def invalid_body(error: pydantic.ValidationError, body: bytes) -> ApiError:
         return invalid(
             f"The body is not valid JSON: {details[0]['ctx']['error']}.", code="bad_json"
         )
-    return _first_error(details, pydantic_core.from_json(body))
+    try:
+        data = _Value(body.lstrip())
+    except ValueError:  # pydantic takes numbers that JSON does not know
+        data = _Value(msgspec.json.encode(pydantic_core.from_json(body)))
+    return _first_error(details, data)
 
 
-def _first_error(details: Sequence[Any], data: Any) -> ApiError:
+class _Value:
+    """A value of a body, which is read no further than an error leads into it.
+
+    A large body would otherwise become objects once more only to say what is wrong with it.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+
+    def __init__(self, text: bytes | msgspec.Raw) -> None:
+        self._text = text
+        self._inner: dict[str | int, _Value] = {}
+        start = bytes(memoryview(text)[:1])
+        self.is_array, self.is_object = start == b"[", start == b"{"
+        self._fields = _fields.decode(text) if self.is_object else {}
+
+    def has(self, part: str | int) -> bool:
+        """Whether a part of an error's location leads into this value."""
+        return isinstance(part, int) if self.is_array else part in self._fields
+
+    def get(self, part: str | int) -> "_Value":
+        """Return the value that a part leads to."""
+        if part not in self._inner:
+            found = self._elements[part] if isinstance(part, int) else self._fields[part]
+            self._inner[part] = _Value(found)
+        return self._inner[part]
+
+    @cached_property
+    def _elements(self) -> list[msgspec.Raw]:
+        return msgspec.json.decode(self._text, type=list[msgspec.Raw])
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _first_error(details: Sequence[Any], data: _Value | None) -> ApiError:
     """Describe the first error; where a union failed, the branch that came furthest.
 
     Locations of failed unions hold names of types between the keys of the data: whatever does
@@ -156,26 +197,28 @@ _SENTENCES = {
 
 _Path = tuple[str | int, ...]
 
-_NOT_AT_HAND = object()
 
+def _path(detail: Any, data: _Value | None) -> tuple[_Path, _Path | None]:
+    """Return the error's place in the data, and the place of the union that it is a branch of.
 
-def _path(detail: Any, data: Any) -> tuple[_Path, _Path | None]:
-    """Return the error's place in the data, and the place of the union that it is a branch of."""
+    None: the data is not at hand.
+    """
     path: list[str | int] = []
     branched: _Path | None = None
-    location = detail["loc"]
-    for position, part in enumerate(location):
-        missing = detail["type"] == "missing" and position == len(location) - 1
-        if data is _NOT_AT_HAND:
+    *inner, last = detail["loc"] or (None,)
+    for part in inner:
+        if data is None or data.has(part):
             path.append(part)
-        elif isinstance(data, dict) and (part in data or missing):
-            path.append(part)
-            data = data.get(part)
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            path.append(part)
-            data = data[part]
+            data = None if data is None else data.get(part)
         elif branched is None:
             branched = tuple(path)
+    if last is None:
+        return (), None
+    missing = detail["type"] == "missing"
+    if data is None or data.has(last) or (missing and data.is_object):
+        path.append(last)
+    elif branched is None:
+        branched = tuple(path)
     return tuple(path), branched
 
 

@@ -32,15 +32,27 @@ def _bound(schema: Any) -> None:
             _bound(inner)
 
 
+def type_of(part: Any) -> str:
+    """Return what a part or item says its `type` is; "" if it says nothing.
+
+    Of a long text it is the beginning, since errors repeat it several times.
+    """
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return kind[:_LONGEST_TYPE] if isinstance(kind, str) else ""
+
+
+_LONGEST_TYPE = 100
+
+
 def part_type(part: Any) -> str:
     """Tell texts, refusals and media apart, by their tags.
 
     The tags are no names of fields, so that they are told apart where errors are located.
     """
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    kind = type_of(part)
     if kind == "refusal":
         return "a refusal"
-    return "media" if isinstance(kind, str) and kind in _MEDIA else "a text"
+    return "media" if kind in _MEDIA else "a text"
 
 
 _MEDIA = frozenset(
@@ -59,6 +71,8 @@ class RequestBody(BaseModel):
     undeclared: ClassVar[Rows] = {}
     """What is known of fields that are not declared here, and of inherited ones that are refused.
     """
+    id_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that take token ids, or lists of them, as many as a body holds."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 

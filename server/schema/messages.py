@@ -42,9 +42,14 @@ class MediaPart(RequestBody):
     image_url: ImageUrl | str | None = None
 
     @property
+    def is_image(self) -> bool:
+        """Whether its type is that of images."""
+        return self.type in ("image_url", "input_image", "image")
+
+    @property
     def url(self) -> str | None:
         """Where the image is; None if this is no image."""
-        if self.type not in ("image_url", "input_image", "image") or self.image_url is None:
+        if not self.is_image or self.image_url is None:
             return None
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 

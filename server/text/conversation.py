@@ -302,7 +302,9 @@ def _why_not(part: MediaPart, hide: Callable[[Any], Any]) -> str:
     """Say why a part is not shown to the model."""
     if hide is _as_it_is:
         return "this model reads text"
-    return "this model reads text and images" if part.url is None else "no images are taken here"
+    if part.url is not None:
+        return "no images are taken here"
+    return "it holds no image" if part.is_image else "this model reads text and images"
 
 
 def _arguments(text: str) -> JsonObject | str:

@@ -1,5 +1,6 @@
 """What a text would cost is known before it is parsed, and exactly."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from itertools import accumulate
@@ -88,7 +89,7 @@ def test_the_largest_legal_prompts_pass() -> None:
 
 def test_what_is_too_much_is_not_looked_at_any_further() -> None:
     parts = checked_parts(b"[" + b"0," * 2**21)
-    for _ in range(2 * MAX_JSON_VALUES // 2**17):
+    for _ in range(2 * MAX_JSON_VALUES // json_price._PART_BYTES):
         next(parts)
     with pytest.raises(TooCostly, match="values"):
         next(parts)
@@ -108,6 +109,33 @@ def test_few_brackets_are_looked_at_in_python(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(TooCostly):
         check_price(text)
     assert looked < 2 * MAX_JSON_CONTAINERS
+
+
+@pytest.mark.parametrize("text", [b"a", b"0,", b"{},", b'"a,b",', b"\\\\"])
+def test_others_have_their_turn_after_every_part_of_a_text(
+    monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    looked: list[int] = []
+    outside = json_price._outside_strings
+
+    def noted(part: bytes) -> tuple[bytes, bool]:
+        looked.append(len(part))
+        return outside(part)
+
+    monkeypatch.setattr(json_price, "_outside_strings", noted)
+    turns = 0
+    with contextlib.suppress(TooCostly):
+        for _ in checked_parts(b'{"a":["' + text * (2**19 // len(text)) + b'"]}'):
+            turns += 1
+            assert len(looked) == turns, "there is no other pass over all of it"
+    assert max(looked) <= 2**15 + 1
+    assert turns >= 2**19 // 2**15 - 1
+
+
+def test_whose_field_is_too_costly_is_not_looked_for_in_a_large_body() -> None:
+    values = b"[" + b"0," * MAX_JSON_VALUES + b"0]"
+    assert costly_field(b'{"a":1,"input":%s}' % values) == "input"
+    assert costly_field(b'{"a":1,"input":%s}' % (values + b" " * 2**20)) is None
 
 
 def test_whose_field_is_too_costly_is_not_asked_of_objects_of_many_keys() -> None:

@@ -32,6 +32,8 @@ Prompts = (
 class CompletionRequest(SamplingFields):
     """Continue one prompt or several."""
 
+    id_fields: ClassVar[frozenset[str]] = frozenset({"prompt"})
+
     prompt: Annotated[Prompts, Field(union_mode="left_to_right")] = Field(
         description="A string, a list of strings, token ids, or a list of token-id lists."
     )

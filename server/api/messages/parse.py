@@ -175,7 +175,10 @@ class _Turns:
                 case DocumentBlock() if block.source.type == "text":
                     said.say(_read(block))
                 case DocumentBlock():
-                    raise invalid(f"{field}: this model reads text; send no {block.type}", field)
+                    source = f"{field}.source.type"
+                    raise invalid(
+                        f"{source}: documents are read as 'text', not {block.source.type!r}", source
+                    )
                 case ToolResultBlock():
                     self._result(block, field)
                 case _:
@@ -286,7 +289,7 @@ def _read(block: ResultBlock) -> str:
         case ToolReferenceBlock():
             return f"The tool {block.tool_name} is available."
         case _:
-            return f"[{block.type} omitted: this model reads text]"
+            return f"[{block.type} omitted: only documents of plain text are read]"
 
 
 def _tool(tool: MessageTool) -> dict[str, Any]:

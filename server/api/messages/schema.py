@@ -3,7 +3,7 @@
 Source: Anthropic's Messages API, version 2023-06-01.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -18,7 +18,7 @@ from server.limits import (
     MAX_TOOL_CALLS,
     MAX_TOOLS,
 )
-from server.schema.body import JsonObject, Name, RequestBody
+from server.schema.body import JsonObject, Name, RequestBody, type_of
 from server.schema.fields import CacheSalt
 from server.schema.support import NO_KV_TRANSFER, PRIORITY, Rows, different, extra, ignored, refused
 
@@ -103,18 +103,13 @@ class ToolReferenceBlock(RequestBody):
     tool_name: Name
 
 
-def _block_type(block: Any) -> str:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return kind if isinstance(kind, str) else ""
-
-
 ResultBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ImageBlock, Tag("image")]
     | Annotated[DocumentBlock, Tag("document")]
     | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[ToolReferenceBlock, Tag("tool_reference")],
-    Discriminator(_block_type),
+    Discriminator(type_of),
 ]
 
 
@@ -136,7 +131,7 @@ Block = Annotated[
     | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
-    Discriminator(_block_type),
+    Discriminator(type_of),
 ]
 
 

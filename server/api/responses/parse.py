@@ -246,8 +246,9 @@ class _Turns:
 
 def _content(content: str | Sequence[MessageContent]) -> str | list[dict[str, Any]]:
     """Return a content as one text if it holds no image, else as its parts."""
-    images = any(isinstance(part, MediaPart) and part.image_url is not None for part in content)
-    if isinstance(content, str) or not images:
+    if isinstance(content, str):
+        return content
+    if not any(isinstance(part, MediaPart) and part.image_url is not None for part in content):
         return _text(content)
     return [
         {"type": part.type, "image_url": part.image_url}
@@ -266,7 +267,7 @@ def _text(content: str | Sequence[MessageContent]) -> str:
             case RefusalContent():
                 texts.append(part.refusal)
             case MediaPart():
-                texts.append(f"[{part.type} omitted: this model reads text]")
+                texts.append(f"[{part.type} omitted: it cannot be shown to this model]")
             case _:
                 texts.append(part.text)
     return "\n".join(texts)
@@ -279,9 +280,20 @@ def _check_parts(
         field = f"input[{index}].content[{place}]"
         if isinstance(part, RefusalContent) and not may_refuse:
             raise invalid(f"{field}: only messages of assistants may have a refusal", field)
-        is_image = isinstance(part, MediaPart) and part.image_url is not None
-        if isinstance(part, MediaPart) and (may_refuse or not is_image):
-            raise invalid(f"{field}: this model reads text; send no {part.type}", field)
+        if isinstance(part, MediaPart):
+            if may_refuse:
+                raise invalid(f"{field}: assistants say texts; send no {part.type}", field)
+            if part.type != "input_image":
+                raise invalid(f"{field}.type: {_why_not(part)}", f"{field}.type")
+            if part.image_url is None:
+                raise invalid(f"{field}.image_url: {_why_not(part)}", f"{field}.image_url")
+
+
+def _why_not(part: MediaPart) -> str:
+    """Say why no model is shown a part, whatever it reads."""
+    if part.type == "input_image":
+        return "Field required; images of files are not taken"
+    return f"{part.type} is not taken; send what it says as input_text"
 
 
 def _response_format(format: TextFormat) -> dict[str, Any]:

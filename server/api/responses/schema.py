@@ -14,7 +14,7 @@ from server.limits import (
     MAX_TOKENS,
     MAX_TOOLS,
 )
-from server.schema.body import JsonObject, Name, RequestBody, part_type
+from server.schema.body import JsonObject, Name, RequestBody, part_type, type_of
 from server.schema.fields import DrawingFields, ReasoningEffort, Verbosity
 from server.schema.structured import StructuredOutputs
 from server.schema.support import (
@@ -236,9 +236,7 @@ class ItemReference(RequestBody):
 
 
 def _item_type(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    if not isinstance(kind, str):
-        return "message"
+    kind = type_of(item) or "message"
     if kind in _HOSTED:
         return "hosted"
     return "compaction" if kind in ("compaction_summary", "context_compaction") else kind

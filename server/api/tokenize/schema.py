@@ -50,6 +50,8 @@ class TokenizeResponse(msgspec.Struct):
 class DetokenizeRequest(RequestBody):
     """Text of token ids."""
 
+    id_fields: ClassVar[frozenset[str]] = frozenset({"tokens"})
+
     tokens: TokenIds
     model: Name | None = None
     skip_special_tokens: bool | None = Field(

@@ -18,6 +18,8 @@ OneOrMore = str | Texts
 class EmbeddingsRequest(PoolingFields):
     """Texts, or token ids, to make embeddings of."""
 
+    id_fields: ClassVar[frozenset[str]] = frozenset({"input"})
+
     input: Input
     encoding_format: Literal["float", "base64"] | None = Field(
         None,
@@ -97,6 +99,8 @@ class PoolingResponse(msgspec.Struct):
 
 class ClassifyRequest(PoolingFields):
     """Texts, or token ids, to classify."""
+
+    id_fields: ClassVar[frozenset[str]] = frozenset({"input"})
 
     input: Input
     add_special_tokens: bool | None = True

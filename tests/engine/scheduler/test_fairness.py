@@ -204,12 +204,15 @@ def test_long_prompts_of_several_tenants_are_not_computed_in_the_same_step() -> 
     shares = Shares(1000)
     for tenant in (HOG, GUEST, OTHER):
         shares.come(tenant)
-    shares.begin_step(refill=20, piece=60)
+    shares.begin_step(refill=20, together=60)
     quota = shares.quota()
     assert quota.take(HOG, 500) == 60, "whatever it has saved"
     assert quota.take(HOG, 500) == 0
     assert quota.take(GUEST, 61) == 0, "it is cut too, and waits for its turn"
-    assert quota.take(OTHER, 60) == 60, "this one need not be cut"
+    quota = shares.quota()
+    assert quota.take(OTHER, 40) == 40
+    assert quota.take(GUEST, 20) == 20, "this one need not be cut"
+    assert quota.take(HOG, 1) == 0, "that is what all may have together"
     shares.leave(GUEST)
     shares.leave(OTHER)
     assert shares.quota().take(HOG, 500) == 500, "nobody else is there"

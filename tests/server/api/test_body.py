@@ -1,14 +1,23 @@
 """Bodies are read at a price that does not grow with what is missing in them."""
 
 import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
 
 import pydantic
+import pydantic_core
 import pytest
 
+from server import json_price
+from server.api import large_body
 from server.api.body import read_body
 from server.api.completions.schema import CompletionRequest
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
-from server.api.tokenize.schema import DetokenizeRequest
+from server.api.responses.parse import _content as content_of
+from server.api.responses.schema import ResponsesRequest
+from server.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
+from server.api.vectors.schema import ClassifyRequest, EmbeddingsRequest
 from server.errors import ApiError
 
 
@@ -47,14 +56,151 @@ def test_of_a_large_body_that_is_no_object_pydantic_says_what_is_wrong() -> None
 def test_others_have_their_turn_while_a_large_body_is_priced(piece: bytes) -> None:
     body = b'{"prompt":[' + piece * 30_000 + b"0]}"
 
-    async def turns() -> int:
-        reading = asyncio.create_task(read_body(CompletionRequest, body))
-        count = 0
-        while not reading.done():
-            await asyncio.sleep(0)
-            count += 1
-        await asyncio.wait([reading])
-        assert reading.exception() is None or isinstance(reading.exception(), ApiError)
-        return count
+    assert asyncio.run(turns_of(read_body(CompletionRequest, body))) > len(body) // 2**15
 
-    assert asyncio.run(turns()) > len(body) // 2**17
+
+def test_a_large_body_is_not_parsed_once_more_to_say_what_is_wrong_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = "[" + "300," * 20_000 + "-1]"
+    parsed: list[object] = []
+    monkeypatch.setattr(pydantic_core, "from_json", parsed.append)
+    message, param = refusal(MessagesRequest, f'  {{"other": {ids}}}'.encode())
+    assert (message, param) == ("model: is required", "model")
+    wrong = f'{{"model": "m", "max_tokens": 1, "messages": [{{"role": "user", "content": {ids}}}]}}'
+    assert refusal(MessagesRequest, wrong.encode())[1] == "messages[0].content[0]"
+    assert not parsed
+
+
+def test_what_is_wrong_is_named_beside_numbers_that_are_no_json() -> None:
+    body = b'{"prompt": [1, 2, -1], "temperature": 1e999, "other": [NaN]}'
+    assert refusal(CompletionRequest, body)[1] in ("prompt[2]", "temperature")
+
+
+IDS = "[" + "300, " * 20_000 + "7]"
+LISTS = "[" + f"[{'12,' * 2_000}3]," * 20 + "[4]]"
+
+
+async def turns_of(reading: Coroutine[Any, Any, object]) -> int:
+    """Return how often others have their turn while something is done."""
+    task = asyncio.create_task(reading)
+    count = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        count += 1
+    await asyncio.wait([task])
+    assert task.exception() is None or isinstance(task.exception(), ApiError)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "text"),
+    [
+        (CompletionRequest, "prompt", IDS),
+        (CompletionRequest, "prompt", LISTS),
+        (CompletionRequest, "prompt", f"[{IDS},[1],{IDS}]"),
+        (DetokenizeRequest, "tokens", IDS),
+        (EmbeddingsRequest, "input", IDS),
+        (EmbeddingsRequest, "input", LISTS),
+        (ClassifyRequest, "input", LISTS),
+    ],
+)
+def test_token_ids_are_read_in_parts(
+    monkeypatch: pytest.MonkeyPatch, model: type[pydantic.BaseModel], field: str, text: str
+) -> None:
+    body = f'{{"model": "m", "{field}": {text}, "unknown": {IDS}}}'.encode()
+    monkeypatch.setattr(large_body, "_PART_BYTES", 1000)
+    monkeypatch.setattr(large_body, "LARGE", 5000)
+    seen: list[bytes] = []
+    check = model.model_validate_json
+    monkeypatch.setattr(model, "model_validate_json", lambda text: seen.append(text) or check(text))
+    read = asyncio.run(read_body(model, body))
+    assert getattr(read, field) == json.loads(text)
+    assert sum(map(len, seen)) < 1000, "pydantic does not see them at all"
+    priced = len(body) // json_price._PART_BYTES
+    assert asyncio.run(turns_of(read_body(model, body))) >= priced + len(text) // 6000
+
+
+@pytest.mark.parametrize("wrong", ["-1", "2147483648", "1.5", "true", '"a"', "[1]", "null", "[]"])
+@pytest.mark.parametrize("place", [0, 1, 20_000])
+@pytest.mark.parametrize("field", ["prompt", "stop_token_ids"])
+def test_a_wrong_token_id_is_named_as_in_a_small_body(wrong: str, place: int, field: str) -> None:
+    ids = ["300"] * 20_001
+    ids[place] = wrong
+    rest = '"model": "m"' if field == "prompt" else '"prompt": "a"'
+    small = min(place, 3)
+    few = ["300"] * 4
+    few[small] = wrong
+    message, param = refusal(
+        CompletionRequest, f'{{{rest}, "{field}": [{",".join(few)}]}}'.encode()
+    )
+    large = refusal(CompletionRequest, f'{{{rest}, "{field}": [{",".join(ids)}]}}'.encode())
+    assert param is not None
+    named = param.replace(f"[{small}]", f"[{place}]")
+    assert large == (message.replace(param, named), named)
+
+
+@pytest.mark.parametrize("field", ["prompt", "max_tokens", "stop", "stop_token_ids", "logit_bias"])
+@pytest.mark.parametrize(
+    "text",
+    [IDS, LISTS, f"[{LISTS}]", f"[{IDS}]", "[" + "[1]," * 30_000 + "[]]", "[[" + "0," * 40_000],
+)
+def test_what_is_taken_does_not_depend_on_how_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, field: str, text: str
+) -> None:
+    rest = "" if field == "prompt" else '"prompt": "a", '
+    body = f'{{{rest}"{field}": {text}}}'.encode()
+
+    def outcome() -> Any:
+        try:
+            return asyncio.run(read_body(CompletionRequest, body)).model_dump()
+        except ApiError as error:
+            return str(error), error.param
+
+    in_parts = outcome()
+    monkeypatch.setattr(large_body, "LARGE", 1 << 30)
+    assert in_parts == outcome()
+
+
+def test_a_long_list_of_numbers_where_a_text_should_be_is_not_made_objects_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[bytes] = []
+    check = TokenizeRequest.model_validate_json
+    monkeypatch.setattr(
+        TokenizeRequest, "model_validate_json", lambda text: seen.append(text) or check(text)
+    )
+    message, param = refusal(TokenizeRequest, f'{{"prompt": {IDS}}}'.encode())
+    assert (message, param) == ("prompt: must be a string", "prompt")
+    assert sum(map(len, seen)) < 1000
+
+
+def test_many_token_ids_that_are_named_are_all_read() -> None:
+    body = f'{{"prompt": "a", "stop_token_ids": {IDS}}}'.encode()
+    read = asyncio.run(read_body(CompletionRequest, body))
+    assert read.stop_token_ids == json.loads(IDS)
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "rest"),
+    [
+        (ResponsesRequest, "input", {}),
+        (MessagesRequest, "messages", {"model": "m", "max_tokens": 1}),
+    ],
+)
+def test_an_error_repeats_no_more_than_the_beginning_of_a_long_type(
+    model: type[pydantic.BaseModel], field: str, rest: dict[str, Any]
+) -> None:
+    long = {"type": "t" * 10_000}
+    given = [long] if field == "input" else [{"role": "user", "content": [long]}]
+    message, _ = refusal(model, json.dumps({**rest, field: given}).encode())
+    assert "t" * 100 in message
+    assert "t" * 101 not in message
+
+
+def test_a_text_is_not_looked_at_letter_by_letter_for_images() -> None:
+    class Text(str):
+        def __iter__(self) -> Any:
+            raise AssertionError("three million letters take a quarter of a second")
+
+    assert content_of(Text("read me")) == "read me"

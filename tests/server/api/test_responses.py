@@ -265,7 +265,7 @@ def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> Non
         ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0]"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0]",
+            "input[0].content[0].image_url",
         ),
         ({"input": "word " * 600}, "input"),
         ({"store": True}, "store"),

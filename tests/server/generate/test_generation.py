@@ -1,3 +1,4 @@
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from server.api.completions.schema import CompletionRequest
 from server.generate.answer import DeltaSum
 from server.generate.fold import ChoiceFold, Delta, GenerationFailed, PromptEcho
 from server.generate.request import GenerationRequest, Prompt
-from server.generate.unread import Unread, parts
+from server.generate.unread import Arrivals, Unread, parts
 from server.limits import MAX_UNREAD
 from server.router.token_stream import merge, weight
 from server.text.detokenizer import TokenTable
@@ -175,6 +176,45 @@ def test_unread_outputs_of_many_sequences_come_back_in_order() -> None:
     with pytest.raises(LookupError):
         unread.take()
     assert unread.has_room
+
+
+class SilentStream:
+    """Has one output, and notes when it is asked for it."""
+
+    def __init__(self, asked: list[int], index: int) -> None:
+        self._asked, self._index = asked, index
+
+    async def next(self) -> RequestOutput:
+        self._asked.append(self._index)
+        return RequestOutput(1, [self._index], "length")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_others_have_their_turn_while_thousands_of_sequences_begin_to_be_read() -> None:
+    asked: list[int] = []
+
+    async def read() -> dict[int, int]:
+        arrivals = Arrivals([SilentStream(asked, index) for index in range(2048)])  # type: ignore[misc]
+        found: dict[int, int] = {}
+        most = seen = 0
+
+        async def rest() -> None:
+            while len(found) < 2048:
+                for index, output in await arrivals.next():
+                    found[index] = output.token_ids[0]
+
+        reading = asyncio.create_task(rest())
+        while not reading.done():
+            await asyncio.sleep(0)
+            most, seen = max(most, len(asked) - seen), len(asked)
+        await reading
+        assert most <= 128, "so many in one turn of the loop"
+        arrivals.close()
+        return found
+
+    assert asyncio.run(read()) == {index: index for index in range(2048)}
 
 
 def test_nothing_more_is_taken_for_a_client_that_does_not_read() -> None:

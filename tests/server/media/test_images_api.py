@@ -280,6 +280,43 @@ def test_what_is_not_served_is_refused_by_name(
     assert engines.streams == []
 
 
+def source(**fields: Any) -> dict[str, Any]:
+    return {"type": "document", "source": {"type": "base64", **fields}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "said"),
+    [
+        ("/v1/chat/completions", {"messages": [user({"type": "input_audio"})]},
+         "messages[0].content[0]", "this model reads text and images; send no input_audio"),
+        ("/v1/chat/completions", {"messages": [user({"type": "image_url"})]},
+         "messages[0].content[0]", "it holds no image"),
+        ("/v1/messages", {"max_tokens": 1, "messages": [user(text("a"), source(data="QUJD"))]},
+         "messages[0].content[1].source.type", "documents are read as 'text', not 'base64'"),
+        ("/v1/messages", {"max_tokens": 1, "messages": [user({"type": "image"})]},
+         "messages[0].content[0]", "it holds no image"),
+        ("/v1/responses", {"input": [user({"type": "input_file", "file_id": "f"})]},
+         "input[0].content[0].type", "input_file is not taken"),
+        ("/v1/responses", {"input": [user({"type": "input_audio"})]},
+         "input[0].content[0].type", "input_audio is not taken"),
+        ("/v1/responses", {"input": [user({"type": "input_image", "file_id": "f"})]},
+         "input[0].content[0].image_url", "Field required; images of files are not taken"),
+        ("/v1/responses/input_tokens", {"input": [user({"type": "input_file"})]},
+         "input[0].content[0].type", "input_file is not taken"),
+        ("/v1/messages/count_tokens", {"messages": [user(source())]},
+         "messages[0].content[0].source.type", "documents are read as 'text'"),
+    ],
+)  # fmt: skip
+def test_a_model_that_reads_images_is_not_said_to_read_text_alone(
+    http: Http, path: str, fields: dict[str, Any], param: str, said: str
+) -> None:
+    answer = http.post(path, {"model": "tiny", **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert f"{param}: {said}" in error["message"]
+    assert error.get("param", param) == param, "errors of messages have no field for it"
+
+
 def test_more_tokens_of_images_than_fit_are_refused_before_anything_is_decoded(
     http: Http, engines: FakeGenerationClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
