@@ -7,6 +7,11 @@ import sys
 import pytest
 
 SCRIPT = "from engine.shared.end_signals import end_signals; print(*map(int, end_signals()))"
+IN_A_TERMINAL = (
+    "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""A program that runs a command as without nohup, which the tests themselves may run under."""
 
 
 @pytest.mark.parametrize(
@@ -20,6 +25,7 @@ def test_a_closing_terminal_ends_what_is_not_under_nohup(
     command: list[str], expected: set[signal.Signals]
 ) -> None:
     done = subprocess.run(
-        [*command, sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", IN_A_TERMINAL, *command, sys.executable, "-c", SCRIPT],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     assert {signal.Signals(int(number)) for number in done.stdout.split()} == expected

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -146,10 +147,9 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
 
 def test_nobody_listens() -> None:
     async def refused(url: str) -> StreamResult:
-        server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        server.close()
-        return (await ask(f"http://127.0.0.1:{port}"))[0]
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))  # and does not listen
+            return (await ask(f"http://127.0.0.1:{held.getsockname()[1]}"))[0]
 
     _, result = play([], refused)
     assert result.error == "connection_refused"

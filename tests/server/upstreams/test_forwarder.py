@@ -155,10 +155,10 @@ def test_servers_that_name_each_other_do_not_pass_a_request_round(fleet: Fleet) 
 
 
 def test_a_server_that_cannot_be_reached_is_a_503_that_says_so(fleet: Fleet) -> None:
-    with listening() as (url, _):
-        pass
-    fleet.route(other=url)
-    answer = fleet.http.post("/v1/completions", json=ASK)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        fleet.route(other=f"http://127.0.0.1:{held.getsockname()[1]}")
+        answer = fleet.http.post("/v1/completions", json=ASK)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
     assert "'other'" in answer.json()["error"]["message"]
     assert answer.headers["retry-after"]
@@ -246,13 +246,19 @@ def test_what_names_no_model_is_refused_here(fleet: Fleet, body: bytes) -> None:
     assert not fleet.engines.streams
 
 
+def whole(received: bytes) -> bool:
+    head, _, body = received.partition(b"\r\n\r\n")
+    length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
+    return bool(length) and len(body) >= int(length)
+
+
 @contextlib.contextmanager
 def listening(
     answer: bytes = b"", go_on: threading.Event | None = None
 ) -> Iterator[tuple[str, threading.Event]]:
     """A server that answers whoever comes with the same bytes, and whether anybody came.
 
-    It answers when it may `go_on`, and reads whole requests until then.
+    It reads whole requests, and answers when it may `go_on`.
     """
     came = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -263,9 +269,9 @@ def listening(
                     connection, _ = server.accept()
                     came.set()
                     with connection:
-                        received = connection.recv(1 << 16)
-                        while go_on is not None and len(received) < 600_000:
-                            received += connection.recv(1 << 16)
+                        received = b""
+                        while not whole(received) and (more := connection.recv(1 << 16)):
+                            received += more
                         assert go_on is None or go_on.wait(60)
                         connection.sendall(answer)
 
