@@ -34,7 +34,7 @@ from engine.models.settings import (
     quantization,
 )
 from engine.models.spec import ModelSpec, UnsupportedModel
-from engine.models.vision.siglip import VisionEncoder, load_vision
+from engine.models.vision.loading import VisionEncoder, load_vision
 from engine.shared.config import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from engine.shared.cpu.machine import usable_cores
 from engine.shared.model_files import model_directory, served_names

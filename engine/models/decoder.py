@@ -69,12 +69,14 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     """Each [max_model_len, 2, rotary_size / 2]: see `attention.rotary.rotary_table`."""
     temperatures: Tensor | None = None
     """[max_model_len]: see `attention.rotary.temperatures`."""
+    sections: tuple[int, ...] = ()
+    """Of all tables: see `RopeSpec`."""
 
     def factors(self, positions: Tensor) -> PositionFactors:
         """Return the factors of tokens at these positions."""
         heat = self.temperatures
         return PositionFactors(
-            [rotation(table, positions) for table in self.rotary],
+            [rotation(table, positions, self.sections) for table in self.rotary],
             None if heat is None else heat.index_select(0, positions).view(-1, 1, 1),
         )
 
@@ -132,7 +134,8 @@ class StepTokens(msgspec.Struct, frozen=True):
     token_ids: Tensor
     """[tokens] int64"""
     positions: Tensor
-    """[tokens] int64"""
+    """[tokens] int64, which queries and keys are turned by; [3, tokens] where a token that stands
+    for a part of an image has a time, a row and a column."""
     slots: Tensor
     """[tokens] int64: flat cache slot (block * block_size + offset) that each token fills."""
     rows: AttentionRows

@@ -168,6 +168,7 @@ class DecoderLoader:
             lm_head=self._head(tied) if is_last else None,
             rotary=[self._rotary(rope) for rope in spec.distinct_ropes],
             temperatures=self._temperatures(),
+            sections=next((rope.sections for rope in spec.distinct_ropes), ()),
         )
         followers = None if self._shard is None else self._shard.followers
         return Decoder(

@@ -110,6 +110,7 @@ from engine.shared.messages.placement import (
     ScaleWish,
 )
 from engine.shared.messages.requests import (
+    MAX_ASPECT_RATIO,
     ROOT_SIZE,
     AbortRequests,
     AddRequest,
@@ -136,6 +137,7 @@ from engine.shared.messages.wire import (
 
 __all__ = [
     "ASLEEP_TAGS",
+    "MAX_ASPECT_RATIO",
     "ROOT_SIZE",
     "STEP_TOKENS_BOUNDS",
     "AbortRequests",

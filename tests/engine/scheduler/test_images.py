@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.models.spec import VisionSpec
+from engine.models.spec import SiglipSpec
 from engine.shared.messages import EncoderInput
 
 MakeRig = Callable[..., Any]
-VISION = VisionSpec(
+VISION = SiglipSpec(
     token_id=999,
     image_size=8,
     patch_size=1,
@@ -92,6 +92,16 @@ def test_the_budget_is_enough_for_the_largest_image(make_rig: MakeRig) -> None:
     plans = [rig.step(), rig.step()]
     assert [plan.counts for plan in plans] == [[16], [17]]
     assert [plan.forgotten for plan in plans] == [[], [image(1, 0).digest]]
+    rig.run()
+    rig.assert_complete()
+
+
+def test_an_image_beyond_the_budget_has_a_step_of_its_own(make_rig: MakeRig) -> None:
+    rig = make_rig(vision=VISION, max_num_encoder_tokens=8)
+    small = [image(number, 0, side=4) for number in (1, 2, 4, 5, 6)]
+    add(rig, 1, *small[:2], image(3, 0), *small[2:], 1)
+    plans = [rig.step() for _ in range(4)]
+    assert [encoded(plan) for plan in plans] == [[1, 2], [3], [4, 5], [6]]
     rig.run()
     rig.assert_complete()
 
