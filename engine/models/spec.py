@@ -164,6 +164,11 @@ class _PatchSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Pixels on a side of the square that becomes one token."""
         return self.patch_size * self.scale_factor
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether the text model has each token of an image see all of the image."""
+        return False
+
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of an image's tokens."""
         return height // self.token_side, width // self.token_side
@@ -174,6 +179,14 @@ class SiglipSpec(_PatchSpec, frozen=True, kw_only=True):
 
     image_size: int
     """Longest side of an image in pixels."""
+    is_gemma: bool = False
+    """Whether the patches of a square are averaged and normalized, rather than laid side by side,
+    and tokens of an image see all of it."""
+
+    @property
+    def sees_all(self) -> bool:
+        """See `_PatchSpec`."""
+        return self.is_gemma
 
     def num_tokens(self, height: int, width: int) -> int:
         """Return how many tokens stand for an image; 0 for a size that is not taken."""

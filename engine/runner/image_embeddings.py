@@ -8,19 +8,23 @@ import torch
 from torch import Tensor
 
 from engine.batch.batch import BatchPlan, SlotImage
-from engine.models.decoder import ImageTokens
+from engine.models.attention.paged import PagedAttention
+from engine.models.attention.rows import AttentionRows
+from engine.models.decoder import Decoder, ImageTokens, WholeImages
 from engine.models.device_copies import to_device
 from engine.models.vision.loading import VisionEncoder
 from engine.runner.inputs import BatchRows, IntArray
+from engine.runner.slots import SlotTable
 
 
 class ImageEmbeddings:
     """Encodes images as plans say, and keeps what came of them as long as plans say."""
 
-    def __init__(self, encoder: VisionEncoder, *, has_grid: bool = False) -> None:
-        """Encode with `encoder`, for a model whose positions in images `has_grid` of them."""
+    def __init__(self, encoder: VisionEncoder, model: Decoder) -> None:
+        """Encode with `encoder` for `model`."""
         self._encoder = encoder
-        self._has_grid = has_grid
+        self._model = model
+        self._has_grid = any(rope.sections for rope in model.spec.distinct_ropes)
         self._kept: dict[bytes, Tensor] = {}
         self._images: dict[int, list[SlotImage]] = {}
         """Of the sequences that have some, by slot."""
@@ -88,10 +92,13 @@ class ImageEmbeddings:
         """Return how many positions less than tokens an image takes."""
         return image.num_tokens - max(self._grid(image))
 
-    def of_step(self, rows: BatchRows) -> ImageTokens | None:
-        """Return the tokens of a step that stand for images."""
+    def of_step(self, rows: BatchRows, table: SlotTable) -> ImageTokens | None:
+        """Return the tokens of a step that stand for images; `table` has the slots of the rows."""
         if not self._images:
             return None
+        shown: list[tuple[SlotImage, int, int]] = []
+        """Images with the slot of their sequence, and where in the step its first token would be.
+        """
         tokens: list[IntArray] = []
         embeddings: list[Tensor] = []
         for row, slot in enumerate(rows.slots.tolist()):
@@ -103,7 +110,55 @@ class ImageEmbeddings:
                     kept = self._kept[image.digest]
                     tokens.append(np.arange(first + low, first + high))
                     embeddings.append(kept[low - image.position : high - image.position])
+                    shown.append((image, slot, first))
         if not tokens:
             return None
-        joined = torch.cat(embeddings)
-        return ImageTokens(to_device(np.concatenate(tokens), joined.device), joined)
+        joined, whole = torch.cat(embeddings), None
+        if self._model.image_attention is not None:
+            whole = self._whole(self._model.image_attention, shown, tokens, table)
+        return ImageTokens(to_device(np.concatenate(tokens), joined.device), joined, whole)
+
+    def _whole(
+        self,
+        attention: PagedAttention,
+        shown: list[tuple[SlotImage, int, int]],
+        tokens: list[IntArray],
+        table: SlotTable,
+    ) -> WholeImages:
+        """Return how tokens attend to all of their image.
+
+        An image's first tokens may have been computed before. Others get the same bits if they are
+        computed with any in their place.
+
+        Args:
+            shown: the images, the slots of their sequences, and where their first token would be.
+            tokens: of each image, up to its last.
+        """
+        slots = np.array([slot for _, slot, _ in shown])
+        counts = np.array([image.num_tokens for image, _, _ in shown])
+        firsts = np.cumsum(counts) - counts
+        rows = AttentionRows(
+            starts=np.array([image.position for image, _, _ in shown]),
+            counts=counts,
+            first_token=firsts,
+            block_tables=table.block_tables[slots],
+            block_size=table.block_size,
+            other_tables=tuple(tables[slots] for tables in table.other_tables),
+        )
+        queries = [
+            np.maximum(first + np.arange(image.position, image.end), own[0])
+            for (image, _, first), own in zip(shown, tokens, strict=True)
+        ]
+        computed = [
+            end - len(own) + np.arange(len(own))
+            for end, own in zip((firsts + counts).tolist(), tokens, strict=True)
+        ]
+        device = self._model.device
+        return WholeImages(
+            to_device(np.concatenate(queries), device),
+            to_device(np.concatenate(computed), device),
+            tuple(
+                {window: attention.plan_whole(rows.of_group(group), window) for window in windows}
+                for group, windows in enumerate(self._model.windows)
+            ),
+        )

@@ -104,8 +104,7 @@ class ModelRunner:
         to it. `vision` encodes the images that plans show.
         """
         self.model = model
-        has_grid = any(rope.sections for rope in model.spec.distinct_ropes)
-        self._images = None if vision is None else ImageEmbeddings(vision, has_grid=has_grid)
+        self._images = None if vision is None else ImageEmbeddings(vision, model)
         self._pooler = pooler
         self._params: dict[int, PoolingParams] = {}
         self._max_head_threads = max_head_threads
@@ -184,7 +183,7 @@ class ModelRunner:
         placed, self._placed = self._placed, {}
         images = None
         if self._images is not None:
-            rows, images = self._images.place(rows), self._images.of_step(rows)
+            rows, images = self._images.place(rows), self._images.of_step(rows, self._table)
         incoming = None
         if self._earlier is not None:
             for adapter_slot, weights in placed.items():

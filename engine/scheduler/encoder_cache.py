@@ -54,6 +54,7 @@ class EncoderCache:
     ) -> None:
         vision = executor.vision
         largest = 0 if vision is None else vision.max_tokens
+        self._keeps_whole = vision is not None and vision.sees_all
         self._patches_per_token = 0 if vision is None else vision.scale_factor**2
         self._step_tokens = step_tokens
         self._max_tokens = max(num_bytes // max(1, executor.embedding_bytes), largest)
@@ -135,6 +136,29 @@ class EncoderCache:
             left -= needed
             room -= image.num_tokens
             seen.add(image.digest)
+        return count
+
+    def must_be_whole(self, request: Request) -> bool:
+        """Whether steps may not end within the images of a request."""
+        return self._keeps_whole and bool(request.images)
+
+    def together(self, request: Request, start: int) -> int:
+        """Return how many of a sequence's tokens from `start` on have to be in one step, at least.
+
+        These are what is left of an image whose tokens see all of it.
+        """
+        if self.must_be_whole(request):
+            for image in request.images:
+                if image.position <= start < image.position + image.num_tokens:
+                    return image.position + image.num_tokens - start
+        return 1
+
+    def whole(self, request: Request, count: int) -> int:
+        """Return how many of a sequence's next tokens, at most `count`, end within no image."""
+        start = request.num_computed_tokens
+        for image in request.images:
+            if image.position < start + count < image.position + image.num_tokens:
+                return max(0, image.position - start)
         return count
 
     def take(self, request: Request, count: int) -> None:

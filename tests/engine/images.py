@@ -52,6 +52,8 @@ def pixel_values(given: EncoderInput) -> torch.Tensor:
 def shown_to(reference: Any, images: Sequence[EncoderInput]) -> dict[str, torch.Tensor]:
     """Return how a model of transformers is given images."""
     values = [pixel_values(each) for each in images]
+    if reference.config.model_type == "gemma3":
+        return {"pixel_values": torch.stack(values)}
     if reference.config.model_type != "qwen2_5_vl":
         return {"pixel_values": torch.stack(values)[None]}
     vision = reference.config.vision_config

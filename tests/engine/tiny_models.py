@@ -350,6 +350,14 @@ MODELS_WITH_VISION: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3-vision": (
+        "Gemma3",
+        {
+            "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+            "text_config": {**_SIZES, **MODELS["gemma3"][1]},
+            "mm_tokens_per_image": 16,
+        },
+    ),
 }  # fmt: skip
 """A family, and what its configuration has in place of and beside a Llama and `_VISION`."""
 
@@ -373,11 +381,14 @@ class Checkpoint:
     ) -> torch.Tensor:
         """Return the same of a sequence that shows images."""
         tokens, given = torch.tensor([token_ids]), shown_to(self.reference, images)
-        if "image_grid_thw" in given:  # generated tokens show nothing, whatever they are
-            given["mm_token_type_ids"] = torch.zeros_like(tokens)
-            for image in images:
-                end = image.position + image.num_tokens
-                given["mm_token_type_ids"][0, image.position : end] = 1
+        # Generated tokens show nothing, whatever they are.
+        types = torch.zeros_like(tokens)
+        for image in images:
+            types[0, image.position : image.position + image.num_tokens] = 1
+        kind = self.reference.config.model_type
+        named = {"qwen2_5_vl": "mm_token_type_ids", "gemma3": "token_type_ids"}
+        if kind in named:
+            given[named[kind]] = types
         logits: torch.Tensor = self.reference(tokens, **given).logits[0]
         return logits
 

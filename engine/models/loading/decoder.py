@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.distributed.group import Group
 from engine.kernels.registry import FusedKernels
 from engine.models.adapters import AdapterBank
-from engine.models.attention.choice import attention_of
+from engine.models.attention.choice import attention_of, stock_attention
+from engine.models.attention.paged import PagedAttention
 from engine.models.attention.projections import (
     HeadProjections,
     HeadwiseProduct,
@@ -186,11 +187,18 @@ class DecoderLoader:
             self._expert_group,
             followers,
             self._bank,
+            self._image_attention(),
         )
 
     def _rotary(self, rope: RopeSpec) -> Tensor:
         size, dtype = self._spec.rotary_size, self._types.activations
         return rotary_table(rope, size, self._max_model_len, dtype, self._device)
+
+    def _image_attention(self) -> PagedAttention | None:
+        vision = self._spec.vision
+        if vision is None or not vision.sees_all:
+            return None
+        return stock_attention(self._spec, self._types.kv_format, self._device)
 
     def _temperatures(self) -> Tensor | None:
         spec = self._spec.attention_temperature

@@ -1,5 +1,6 @@
-"""SigLIP with patches of images of many sizes, and Idefics 3's connector to the text model."""
+"""SigLIP with patches of images of many sizes, and connectors of Idefics 3 and Gemma 3."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -7,7 +8,8 @@ from torch import Tensor
 
 from engine.models.encoders.builder import Builder, activation_of
 from engine.models.encoders.encoder import EncoderLayer, EncoderLayers, SequenceGroup
-from engine.models.layers import Rows
+from engine.models.layers import Chain, Rows, rms_norm_exact
+from engine.models.products.dense import prepare_linear
 from engine.models.spec import SiglipSpec
 from engine.models.vision.pixels import Normalization, PixelReader, read_normalization
 
@@ -95,7 +97,8 @@ def load_siglip(
         text_size: width of the text model.
     """
     hidden, size, side = vision.hidden_size, vision.patch_size, vision.image_size
-    prefix = "vision_model.embeddings."
+    tower = "" if vision.is_gemma else "vision_model."
+    prefix = f"{tower}embeddings."
     normalization = read_normalization(directory, Normalization())
     return SiglipEncoder(
         vision,
@@ -103,23 +106,45 @@ def load_siglip(
         patches=build.flat(f"{prefix}patch_embedding", hidden, 3, size, size),
         positions=build.copy(f"{prefix}position_embedding.weight", (side // size) ** 2, hidden),
         layers=EncoderLayers(
-            [_layer(vision, build, index) for index in range(vision.num_layers)],
-            final_norm=build.norm("vision_model.post_layernorm", hidden, vision.eps),
+            [
+                _layer(vision, build, f"{tower}encoder.layers.{index}.")
+                for index in range(vision.num_layers)
+            ],
+            final_norm=build.norm(f"{tower}post_layernorm", hidden, vision.eps),
             norm_first=True,
             num_heads=vision.num_heads,
         ),
-        connector=build.linear(
-            "connector.modality_projection.proj",
-            rows=text_size,
-            width=hidden * vision.scale_factor**2,
-            bias=False,
-        ),
+        connector=_connector(vision, build, text_size),
         dtype=build.dtype,
     )
 
 
-def _layer(spec: SiglipSpec, build: Builder, index: int) -> EncoderLayer:
-    hidden, prefix = spec.hidden_size, f"vision_model.encoder.layers.{index}."
+def _connector(vision: SiglipSpec, build: Builder, text_size: int) -> Rows:
+    hidden, square = vision.hidden_size, vision.scale_factor**2
+    if not vision.is_gemma:
+        return build.linear(
+            "connector.modality_projection.proj",
+            rows=text_size,
+            width=hidden * square,
+            bias=False,
+        )
+    prefix = "multi_modal_projector.mm_"
+    norm = build.copy(f"{prefix}soft_emb_norm.weight", hidden, dtype=torch.float32)
+    weight = build.copy(f"{prefix}input_projection_weight", hidden, text_size)
+    return Chain(
+        partial(_mean, parts=square),
+        partial(rms_norm_exact, weight=norm + 1, eps=vision.eps),
+        prepare_linear(weight.t().contiguous()),
+    )
+
+
+def _mean(x: Tensor, parts: int) -> Tensor:
+    """Return the mean of as many parts of each row."""
+    return x.view(len(x), parts, -1).mean(1)
+
+
+def _layer(spec: SiglipSpec, build: Builder, prefix: str) -> EncoderLayer:
+    hidden = spec.hidden_size
     queries, keys, values = (f"{prefix}self_attn.{name}_proj" for name in "qkv")
     return EncoderLayer(
         qkv=build.linear(queries, keys, values, rows=hidden, width=hidden),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from engine.executor.image_rules import why_blind
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
@@ -46,8 +47,9 @@ def show(id: int, *parts: list[int] | int, name: str = "smolvlm", **sampling: An
 
 
 def picture(name: str, number: int, position: int) -> EncoderInput:
-    if name == "smolvlm":
-        return encoder_input(number, position, num_tokens=4)
+    if name != "qwen2.5-vl":
+        tokens = {"smolvlm": 4, "gemma3-vision": 16}[name]
+        return encoder_input(number, position, num_tokens=tokens)
     height, width = ((16, 16), (8, 48), (32, 8))[number % 3]
     tokens = height * width // 64
     return encoder_input(number, position, num_tokens=tokens, side=height, width=width)
@@ -82,25 +84,26 @@ def check(model: Checkpoint, asked: list[AddRequest], answers: list[Answer]) -> 
 
 
 SEEING = pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl"])
+ALL = pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision"])
 _SMALL = {"tiers": {"encoder_cache_bytes": 1}, "max_num_encoder_tokens": 4}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlapped": {"async_scheduling": True, **_SMALL},
+    "drafting": {"speculative_ngram": 3},
+    "short of blocks": {"num_blocks": 33, "enable_prefix_caching": False, **_SMALL},
+    "batch-invariant": {"batch_invariant": True},
+}
+"""Of engines."""
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"async_scheduling": True, **_SMALL},
-        {"speculative_ngram": 3},
-        {"num_blocks": 33, "enable_prefix_caching": False, **_SMALL},
-        {"batch_invariant": True},
-    ],
-    ids=["plain", "overlapped", "drafting", "short of blocks", "batch-invariant"],
-)
-@SEEING
+@pytest.mark.parametrize("kind", _SETTINGS)
+@ALL
 def test_prompts_with_images_and_without_are_served_together(
-    name: str, settings: dict[str, Any], checkpoint: SaveModel
+    name: str, kind: str, checkpoint: SaveModel
 ) -> None:
-    model, asked = checkpoint(name), traffic(name)
+    model, asked, settings = checkpoint(name), traffic(name), _SETTINGS[kind]
+    if name == "gemma3-vision" and "num_blocks" in settings:
+        settings = {**settings, "num_blocks": 28}
     answers, stats = serve(model.directory, asked, dtype="float32", **settings)
     check(model, asked, answers)
     if "num_blocks" in settings:
@@ -108,7 +111,7 @@ def test_prompts_with_images_and_without_are_served_together(
     assert stats.counters.encoded_images >= 12
 
 
-@SEEING
+@ALL
 @pytest.mark.parametrize("with_head", [False, True], ids=["model", "head"])
 def test_drafts_of_what_sees_nothing_change_no_token(
     with_head: bool, name: str, checkpoint: SaveModel, tmp_path: Path
@@ -125,7 +128,7 @@ def test_drafts_of_what_sees_nothing_change_no_token(
         assert stats.counters.spec_accepted_tokens > 0
 
 
-@SEEING
+@ALL
 def test_a_prompt_that_comes_again_is_cached_unless_it_shows_another_image(
     name: str, checkpoint: SaveModel
 ) -> None:
@@ -134,7 +137,8 @@ def test_a_prompt_that_comes_again_is_cached_unless_it_shows_another_image(
     one_by_one = [replace(each, alone=1000) for each in asked]
     answers, stats = serve(model.directory, one_by_one, dtype="float32")
     check(model, asked, answers)
-    assert stats.counters.prefix_cache_hits == 24
+    length = len(asked[0].prompt_token_ids)
+    assert stats.counters.prefix_cache_hits == length // 8 * 8
     assert stats.counters.encoded_images == 2
 
 
@@ -148,22 +152,21 @@ def test_an_image_of_32_requests_is_encoded_once(checkpoint: SaveModel) -> None:
     assert 20 < counters.encoder_cache_hits == counters.encoder_cache_queries - 1
 
 
-@SEEING
+@ALL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_request_goes_on_in_another_engine_with_the_same_tokens(
     dtype: Any, name: str, checkpoint: SaveModel
 ) -> None:
     model, asked = checkpoint(name), traffic(name)
+    settings: dict[str, Any] = {"dtype": dtype, "batch_invariant": True}
     for each in (2, 5):
         asked[each] = replace(asked[each], sampling=replace(asked[each].sampling, temperature=0.7))
-    whole, _ = serve(model.directory, asked, dtype=dtype, batch_invariant=True)
+    whole, _ = serve(model.directory, asked, **settings)
     moved = [
         replace(each, output_token_ids=answer.tokens[:5])
         for each, answer in zip(asked[2:], whole[2:], strict=True)
     ]
-    rest, _ = serve(
-        model.directory, moved, dtype=dtype, batch_invariant=True, max_num_encoder_tokens=4
-    )
+    rest, _ = serve(model.directory, moved, max_num_encoder_tokens=4, **settings)
     assert [each.tokens for each in rest] == [each.tokens[5:] for each in whole[2:]]
 
 
@@ -202,6 +205,49 @@ def test_processes_that_share_a_model_get_the_embeddings(
         executor.shutdown()
     check(model, asked, [Answer(tokens[each.id], "length", []) for each in asked])
     assert counters.encoded_images >= 12
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({}, None),
+        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "--tensor-parallel-size"),
+        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "--pipeline-parallel-size"),
+        (
+            {"scheduler": SchedulerConfig(max_num_batched_tokens=19, max_num_seqs=4)},
+            "--max-num-batched-tokens 19",
+        ),
+        (
+            {"scheduler": SchedulerConfig(long_prefill_token_threshold=15)},
+            "--long-prefill-token-threshold 15",
+        ),
+    ],
+)
+def test_gemma_sees_nothing_where_an_image_cannot_be_seen_as_a_whole(
+    parts: dict[str, Any], reason: str | None, checkpoint: SaveModel
+) -> None:
+    directory = checkpoint("gemma3-vision").directory
+    gemma, other = (read_spec(each).vision for each in (directory, checkpoint("smolvlm").directory))
+    assert gemma is not None
+    assert other is not None
+    config = EngineConfig(model=ModelConfig(model=str(directory)), **parts)
+    assert why_blind(config, other) is None
+    found = why_blind(config, gemma)
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_a_gemma_that_sees_nothing_reads(
+    checkpoint: SaveModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model=str(checkpoint("gemma3-vision").directory), max_model_len=64),
+        cache=CacheConfig(num_kv_blocks=30, block_size=8),
+        scheduler=SchedulerConfig(max_num_seqs=2, long_prefill_token_threshold=8),
+    )
+    executor = InProcessExecutor(config)
+    assert executor.info.vision is None
+    assert "no images are taken with --long-prefill-token-threshold 8" in caplog.text
+    executor.shutdown()
 
 
 def test_weights_that_were_given_up_and_loaded_again_see_as_before(checkpoint: SaveModel) -> None:

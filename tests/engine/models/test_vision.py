@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import parse_spec, read_spec
 from engine.models.settings import open_checkpoint
-from engine.models.spec import UnsupportedModel
-from engine.models.vision.loading import VisionEncoder, load_vision
+from engine.models.spec import SiglipSpec, UnsupportedModel
+from engine.models.vision.loading import VisionEncoder, has_vision, load_vision
 from engine.models.vision.pixels import Normalization, read_normalization
 from engine.shared.config import ModelConfig
 from tests.engine.fixtures import SaveModel
@@ -55,6 +55,7 @@ def given(**changes: Any) -> dict[str, Any]:
         ("qwen2.5-vl", (24, 40)),
         ("qwen2.5-vl", (8, 8)),
         ("qwen2.5-vl", (8, 120)),
+        ("gemma3-vision", (32, 32)),
     ],
 )
 def test_embeddings_of_images_agree(
@@ -176,6 +177,77 @@ def test_qwen_is_read_by_its_newer_names(checkpoint: SaveModel, tmp_path: Path) 
     assert torch.equal(one, other)
 
 
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+    "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
+    "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+        "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+        "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
+
+
+def test_gemma_3_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -> None:
+    vision = parse_spec(GEMMA3_4B, {}).vision
+    assert not caplog.records
+    assert isinstance(vision, SiglipSpec)
+    assert (vision.token_id, vision.scale_factor, vision.sees_all) == (262144, 4, True)
+    assert (vision.max_tokens, vision.num_tokens(896, 896)) == (256, 256)
+    with pytest.raises(UnsupportedModel, match="mm_tokens_per_image 250 does not suit images"):
+        parse_spec({**GEMMA3_4B, "mm_tokens_per_image": 250}, {})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"vision_tower.": "vision_tower.vision_model."},
+        {
+            "vision_tower.": "model.vision_tower.vision_model.",
+            "multi_modal_projector.": "model.multi_modal_projector.",
+            "language_model.model.": "model.language_model.",
+        },
+    ],
+    ids=["published", "newer"],
+)
+def test_gemma_3_is_read_by_its_names(
+    names: dict[str, str], checkpoint: SaveModel, tmp_path: Path
+) -> None:
+    saved = checkpoint("gemma3-vision").directory
+    tensors = {
+        next((new + name.removeprefix(was) for was, new in names.items() if name.startswith(was)),
+             name): tensor
+        for name, tensor in load_file(saved / "model.safetensors").items()
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_bytes((saved / name).read_bytes())
+    open_checkpoint(tmp_path, read_spec(tmp_path), ModelConfig(model=str(tmp_path)))
+    image = encoder_input(1, 0, num_tokens=16)
+    one, other = (encoder_of(each).encode(image.pixels, 32, 32) for each in (saved, tmp_path))
+    assert torch.equal(one, other)
+
+
+def test_files_may_have_no_encoder(checkpoint: SaveModel, tmp_path: Path) -> None:
+    saved = checkpoint("gemma3-vision").directory
+    tensors = load_file(saved / "model.safetensors")
+    text = {name: each for name, each in tensors.items() if name.startswith("language_model.")}
+    save_file(text, tmp_path / "model.safetensors")
+    vision = read_spec(saved).vision
+    assert vision is not None
+    settings = ModelConfig(model=str(tmp_path))
+    assert has_vision(saved, vision, settings)
+    assert not has_vision(tmp_path, vision, settings)
+    assert has_vision(tmp_path, vision, replace(settings, load_format="dummy"))
+
+
 def test_pixels_are_normalized_as_the_files_say(tmp_path: Path) -> None:
     assert read_normalization(tmp_path, Normalization()).deviation == (0.5, 0.5, 0.5)
     path = tmp_path / "preprocessor_config.json"
@@ -206,7 +278,9 @@ def test_weights_that_do_not_fit_are_refused(checkpoint: SaveModel) -> None:
         load_vision(directory, wider, model, torch.float32, CPU)
 
 
-@pytest.mark.parametrize(("name", "count"), [("smolvlm", 4), ("qwen2.5-vl", 16)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("smolvlm", 4), ("qwen2.5-vl", 16), ("gemma3-vision", 16)]
+)
 def test_random_weights_need_no_files(name: str, count: int, checkpoint: SaveModel) -> None:
     directory = checkpoint(name).directory
     image = encoder_input(1, 0, num_tokens=count)

@@ -7,8 +7,8 @@ from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.images import encoder_input
 from tests.engine.tiny_models import IMAGE_TOKEN
 
-TOKENS = {"smolvlm": 4, "idefics3": 16, "qwen2.5-vl": 16}
-NAMES = list(TOKENS)
+TOKENS = {"smolvlm": 4, "idefics3": 16, "qwen2.5-vl": 16, "gemma3-vision": 16}
+NAMES = ["smolvlm", "idefics3", "qwen2.5-vl"]
 
 
 def text(prompt: MakePrompt, length: int) -> list[int]:
@@ -44,7 +44,7 @@ def test_logits_of_a_prompt_with_images_agree(
     assert (logits[13:] - without[13:]).abs().max() > 0.1, "images make a difference"
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision"])
 def test_batches_mix_sequences_with_images_and_without(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
@@ -94,10 +94,54 @@ def test_tokens_of_images_of_any_shape_have_rows_and_columns(
     assert (logits - expected[cached:]).abs().max() < 1e-3
 
 
-def test_texts_get_the_same_bits_beside_sequences_with_images(
+@pytest.mark.parametrize(
+    ("chunks", "cached"),
+    [((90,), 0), ((13, 17, 32, 16, 12), 0), ((10, 80), 0), ((29, 61), 0), ((50,), 40), ((26,), 64)],
+)
+def test_tokens_of_images_of_gemma_see_all_of_their_image(
+    chunks: tuple[int, ...],
+    cached: int,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+) -> None:
+    model = checkpoint("gemma3-vision")
+    tokens = text(prompt, 13) + shown(16) + text(prompt, 1) + shown(16)
+    tokens += text(prompt, 16) + shown(16) + text(prompt, 12)
+    images = [
+        encoder_input(seed, position, num_tokens=16)
+        for seed, position in ((1, 13), (2, 30), (1, 62))
+    ]
+    expected = model.logits_with_images(tokens, images)
+    engine = driver(model.directory)
+    engine.start(0, tokens, images=images)
+    if cached:
+        engine.logits({0: len(tokens)})
+        engine.start(1, tokens, images=images, cached_blocks=engine.blocks[0][: cached // 8])
+        logits = engine.logits({1: len(tokens) - cached})
+    else:
+        logits = torch.cat([engine.logits({0: chunk}) for chunk in chunks])
+    assert (logits - expected[cached:]).abs().max() < 1e-3
+
+
+def test_tokens_of_images_of_gemma_get_the_same_bits_behind_a_cached_part_of_it(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
-    model, plain = checkpoint("qwen2.5-vl"), text(prompt, 31)
+    tokens = text(prompt, 21) + shown(16) + text(prompt, 4)
+    images = [encoder_input(1, 21, num_tokens=16)]
+    engine = driver(checkpoint("gemma3-vision").directory, batch_invariant=True)
+    engine.start(0, tokens, images=images)
+    whole = engine.logits({0: 41})
+    engine.start(1, tokens, images=images, cached_blocks=engine.blocks[0][:4])
+    engine.start(2, text(prompt, 30))
+    assert torch.equal(engine.logits({2: 30, 1: 9})[30:], whole[32:])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3-vision"])
+def test_texts_get_the_same_bits_beside_sequences_with_images(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
+    model, plain = checkpoint(name), text(prompt, 31)
     engine = driver(model.directory, batch_invariant=True)
     seen, images = shown(16) + text(prompt, 20), [encoder_input(1, 0, num_tokens=16)]
     engine.start(0, plain)

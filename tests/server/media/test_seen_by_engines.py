@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -18,6 +19,7 @@ from swell import AsyncLLM
 from tests.engine.tiny_models import IMAGE_TOKEN
 from tests.server.media.pictures import data_url, encoded, picture
 from tests.server.media.vision_models import (
+    GEMMA3,
     NUM_TOKENS,
     QWEN,
     QWEN_IMAGE,
@@ -55,6 +57,20 @@ def qwen_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
     return {**taken, "input_ids": tokens, "mm_token_type_ids": (tokens == IMAGE_TOKEN).int()}
 
 
+def gemma3_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """Return the same of Gemma's."""
+    theirs: Any = Gemma3ImageProcessorPil(**{**GEMMA3, "do_normalize": True})
+    taken = theirs(shown, return_tensors="pt")
+    image = f"\n\n<start_of_image>{'<image_soft_token>' * 16}<end_of_image>\n\n"
+    text = f"User:{image * len(shown)}{QUESTION}<end_of_utterance>\nAssistant:"
+    tokens = torch.tensor([small_tokenizer("<image_soft_token>").encode(text).ids])
+    return {
+        "input_ids": tokens,
+        "pixel_values": taken["pixel_values"],
+        "token_type_ids": (tokens == IMAGE_TOKEN).int(),
+    }
+
+
 @pytest.mark.parametrize("shape", [(32, 32), (40, 20)], ids=str)
 @pytest.mark.parametrize(
     ("name", "inputs"),
@@ -62,6 +78,7 @@ def qwen_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
         ("smolvlm", idefics3_inputs),
         ("idefics3", idefics3_inputs),
         ("qwen2.5-vl", qwen_inputs),
+        ("gemma3-vision", gemma3_inputs),
     ],
 )
 def test_the_answer_is_that_of_transformers(
@@ -92,7 +109,7 @@ def test_the_answer_is_that_of_transformers(
         }  # fmt: skip
         async with await AsyncLLM.start(
             tmp_path, dtype="float32", max_model_len=256, num_kv_blocks=64, block_size=16,
-            max_num_batched_tokens=32,
+            max_num_batched_tokens=32, max_num_seqs=8,
         ) as served:  # fmt: skip
             return [await served.chat(messages, **asked) for _ in range(2)]
 

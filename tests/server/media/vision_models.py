@@ -17,6 +17,10 @@ QWEN: dict[str, Any] = {
     "patch_size": 4, "merge_size": 2, "min_pixels": 16 * 16, "max_pixels": 48 * 48,
     "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
 }  # fmt: skip
+GEMMA3: dict[str, Any] = {
+    "size": {"height": 32, "width": 32}, "image_seq_length": 16,
+    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+}  # fmt: skip
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 """What the template writes for an image."""
 
@@ -25,7 +29,7 @@ def small_tokenizer(image: str = "<image>") -> Tokenizer:
     """Return a byte-level tokenizer in whose vocabulary the image token has its number."""
     special = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|eos|>"]
     special += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
-    special += ["<|vision_start|>", "<|vision_end|>"]
+    special += ["<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: IMAGE_TOKEN - len(special)]
     vocabulary = {text: number for number, text in enumerate([*letters, *special, image])}
     assert vocabulary[image] == IMAGE_TOKEN
@@ -43,6 +47,9 @@ def save_vision_model(name: str, directory: Path) -> Checkpoint:
     if name in NUM_TOKENS:
         sizes = json.dumps({"image_seq_len": NUM_TOKENS[name]})
         (directory / "processor_config.json").write_text(sizes)
+    elif name == "gemma3-vision":
+        settings, template = GEMMA3, TEMPLATE.replace("<image>", "<start_of_image>")
+        tokenizer = small_tokenizer("<image_soft_token>")
     else:
         settings, template = QWEN, TEMPLATE.replace("<image>", QWEN_IMAGE)
         tokenizer = small_tokenizer("<|image_pad|>")
