@@ -18,10 +18,18 @@ from engine.models.families.registry import FAMILIES
 TARGET = Path(__file__).parent.parent / "engine" / "models" / "families" / "defaults.json"
 
 
+def architectures() -> list[str]:
+    """Return those whose text models have classes of their own."""
+    wrappers = "ForConditionalGeneration"
+    others = {name for name in FAMILIES if name.endswith(wrappers)}
+    own = {name for name in others if name.startswith("Qwen2_5_VL")}
+    return [name for name in FAMILIES if name not in others - own]
+
+
 def configuration_class(architecture: str) -> Any:
     """Return transformers' class of a text model's configuration."""
     model: Any = getattr(transformers, architecture)
-    return model.config_class
+    return model.config_class.sub_configs.get("text_config", model.config_class)
 
 
 def class_defaults(architecture: str) -> dict[str, Any]:
@@ -62,8 +70,7 @@ def _rope(made: Any) -> dict[str, Any]:
 
 def render() -> str:
     """Return the file, an architecture a line."""
-    names = [name for name in FAMILIES if not name.endswith("ForConditionalGeneration")]
-    lines = [f"{json.dumps(name)}: {json.dumps(class_defaults(name))}" for name in names]
+    lines = [f"{json.dumps(name)}: {json.dumps(class_defaults(name))}" for name in architectures()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

@@ -26,6 +26,9 @@ class SlotImage(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     digest: bytes
     """Names what was encoded."""
+    height: int
+    """Of its pixels, as the next."""
+    width: int
 
     @property
     def end(self) -> int:

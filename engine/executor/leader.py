@@ -143,7 +143,7 @@ class _TeamStages:
         arriving = self._grid.begin_receive(states)
         adapters = rows.adapters.tobytes() if (rows.adapters != NO_ADAPTER).any() else b""
         command = _forward(
-            rows.token_ids, rows.positions, rows.cache_slots, shape, adapters, rows.other_slots
+            rows.token_ids, rows.turns, rows.cache_slots, shape, adapters, rows.other_slots
         )
         self._team.tell(_with_images(command, images), self._layout.earlier)
         return arriving

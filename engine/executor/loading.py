@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from engine.executor.environment import num_cores
+from engine.executor.image_rules import why_blind
 from engine.executor.layout import Layout
 from engine.kernels.processor import kernels_are_faster
 from engine.kernels.registry import fused_kernels
@@ -33,8 +34,8 @@ from engine.models.settings import (
     open_checkpoint,
     quantization,
 )
-from engine.models.spec import ModelSpec, UnsupportedModel
-from engine.models.vision.siglip import VisionEncoder, load_vision
+from engine.models.spec import ModelSpec, UnsupportedModel, VisionSpec
+from engine.models.vision.loading import VisionEncoder, has_vision, load_vision
 from engine.shared.config import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from engine.shared.cpu.machine import usable_cores
 from engine.shared.model_files import model_directory, served_names
@@ -142,10 +143,24 @@ def load_model(
         model = loader.load(lambda layer, layers: report(f"{what}: layer {layer} of {layers}"))
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
         vision = None
-        if spec.vision is not None and sees and pooling is None:
+        if (
+            spec.vision is not None
+            and sees
+            and pooling is None
+            and _sees(config, directory, spec.vision)
+        ):
             report(f"loading the vision encoder of {served_names(settings)[0]}")
             vision = load_vision(directory, spec, settings, types.activations, device)
         return LoadedModel(model, fingerprint, loader, pooling, is_invariant, vision)
+
+
+def _sees(config: EngineConfig, directory: Path, vision: VisionSpec) -> bool:
+    reason = why_blind(config, vision)
+    if reason is None and not has_vision(directory, vision, config.model):
+        reason = f"the weights in {directory}, which have none of a vision encoder"
+    if reason is not None:
+        logger.warning("no images are taken with %s", reason)
+    return reason is None
 
 
 def _load_with_transformers(

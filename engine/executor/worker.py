@@ -306,9 +306,12 @@ class Worker:
                 np.frombuffer(each, np.int32).reshape(tables.shape) for each in command.other_tables
             ),
         )
+        token_ids, positions = map(self._tensor, (command.token_ids, command.positions))
+        if len(positions) > len(token_ids):
+            positions = positions.view(-1, len(token_ids))
         return StepTokens(
-            token_ids=self._tensor(command.token_ids),
-            positions=self._tensor(command.positions),
+            token_ids=token_ids,
+            positions=positions,
             slots=self._tensor(command.slots),
             rows=rows,
             plans=plans_of(model, rows, 0),

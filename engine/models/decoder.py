@@ -8,6 +8,8 @@ from torch import Tensor
 
 from engine.models.adapters import AdapterBank, AdapterRows, AdapterWeights
 from engine.models.attention.interface import Attention
+from engine.models.attention.paged import PagedAttention
+from engine.models.attention.plan import AttentionPlan
 from engine.models.attention.projections import Projections, Rotation
 from engine.models.attention.rotary import rotation
 from engine.models.attention.rows import AttentionRows
@@ -69,12 +71,14 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     """Each [max_model_len, 2, rotary_size / 2]: see `attention.rotary.rotary_table`."""
     temperatures: Tensor | None = None
     """[max_model_len]: see `attention.rotary.temperatures`."""
+    sections: tuple[int, ...] = ()
+    """Of all tables: see `RopeSpec`."""
 
     def factors(self, positions: Tensor) -> PositionFactors:
         """Return the factors of tokens at these positions."""
         heat = self.temperatures
         return PositionFactors(
-            [rotation(table, positions) for table in self.rotary],
+            [rotation(table, positions, self.sections) for table in self.rotary],
             None if heat is None else heat.index_select(0, positions).view(-1, 1, 1),
         )
 
@@ -117,6 +121,17 @@ NO_TAPS = Taps(())
 """Collects nothing."""
 
 
+class WholeImages(msgspec.Struct, frozen=True):
+    """How tokens of images attend, each to all of its image: always as many as the image has."""
+
+    queries: Tensor
+    """[queries] int64: index among the tokens of the step; any where one was computed before."""
+    computed: Tensor
+    """[tokens] int64: those of the queries that are computed in the step."""
+    plans: tuple[dict[int | None, AttentionPlan], ...]
+    """For each group of layers by their windows."""
+
+
 class ImageTokens(msgspec.Struct, frozen=True):
     """The tokens of a step that stand for images."""
 
@@ -124,6 +139,8 @@ class ImageTokens(msgspec.Struct, frozen=True):
     """[tokens] int64: index among the tokens of the step."""
     embeddings: Tensor
     """[tokens, hidden]"""
+    whole: WholeImages | None = None
+    """None for a model where they attend as others do."""
 
 
 class StepTokens(msgspec.Struct, frozen=True):
@@ -132,7 +149,8 @@ class StepTokens(msgspec.Struct, frozen=True):
     token_ids: Tensor
     """[tokens] int64"""
     positions: Tensor
-    """[tokens] int64"""
+    """[tokens] int64, which queries and keys are turned by; [3, tokens] where a token that stands
+    for a part of an image has a time, a row and a column."""
     slots: Tensor
     """[tokens] int64: flat cache slot (block * block_size + offset) that each token fills."""
     rows: AttentionRows
@@ -184,10 +202,12 @@ class Decoder:
         expert_group: ExpertGroup | None = None,
         followers: Followers | None = None,
         adapters: AdapterBank | None = None,
+        image_attention: PagedAttention | None = None,
     ) -> None:
         """Take the weights, with an expert group only those experts that this engine has.
 
-        Followers hold the other parts of a model that is cut over several processes.
+        Tokens of images attend by `image_attention` where they see all of their image. Followers
+        hold the other parts of a model that is cut over several processes.
         """
         self.dtype = types.activations
         self.kv_format = types.kv_format
@@ -199,6 +219,7 @@ class Decoder:
         self._followers = followers
         self.spec = spec
         self.attention = attention
+        self.image_attention = image_attention
         self.expert_group = expert_group
         self._weights = weights
         groups = spec.cache_groups
@@ -289,6 +310,9 @@ class Decoder:
             if len(x):
                 sinks = layer.attention.sinks
                 attended = self.attention.attend(queries, layer_cache, plan, sinks)
+                if step.images is not None and final is None:
+                    images, window = step.images, layer.window
+                    self._attend_within(attended, queries, layer_cache, images, group, window)
                 x = add_to(x, layer.attention.output, attended.to(x.dtype))
                 if not layer.is_parallel:
                     normed = x if layer.mlp_norm is None else layer.mlp_norm(x)
@@ -297,6 +321,25 @@ class Decoder:
         if self.expert_group is not None:
             self.expert_group.end_step()
         return x if self._weights.norm is None else self._weights.norm(x)
+
+    def _attend_within(
+        self,
+        attended: Tensor,
+        queries: Tensor,
+        cache: Tensor,
+        images: ImageTokens,
+        group: int,
+        window: int | None,
+    ) -> None:
+        """Replace what tokens of images have attended to by what they see of all of them."""
+        if images.whole is None:
+            return
+        assert self.image_attention is not None, "the model's images have plans of their own"
+        own = queries.index_select(0, images.whole.queries)
+        plan = images.whole.plans[group][window]
+        within = self.image_attention.attend(own, cache, plan)
+        within = within.index_select(0, images.whole.computed)
+        attended.index_copy_(0, images.tokens, within.to(attended.dtype))
 
     def _first_states(self, step: StepTokens, incoming: Tensor | None) -> Tensor:
         """Return what the first layer here gets: embeddings, or states of the stage before."""

@@ -11,7 +11,7 @@ import msgspec
 from engine.models.families.config import check_unread, with_defaults
 from engine.models.families.registry import architecture_of, family_of
 from engine.models.formats.quantized.scheme import read_scheme
-from engine.models.spec import DtypeName, ModelSpec, UnsupportedModel
+from engine.models.spec import DtypeName, ModelSpec, QwenVisionSpec, UnsupportedModel
 from engine.shared.end_tokens import end_token_ids, named_end_tokens
 
 _DTYPES: tuple[str, ...] = get_args(DtypeName)
@@ -28,7 +28,10 @@ def read_spec(directory: Path) -> ModelSpec:
     text = {**config, **(config.get("text_config") or {})}
     ends = end_token_ids(directory, text, generation)
     known = tuple([each for each in ends if each < spec.vocab_size])
-    return msgspec.structs.replace(spec, eos_token_ids=known)
+    vision = spec.vision
+    if isinstance(vision, QwenVisionSpec):
+        vision = _with_largest_image(vision, read_image_settings(directory))
+    return msgspec.structs.replace(spec, eos_token_ids=known, vision=vision)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -48,6 +51,25 @@ def read_generation(directory: Path) -> dict[str, Any]:
     """
     generation = directory / "generation_config.json"
     return _read_json(generation) if generation.is_file() else {}
+
+
+def read_image_settings(directory: Path) -> dict[str, Any]:
+    """Return what the files of a model directory say about how images are prepared.
+
+    Raises:
+        UnsupportedModel: they hold no JSON objects.
+    """
+    whole, own = (
+        _read_json(path) if (path := directory / f"{name}_config.json").is_file() else {}
+        for name in ("processor", "preprocessor")
+    )
+    return {**(whole.get("image_processor") or {}), **own}
+
+
+def _with_largest_image(vision: QwenVisionSpec, settings: dict[str, Any]) -> QwenVisionSpec:
+    size = settings.get("size") or {}
+    pixels = settings.get("max_pixels") or size.get("longest_edge") or vision.max_pixels
+    return msgspec.structs.replace(vision, max_pixels=int(pixels))
 
 
 def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:

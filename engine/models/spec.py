@@ -1,10 +1,12 @@
 """What the decoder has to know of a model, as one frozen spec; families make it from a config."""
 
+from math import isqrt, prod
 from typing import Literal
 
 import msgspec
 
 from engine.models.cache_groups import CacheGroups
+from engine.shared.messages import MAX_ASPECT_RATIO
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
@@ -37,6 +39,9 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Per frequency: longrope's divisor for sequences up to the original length."""
     long_factor: tuple[float, ...] = ()
     """The same for longer ones."""
+    sections: tuple[int, ...] = ()
+    """Of a model that sees: how many frequencies turn by a position's time, by its row in an image
+    and by its column there, in that order. Of text all three are the same."""
 
 
 class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,13 +144,11 @@ QkNorm = Literal["none", "head", "each_head", "width", "unit"]
 all queries together, and all keys; every head without weights, in layers that know positions."""
 
 
-class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
+class _PatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A vision encoder: layers over patches of an image, of which each square becomes a token."""
 
     token_id: int
     """Stands in prompts where an embedding of an image goes."""
-    image_size: int
-    """Longest side of an image in pixels."""
     patch_size: int
     scale_factor: int
     """Patches on a side of the square that becomes one token."""
@@ -156,17 +159,78 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     activation: str
     eps: float
 
+    @property
+    def token_side(self) -> int:
+        """Pixels on a side of the square that becomes one token."""
+        return self.patch_size * self.scale_factor
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the text model has each token of an image see all of the image."""
+        return False
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of an image's tokens."""
+        return height // self.token_side, width // self.token_side
+
+
+class SiglipSpec(_PatchSpec, frozen=True, kw_only=True):
+    """Positions of patches are embedded, as many as a square image has."""
+
+    image_size: int
+    """Longest side of an image in pixels."""
+    is_gemma: bool = False
+    """Whether the patches of a square are averaged and normalized, rather than laid side by side,
+    and tokens of an image see all of it."""
+
+    @property
+    def sees_all(self) -> bool:
+        """See `_PatchSpec`."""
+        return self.is_gemma
+
     def num_tokens(self, height: int, width: int) -> int:
         """Return how many tokens stand for an image; 0 for a size that is not taken."""
-        side = self.patch_size * self.scale_factor
-        if height != width or not 0 < height <= self.image_size or height % side:
+        if height != width or not 0 < height <= self.image_size or height % self.token_side:
             return 0
-        return (height // side) * (width // side)
+        return prod(self.grid(height, width))
 
     @property
     def max_tokens(self) -> int:
         """Tokens of the largest image."""
         return self.num_tokens(self.image_size, self.image_size)
+
+
+class QwenVisionSpec(_PatchSpec, frozen=True, kw_only=True):
+    """Positions of patches are rotations; most layers see windows of an image alone."""
+
+    frames: int
+    """Of a video, that a patch is made of; an image is as many frames alike."""
+    window_size: int
+    """Pixels on a side of a window."""
+    whole_layers: tuple[int, ...]
+    """Those that see all of an image."""
+    theta: float
+    """Base of the rotations."""
+    max_pixels: int = 1280 * 28 * 28
+    """Of an image whose sides are longer than a token's; what a processor takes without settings.
+    """
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Return how many tokens stand for an image; 0 for a size that is not taken."""
+        if height % self.token_side or width % self.token_side or min(height, width) < 1:
+            return 0
+        tokens = prod(self.grid(height, width))
+        return tokens if tokens <= self.max_tokens else 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest image, or of the longest one that is as narrow as a token."""
+        longest = isqrt(self.max_pixels * MAX_ASPECT_RATIO) // self.token_side
+        return max(self.max_pixels // self.token_side**2, longest)
+
+
+VisionSpec = SiglipSpec | QwenVisionSpec
+"""Of the encoder of a model that sees images."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,6 +31,7 @@ from engine.core.wave_clock import OwnClock
 from engine.executor.binding import bound, sharers
 from engine.executor.draft_rules import check_draft_settings
 from engine.executor.environment import settle_environment
+from engine.executor.image_rules import why_blind
 from engine.executor.pooling_rules import check_pooling
 from engine.kv_events.events import KvEventLog
 from engine.kv_events.publisher import KvEventPublisher, check_events, read_settings
@@ -166,13 +167,16 @@ def _simulated_executor(
     if config.lora.enable_lora:
         modules = AdaptableModules(read_spec(directory))
         adapters = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
+    vision = read_spec(directory).vision if sees else None
+    if vision is not None and why_blind(config, vision) is not None:
+        vision = None
     return SimulatedExecutor(
         config,
         vocab_size=vocab_size,
         grammars=grammar_table(directory, vocab_size, ()),
         adapters=adapters,
         pooling=pooling,
-        vision=read_spec(directory).vision if sees else None,
+        vision=vision,
     )
 
 

@@ -66,7 +66,7 @@ def pad_decode(
     scratch_slot = scratch_block * shape.block_size
     return PaddedDecode(
         token_ids=np.pad(rows.token_ids, (0, padding)),
-        positions=np.pad(rows.positions, (0, padding)),
+        positions=np.pad(rows.turns, (0, padding)),
         cache_slots=np.pad(rows.cache_slots, (0, padding), constant_values=scratch_slot),
         num_keys=np.pad(rows.positions + 1, (0, padding), constant_values=1).astype(np.int32),
         block_tables=block_tables,

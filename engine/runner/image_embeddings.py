@@ -1,24 +1,35 @@
 """What a runner keeps of encoded images, and which tokens of a step stand for them."""
 
+from collections.abc import Sequence
+
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.batch.batch import BatchPlan, SlotImage
-from engine.models.decoder import ImageTokens
+from engine.models.attention.paged import PagedAttention
+from engine.models.attention.rows import AttentionRows
+from engine.models.decoder import Decoder, ImageTokens, WholeImages
 from engine.models.device_copies import to_device
-from engine.models.vision.siglip import VisionEncoder
+from engine.models.vision.loading import VisionEncoder
 from engine.runner.inputs import BatchRows, IntArray
+from engine.runner.slots import SlotTable
 
 
 class ImageEmbeddings:
     """Encodes images as plans say, and keeps what came of them as long as plans say."""
 
-    def __init__(self, encoder: VisionEncoder) -> None:
+    def __init__(self, encoder: VisionEncoder, model: Decoder) -> None:
+        """Encode with `encoder` for `model`."""
         self._encoder = encoder
+        self._model = model
+        self._has_grid = any(rope.sections for rope in model.spec.distinct_ropes)
         self._kept: dict[bytes, Tensor] = {}
         self._images: dict[int, list[SlotImage]] = {}
         """Of the sequences that have some, by slot."""
+        self._saved_by_all: dict[int, int] = {}
+        """How many positions less than tokens all of these take."""
 
     def update(self, plan: BatchPlan) -> None:
         """Take the sequences that start, and encode what is to be encoded.
@@ -29,6 +40,7 @@ class ImageEmbeddings:
             self._images.pop(start.slot, None)
             if start.images:
                 self._images[start.slot] = start.images
+                self._saved_by_all[start.slot] = sum(map(self._saved, start.images))
         for digest in plan.forgotten:
             self._kept.pop(digest, None)
         for each in plan.encoded:
@@ -36,10 +48,57 @@ class ImageEmbeddings:
                 embeddings = self._encoder.encode(each.pixels, each.height, each.width)
                 self._kept[each.digest] = embeddings
 
-    def of_step(self, rows: BatchRows) -> ImageTokens | None:
-        """Return the tokens of a step that stand for images."""
+    def place(self, rows: BatchRows) -> BatchRows:
+        """Return the rows of a step with the positions that queries and keys are turned by."""
+        if not self._has_grid or not self._images:
+            return rows
+        turns = np.tile(rows.positions, (3, 1))
+        for row, slot in enumerate(rows.slots.tolist()):
+            images = self._images.get(slot)
+            if not images:
+                continue
+            start, first = int(rows.starts[row]), int(rows.first_token[row])
+            part = turns[:, first : first + int(rows.counts[row])]
+            if start < images[-1].end:
+                self._count_grids(part, images, start)
+            else:
+                part -= self._saved_by_all[slot]
+        is_text = bool((turns == turns[0]).all())
+        return msgspec.structs.replace(rows, turns=turns[0] if is_text else turns)
+
+    def _count_grids(self, positions: IntArray, images: Sequence[SlotImage], start: int) -> None:
+        """Write the times, rows and columns [3, tokens] of a sequence's tokens from `start` on.
+
+        An image takes as many positions as it has rows or columns, whichever are more. Its tokens
+        have its first as their time, and count rows and columns from there.
+
+        Args:
+            positions: the same of text alone; changed.
+        """
+        end, saved = start + positions.shape[1], 0
+        for image in images:
+            low, high = max(start, image.position), min(end, image.end)
+            if low < high:
+                place, (_, width) = np.arange(low, high) - image.position, self._grid(image)
+                within = np.stack((np.zeros_like(place), place // width, place % width))
+                positions[:, low - start : high - start] = image.position - saved + within
+            saved += self._saved(image)
+            positions[:, max(0, image.end - start) :] -= self._saved(image)
+
+    def _grid(self, image: SlotImage) -> tuple[int, int]:
+        return self._encoder.spec.grid(image.height, image.width)
+
+    def _saved(self, image: SlotImage) -> int:
+        """Return how many positions less than tokens an image takes."""
+        return image.num_tokens - max(self._grid(image))
+
+    def of_step(self, rows: BatchRows, table: SlotTable) -> ImageTokens | None:
+        """Return the tokens of a step that stand for images; `table` has the slots of the rows."""
         if not self._images:
             return None
+        shown: list[tuple[SlotImage, int, int]] = []
+        """Images with the slot of their sequence, and where in the step its first token would be.
+        """
         tokens: list[IntArray] = []
         embeddings: list[Tensor] = []
         for row, slot in enumerate(rows.slots.tolist()):
@@ -51,7 +110,55 @@ class ImageEmbeddings:
                     kept = self._kept[image.digest]
                     tokens.append(np.arange(first + low, first + high))
                     embeddings.append(kept[low - image.position : high - image.position])
+                    shown.append((image, slot, first))
         if not tokens:
             return None
-        joined = torch.cat(embeddings)
-        return ImageTokens(to_device(np.concatenate(tokens), joined.device), joined)
+        joined, whole = torch.cat(embeddings), None
+        if self._model.image_attention is not None:
+            whole = self._whole(self._model.image_attention, shown, tokens, table)
+        return ImageTokens(to_device(np.concatenate(tokens), joined.device), joined, whole)
+
+    def _whole(
+        self,
+        attention: PagedAttention,
+        shown: list[tuple[SlotImage, int, int]],
+        tokens: list[IntArray],
+        table: SlotTable,
+    ) -> WholeImages:
+        """Return how tokens attend to all of their image.
+
+        An image's first tokens may have been computed before. Others get the same bits if they are
+        computed with any in their place.
+
+        Args:
+            shown: the images, the slots of their sequences, and where their first token would be.
+            tokens: of each image, up to its last.
+        """
+        slots = np.array([slot for _, slot, _ in shown])
+        counts = np.array([image.num_tokens for image, _, _ in shown])
+        firsts = np.cumsum(counts) - counts
+        rows = AttentionRows(
+            starts=np.array([image.position for image, _, _ in shown]),
+            counts=counts,
+            first_token=firsts,
+            block_tables=table.block_tables[slots],
+            block_size=table.block_size,
+            other_tables=tuple(tables[slots] for tables in table.other_tables),
+        )
+        queries = [
+            np.maximum(first + np.arange(image.position, image.end), own[0])
+            for (image, _, first), own in zip(shown, tokens, strict=True)
+        ]
+        computed = [
+            end - len(own) + np.arange(len(own))
+            for end, own in zip((firsts + counts).tolist(), tokens, strict=True)
+        ]
+        device = self._model.device
+        return WholeImages(
+            to_device(np.concatenate(queries), device),
+            to_device(np.concatenate(computed), device),
+            tuple(
+                {window: attention.plan_whole(rows.of_group(group), window) for window in windows}
+                for group, windows in enumerate(self._model.windows)
+            ),
+        )

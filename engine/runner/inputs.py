@@ -25,6 +25,10 @@ class BatchRows(msgspec.Struct, frozen=True):
     """The rows with draft tokens."""
     token_ids: IntArray
     positions: IntArray
+    """Of each token in its sequence."""
+    turns: IntArray
+    """The same, or what queries and keys are turned by in its place, [tokens] or [3, tokens]: see
+    `StepTokens.positions`."""
     adapters: IntArray
     """Slot of each token's adapter; -1 for none."""
     cache_slots: IntArray
@@ -90,6 +94,7 @@ def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
         proposing=np.array(list(plan.proposed), np.int64),
         token_ids=table.token_ids[token_slots, positions].astype(np.int64),
         positions=positions,
+        turns=positions,
         adapters=table.adapters[token_slots],
         cache_slots=cache_slots,
         other_slots=tuple(others),

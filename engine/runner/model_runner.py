@@ -17,7 +17,7 @@ from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import NO_TAPS, Decoder, ImageTokens
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
-from engine.models.vision.siglip import VisionEncoder
+from engine.models.vision.loading import VisionEncoder
 from engine.runner.compiled_draws import drawing_for
 from engine.runner.cuda_graphs import DecodeGraphs, recordable_attention
 from engine.runner.draft_head import HeadDrafts
@@ -104,7 +104,7 @@ class ModelRunner:
         to it. `vision` encodes the images that plans show.
         """
         self.model = model
-        self._images = None if vision is None else ImageEmbeddings(vision)
+        self._images = None if vision is None else ImageEmbeddings(vision, model)
         self._pooler = pooler
         self._params: dict[int, PoolingParams] = {}
         self._max_head_threads = max_head_threads
@@ -181,7 +181,9 @@ class ModelRunner:
         rows = batch_rows(plan, self._table)
         shape = attention_rows(rows, self._table)
         placed, self._placed = self._placed, {}
-        images = None if self._images is None else self._images.of_step(rows)
+        images = None
+        if self._images is not None:
+            rows, images = self._images.place(rows), self._images.of_step(rows, self._table)
         incoming = None
         if self._earlier is not None:
             for adapter_slot, weights in placed.items():

@@ -52,7 +52,7 @@ def step_tokens(
         final = FinalTokens(to_device(draws.tokens, device), plan)
     return StepTokens(
         token_ids=to_device(rows.token_ids, device),
-        positions=to_device(rows.positions, device),
+        positions=to_device(rows.turns, device),
         slots=to_device(rows.cache_slots, device),
         rows=shape,
         plans=plans_of(model, shape, 0),

@@ -104,13 +104,21 @@ class StepBudget:
         self._tokens -= 1
         return True
 
-    def try_continue(self, wanted: int) -> int:
-        """Reserve up to `wanted` tokens for a prefill that has begun; 0 means not in this step."""
-        return self._try_prefill(wanted) if self._run_partials else 0
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that are left for prompts."""
+        return min(self._tokens, self._prefill_tokens)
 
-    def try_admit(self, wanted: int) -> int:
-        """Reserve up to `wanted` tokens for a new admission; 0 means not in this step."""
-        return self._try_prefill(wanted) if self._admit_new else 0
+    def try_continue(self, wanted: int, *, whole: bool = False) -> int:
+        """Reserve up to `wanted` tokens for a prefill that has begun; 0 means not in this step.
+
+        If `whole`, it is all or none, and the grant may be exceeded: it may never be larger.
+        """
+        return self._try_prefill(wanted, whole=whole) if self._run_partials else 0
+
+    def try_admit(self, wanted: int, *, whole: bool = False) -> int:
+        """Do the same for a new admission."""
+        return self._try_prefill(wanted, whole=whole) if self._admit_new else 0
 
     def fits_whole(self, wanted: int) -> bool:
         """Whether `wanted` tokens are left for a new sequence that is computed in one step.
@@ -132,8 +140,10 @@ class StepBudget:
         assert count <= self._tokens
         self._tokens -= count
 
-    def _try_prefill(self, wanted: int) -> int:
-        count = min(wanted, self._tokens, self._prefill_tokens)
+    def _try_prefill(self, wanted: int, *, whole: bool) -> int:
+        count = min(wanted, self.num_prefill_tokens)
+        if whole and count:
+            count = wanted if wanted <= self._tokens else 0
         self._tokens -= count
-        self._prefill_tokens -= count
+        self._prefill_tokens = max(0, self._prefill_tokens - count)
         return count

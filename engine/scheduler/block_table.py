@@ -111,7 +111,10 @@ class BlockTable:
     def __init__(self, root: bytes = ROOT_DIGEST, images: Sequence[EncoderInput] = ()) -> None:
         self.root = root
         """Parent of its first block: tables with different ones share nothing."""
-        self.images = [SlotImage(each.position, each.num_tokens, each.digest) for each in images]
+        self.images = [
+            SlotImage(each.position, each.num_tokens, each.digest, each.height, each.width)
+            for each in images
+        ]
         """What the sequence shows: blocks with the same tokens and other images are others."""
         self.groups: list[GroupTable] = []
         """Empty for a sequence that holds no blocks."""

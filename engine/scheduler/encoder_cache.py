@@ -40,8 +40,8 @@ class EncoderCache:
 
     Args:
         executor: says how large images are.
-        step_tokens: tokens of the images that are encoded in one step.
-        num_bytes: for what is kept. Both are enough for the largest image at least.
+        step_tokens: tokens of the images that are encoded in one step, unless it is one image.
+        num_bytes: for what is kept; there is room for the largest image at least.
     """
 
     def __init__(
@@ -54,8 +54,9 @@ class EncoderCache:
     ) -> None:
         vision = executor.vision
         largest = 0 if vision is None else vision.max_tokens
+        self._keeps_whole = vision is not None and vision.sees_all
         self._patches_per_token = 0 if vision is None else vision.scale_factor**2
-        self._step_tokens = max(step_tokens, largest)
+        self._step_tokens = step_tokens
         self._max_tokens = max(num_bytes // max(1, executor.embedding_bytes), largest)
         self._counters = counters
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
@@ -64,6 +65,8 @@ class EncoderCache:
         self._staying: set[bytes] = set()
         """What the step that is being planned needs, or a sequence is in the middle of."""
         self._pixels: dict[bytes, _Pixels] = {}
+        self._largest = 0
+        """Tokens of the largest image that anybody has shown since nobody did."""
         self._step = 0
         self._left = 0
         """Tokens that may still be encoded in the step that is being planned."""
@@ -77,6 +80,7 @@ class EncoderCache:
         for place, image in enumerate(request.images):
             pixels = self._pixels.setdefault(image.digest, _Pixels(image.pixels))
             pixels.users += 1
+            self._largest = max(self._largest, image.num_tokens)
             if pixels.content == image.pixels:
                 request.images[place] = replace(image, pixels=pixels.content)
 
@@ -87,6 +91,8 @@ class EncoderCache:
             pixels.users -= 1
             if not pixels.users:
                 del self._pixels[image.digest]
+        if not self._pixels:
+            self._largest = 0
 
     def stop(self, request: Request) -> None:
         """A request runs no longer: it is in the middle of no image."""
@@ -124,11 +130,35 @@ class EncoderCache:
             if image.position + image.num_tokens <= start or image.digest in seen:
                 continue
             needed = 0 if image.digest in self._kept else image.num_tokens
-            if needed > left or image.num_tokens > room:
+            is_first = left == self._step_tokens
+            if (needed > max(0, left) and not is_first) or image.num_tokens > room:
                 return max(0, image.position - start)
             left -= needed
             room -= image.num_tokens
             seen.add(image.digest)
+        return count
+
+    def must_be_whole(self, request: Request) -> bool:
+        """Whether steps may not end within the images of a request."""
+        return self._keeps_whole and bool(request.images)
+
+    def together(self, request: Request, start: int) -> int:
+        """Return how many of a sequence's tokens from `start` on have to be in one step, at least.
+
+        These are what is left of an image whose tokens see all of it.
+        """
+        if self.must_be_whole(request):
+            for image in request.images:
+                if image.position <= start < image.position + image.num_tokens:
+                    return image.position + image.num_tokens - start
+        return 1
+
+    def whole(self, request: Request, count: int) -> int:
+        """Return how many of a sequence's next tokens, at most `count`, end within no image."""
+        start = request.num_computed_tokens
+        for image in request.images:
+            if image.position < start + count < image.position + image.num_tokens:
+                return max(0, image.position - start)
         return count
 
     def take(self, request: Request, count: int) -> None:
@@ -160,7 +190,8 @@ class EncoderCache:
     @property
     def max_patches(self) -> int:
         """Maximum patches of images that the next step encodes; 0 while nobody shows any."""
-        return self._step_tokens * self._patches_per_token if self._pixels else 0
+        tokens = max(self._step_tokens, self._largest)
+        return tokens * self._patches_per_token if self._pixels else 0
 
     def reset(self) -> int:
         """Forget all images that no sequence is in the middle of; return how many."""

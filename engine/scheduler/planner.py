@@ -156,9 +156,10 @@ class Planner:
         for partial in self._schedule_decodes(plan, budget):
             if self._is_stuck(partial) and not self._grow(plan, partial):
                 continue
-            if partial.images and not self._chunk(partial):
+            if partial.images and not self._chunk(partial, budget):
                 self._free_images(partial)
-            count = budget.try_continue(self._chunk(partial))
+            whole = self._encoder.must_be_whole(partial)
+            count = budget.try_continue(self._chunk(partial, budget), whole=whole)
             if count:
                 self._plan_prefill(plan, partial, count)
         if request.status is not RequestStatus.WAITING or request.num_steps_in_flight:
@@ -266,10 +267,11 @@ class Planner:
                 plan.short_of_blocks = True
                 self._books.preempt(request)
                 continue
-            wanted = self._chunk(request)
+            wanted = self._chunk(request, budget)
             if wanted == 0:
                 continue
-            count = budget.try_continue(wanted)
+            whole = self._encoder.must_be_whole(request)
+            count = budget.try_continue(wanted, whole=whole)
             if count == 0:
                 break
             self._plan_prefill(plan, request, count)
@@ -320,7 +322,8 @@ class Planner:
         """Reserve tokens for a request that has just got its blocks; return how many."""
         if self._limits.in_one_step:
             return budget.admit_whole(request.queued_tokens)
-        return budget.try_admit(self._chunk(request))
+        whole = self._encoder.must_be_whole(request)
+        return budget.try_admit(self._chunk(request, budget), whole=whole)
 
     def _try_admit(self, request: Request) -> int | None:
         """Get a waiting request its blocks; return how many cached tokens are in them."""
@@ -339,19 +342,30 @@ class Planner:
             headroom=headroom,
         )
 
-    def _chunk(self, request: Request) -> int:
-        """Return how much of its prompt a request may have computed in this step."""
+    def _chunk(self, request: Request, budget: StepBudget) -> int:
+        """Return how much of its prompt a request may have computed in this step.
+
+        Where the tokens of an image have to be together, what is left of the budget counts, too.
+        """
         room = request.table.capacity - request.num_computed_tokens
         most = min(request.queued_tokens, self._limits.prefill, room)
         of_group = self._fairness.group_tokens(request)
         count = self._fairness.tenant_tokens(request, min(most, of_group))
         if not request.images:
             return count
-        return self._encoder.reach(request.images, request.num_computed_tokens, count)
+        start = request.num_computed_tokens
+        if count and self._encoder.must_be_whole(request):
+            count = self._encoder.whole(request, min(count, budget.num_prefill_tokens))
+            together = self._encoder.together(request, start)
+            # Shares of a step may never be as large as an image.
+            if not count and together <= min(room, budget.num_tokens):
+                count = together
+        return self._encoder.reach(request.images, start, count)
 
     def _is_stuck(self, request: Request) -> bool:
         """Whether a prefill lacks blocks: those behind its window are still used by others."""
-        is_full = request.table.capacity == request.num_computed_tokens
+        start = request.num_computed_tokens
+        is_full = request.table.capacity - start < self._encoder.together(request, start)
         return is_full and not request.num_steps_in_flight
 
     def _plan_prefill(self, plan: PlanBuilder, request: Request, count: int) -> None:

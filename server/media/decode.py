@@ -9,8 +9,8 @@ import struct
 
 from PIL import ExifTags, Image, ImageOps
 
-from engine.shared.messages import EncoderInput
-from server.media.processors import MAX_ASPECT_RATIO, ImagePlan, ImageProcessor
+from engine.shared.messages import MAX_ASPECT_RATIO, EncoderInput
+from server.media.processors import ImagePlan, ImageProcessor
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_SIDE = 32768

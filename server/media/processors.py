@@ -14,9 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from PIL import Image
 
-MAX_ASPECT_RATIO = 200
-"""Of the longer side of an image to the shorter: what Qwen's processor takes."""
-
 
 class BadProcessor(ValueError):
     """The files of a model say how it takes images, and that is not known here."""

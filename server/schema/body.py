@@ -56,7 +56,7 @@ def part_type(part: Any) -> str:
 
 
 _MEDIA = frozenset(
-    ("image_url", "image", "video_url", "audio_url", "file",
+    ("image_url", "image", "video_url", "video", "audio_url", "file",
      "input_image", "input_file", "input_audio")
 )  # fmt: skip
 

@@ -9,18 +9,19 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.batch.batch import BatchPlan, BatchResult, SlotBlocks, SlotImage, SlotStart
+from engine.batch.batch import BatchPlan, BatchResult, SlotBlocks, SlotStart
 from engine.kernels.registry import fused_kernels
 from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.cache_groups import divide, one_group
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader
 from engine.models.settings import compute_types, model_length, open_checkpoint
-from engine.models.vision.siglip import load_vision
+from engine.models.vision.loading import load_vision
 from engine.runner.model_runner import ModelRunner
 from engine.shared.config import ModelConfig
 from engine.shared.messages import EncoderInput, SamplingParams
 from engine.shared.model_files import model_directory
+from tests.engine.images import slot_image
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 400
@@ -61,7 +62,7 @@ class Driver:
     ) -> None:
         """Let a sequence take a slot, with its first tokens in blocks that are filled already."""
         prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
-        shown = [SlotImage(each.position, each.num_tokens, each.digest) for each in images]
+        shown = [slot_image(each) for each in images]
         self._starting.append(
             SlotStart(slot, list(token_ids), prompt, sampling, adapter=adapter, images=shown)
         )

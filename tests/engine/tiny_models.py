@@ -1,6 +1,7 @@
 """Tiny random checkpoints of every architecture, written by transformers, its reference."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from engine.shared.messages import EncoderInput
+from tests.engine.images import shown_to
 
 MAX_MODEL_LEN = 256
 
@@ -321,11 +325,41 @@ _VISION = {
     "patch_size": 4,
 }
 IMAGE_TOKEN = 255
+_QWEN_VISION = {
+    "depth": 4,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_heads": 4,
+    "patch_size": 4,
+    "window_size": 16,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [1, 3],
+}
 MODELS_WITH_VISION: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": ("SmolVLM", {"scale_factor": 4}),
     "idefics3": ("Idefics3", {"scale_factor": 2}),
-}
-"""A family, and what its configuration has beside those of the text and of the vision model."""
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {
+            "vision_config": _QWEN_VISION,
+            "text_config": {
+                **_SIZES,
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3],
+                },
+            },
+        },
+    ),
+    "gemma3-vision": (
+        "Gemma3",
+        {
+            "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+            "text_config": {**_SIZES, **MODELS["gemma3"][1]},
+            "mm_tokens_per_image": 16,
+        },
+    ),
+}  # fmt: skip
+"""A family, and what its configuration has in place of and beside a Llama and `_VISION`."""
 
 
 class Checkpoint:
@@ -342,10 +376,20 @@ class Checkpoint:
         return logits
 
     @torch.inference_mode()
-    def logits_with_images(self, token_ids: list[int], pixels: torch.Tensor) -> torch.Tensor:
-        """Return the same of a sequence that shows images [images, 3, height, width]."""
-        tokens = torch.tensor([token_ids])
-        logits: torch.Tensor = self.reference(tokens, pixel_values=pixels[None]).logits[0]
+    def logits_with_images(
+        self, token_ids: list[int], images: Sequence[EncoderInput]
+    ) -> torch.Tensor:
+        """Return the same of a sequence that shows images."""
+        tokens, given = torch.tensor([token_ids]), shown_to(self.reference, images)
+        # Generated tokens show nothing, whatever they are.
+        types = torch.zeros_like(tokens)
+        for image in images:
+            types[0, image.position : image.position + image.num_tokens] = 1
+        kind = self.reference.config.model_type
+        named = {"qwen2_5_vl": "mm_token_type_ids", "gemma3": "token_type_ids"}
+        if kind in named:
+            given[named[kind]] = types
+        logits: torch.Tensor = self.reference(tokens, **given).logits[0]
         return logits
 
     @torch.inference_mode()
@@ -394,17 +438,18 @@ def save_tiny_model_with_vision(name: str, directory: Path, seed: int) -> Checkp
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     family, settings = MODELS_WITH_VISION[name]
+    parts = {"text_config": {"model_type": "llama", **_SIZES}, "vision_config": _VISION}
     config = getattr(transformers, f"{family}Config")(
-        text_config={"model_type": "llama", **_SIZES},
-        vision_config=_VISION,
-        image_token_id=IMAGE_TOKEN,
-        **settings,
+        **{**parts, **settings}, image_token_id=IMAGE_TOKEN
     )
     reference = getattr(transformers, f"{family}ForConditionalGeneration")._from_config(config)
     reference.eval()
     randomize(reference, seed)
     reference.save_pretrained(directory)
-    preparation = {"rescale_factor": 1 / 255, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5] * 3}
+    preparation = {
+        "rescale_factor": 1 / 255, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5] * 3,
+        "max_pixels": 32 * 32,
+    }  # fmt: skip
     (directory / "preprocessor_config.json").write_text(json.dumps(preparation))
     return Checkpoint(directory, reference)
 

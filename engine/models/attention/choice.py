@@ -39,20 +39,7 @@ def attention_of(
     Raises:
         UnsupportedModel: nothing attends token by token.
     """
-    stock = partial(
-        PagedAttention,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=kv_format.dtype,
-        device=device,
-        scale=spec.attention_scale,
-        softcap=spec.attention_softcap,
-        parts=spec.kv_shape[0],
-        has_chunks=spec.has_chunks,
-        kv_format=kv_format,
-        first_key=first_key,
-    )
+    stock = partial(stock_attention, spec, kv_format, device, first_key=first_key)
     by_kernel = spec.latent is None and not spec.has_chunks and not first_key
     if isinstance(kv_format, Fp8Kv):  # the kernels read 16 bits from the blocks
         by_kernel = False
@@ -81,6 +68,31 @@ def attention_of(
         windows=tuple(dict.fromkeys(spec.windows)),
         has_sinks=spec.attention_sinks,
         batch_invariant=token_by_token,
+    )
+
+
+def stock_attention(
+    spec: ModelSpec,
+    kv_format: KvFormat,
+    device: torch.device,
+    *,
+    token_by_token: bool = False,
+    first_key: int = 0,
+) -> PagedAttention:
+    """Return what attends by torch's operators; arguments as of `attention_of`."""
+    return PagedAttention(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=kv_format.dtype,
+        device=device,
+        scale=spec.attention_scale,
+        softcap=spec.attention_softcap,
+        parts=spec.kv_shape[0],
+        has_chunks=spec.has_chunks,
+        kv_format=kv_format,
+        token_by_token=token_by_token,
+        first_key=first_key,
     )
 
 

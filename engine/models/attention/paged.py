@@ -106,6 +106,10 @@ class PagedAttention:
         """Group the rows of a step; `window` limits how far back a token looks."""
         return self._planner.plan(rows, window)
 
+    def plan_whole(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
+        """Plan rows whose tokens attend to all tokens of their row, besides those before."""
+        return self._planner.plan_whole(rows, window)
+
     def attend(
         self, queries: Tensor, cache: Tensor, plan: AttentionPlan, sinks: Tensor | None = None
     ) -> Tensor:

@@ -126,6 +126,29 @@ class AttentionPlanner:
                 plan.append(self._padded_group(rows, members, first_block, num_blocks, window))
         return plan
 
+    def plan_whole(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
+        """Plan rows whose tokens attend to all tokens of their row, besides those before."""
+        plan: AttentionPlan = []
+        size = rows.block_size
+        first_seen = self._first_seen(rows.starts, window)
+        for row, first_block in enumerate((first_seen // size).tolist()):
+            queries = rows.starts[row] + np.arange(rows.counts[row])
+            keys = np.arange(first_block * size, queries[-1] + 1)
+            hidden = keys < self._first_seen(queries, window)[:, None]
+            mask = torch.zeros(hidden.shape, dtype=self._long_dtype, device=self._device)
+            last_block = int(queries[-1]) // size
+            first = int(rows.first_token[row])
+            plan.append(
+                LongRow(
+                    first=first,
+                    end=first + len(queries),
+                    num_keys=len(keys),
+                    blocks=self._tensor(rows.block_tables[row, first_block : last_block + 1]),
+                    mask=mask.masked_fill_(torch.from_numpy(hidden).to(self._device), -torch.inf),
+                )
+            )
+        return plan
+
     def _first_seen(self, positions: IntArray, window: int | None) -> IntArray:
         """Return the first position that tokens at these positions attend to."""
         if window is None:

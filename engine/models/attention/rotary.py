@@ -1,6 +1,7 @@
 """Rotary position embeddings: inverse frequencies of every supported scheme, and the rotation."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,9 +31,21 @@ def rotary_table(
     return torch.cat((table, rest), dim=2).to(dtype).to(device)
 
 
-def rotation(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors of `rotate` for these positions, each [tokens, 1, head_dim]."""
-    cos, sin = table.index_select(0, positions).unsqueeze(2).unbind(1)
+def rotation(
+    table: Tensor, positions: Tensor, sections: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of `rotate` for these positions, each [tokens, 1, head_dim].
+
+    Args:
+        positions: [tokens], or [parts, tokens] where parts of a head have positions of their own.
+        sections: how many frequencies each part has then.
+    """
+    if positions.dim() == 1:
+        found = table.index_select(0, positions)
+    else:
+        parts = zip(torch.split(table, list(sections), dim=2), positions, strict=True)
+        found = torch.cat([part.index_select(0, places) for part, places in parts], dim=2)
+    cos, sin = found.unsqueeze(2).unbind(1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 

@@ -54,12 +54,21 @@ class Builder:
         return self._by_rows(Chain(*parts), width, self.dtype)
 
     def gated_mlp(
-        self, names: tuple[str, str], activation: Rows, sizes: tuple[int, int], *, bias: bool
+        self,
+        names: tuple[tuple[str, ...], str],
+        activation: Rows,
+        sizes: tuple[int, int],
+        *,
+        bias: bool,
     ) -> Rows:
-        """Return the MLP of which half of the inner results gates the other."""
+        """Return the MLP of which half of the inner results gates the other.
+
+        These are of one product, or of two side by side.
+        """
         width, inner = sizes
+        rows = 2 * inner // len(names[0])
         function = Chain(
-            self._product(names[0], rows=2 * inner, width=width, bias=bias),
+            self._product(*names[0], rows=rows, width=width, bias=bias),
             partial(gated, activation=activation),
             self._product(names[1], rows=width, width=inner, bias=bias),
         )

@@ -70,6 +70,8 @@ class EncoderLayer(msgspec.Struct, frozen=True):
     """Which of the rotary tables; None where positions are embedded."""
     reach: int | None = None
     """How far a token sees to each side; None for all."""
+    grouping: int = 0
+    """Which of the ways to divide a batch says what belongs to a sequence."""
 
 
 class EncoderLayers(msgspec.Struct, frozen=True):
@@ -81,10 +83,13 @@ class EncoderLayers(msgspec.Struct, frozen=True):
     """Whether norms stand before attention and MLP."""
     num_heads: int
 
-    def states(self, x: Tensor, groups: list[SequenceGroup], rotations: list[Rotation]) -> Tensor:
+    def states(
+        self, x: Tensor, groupings: list[list[SequenceGroup]], rotations: list[Rotation]
+    ) -> Tensor:
         """Return the last states of embedded tokens, both [tokens, hidden]."""
         for layer in self.layers:
             rotated = None if layer.rotary is None else rotations[layer.rotary]
+            groups = groupings[layer.grouping]
             if self.norm_first:
                 normed = x if layer.attention_norm is None else layer.attention_norm(x)
                 x = self._attend(layer, normed, groups, rotated).add_(x)
@@ -158,7 +163,7 @@ class Encoder:
     def states(self, batch: EncoderBatch) -> Tensor:
         """Return the last states of all tokens, [tokens, hidden]."""
         rotations = [rotation(table, batch.positions) for table in self._rotary]
-        return self._layers.states(self._embed(batch), batch.groups, rotations)
+        return self._layers.states(self._embed(batch), [batch.groups], rotations)
 
     def _embed(self, batch: EncoderBatch) -> Tensor:
         x = F.embedding(batch.token_ids, self._embedding)

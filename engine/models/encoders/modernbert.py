@@ -78,7 +78,7 @@ def _layer(config: Config, build: Builder, index: int) -> EncoderLayer:
         qkv=build.linear(f"{prefix}attn.Wqkv", rows=3 * hidden, width=hidden, bias=attention_bias),
         output=build.linear(f"{prefix}attn.Wo", rows=hidden, width=hidden, bias=attention_bias),
         mlp=build.gated_mlp(
-            (f"{prefix}mlp.Wi", f"{prefix}mlp.Wo"),
+            ((f"{prefix}mlp.Wi",), f"{prefix}mlp.Wo"),
             activation_of(config, "hidden_activation"),
             (hidden, inner),
             bias=mlp_bias,

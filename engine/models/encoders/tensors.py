@@ -29,6 +29,7 @@ class StoredTensors:
         if not found:
             raise CheckpointError(f"the weights in {directory} have no {embedding}")
         self._prefix = found[0]
+        self._starts = (self._prefix, "", *prefixes)
         self._left = set(self._files.shapes)
         self._dtype = self._files.float_type(self._prefix + embedding)
 
@@ -38,15 +39,14 @@ class StoredTensors:
         return self._dtype
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor; the name may be with or without the model's prefix.
+        """Return a tensor; the name may be with or without the model's prefix, or with another.
 
         Raises:
             CheckpointError: it is not there, or has another shape.
         """
-        stored = self._prefix + name
-        if stored not in self._files.shapes:
-            stored = name
-        if stored not in self._files.shapes:
+        names = (start + name for start in self._starts)
+        stored = next((each for each in names if each in self._files.shapes), None)
+        if stored is None:
             raise CheckpointError(f"the weights in {self._directory} lack {name}")
         found = self._files.shapes[stored]
         if found != shape:

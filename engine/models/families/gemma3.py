@@ -1,11 +1,27 @@
-"""Gemma 3 (of its larger versions the text model): one layer in six sees everything."""
+"""Gemma 3: one layer in six sees everything; larger versions see images."""
+
+from math import isqrt
+from typing import Any
 
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.gemma2 import gemma_spec, gemma_weights
-from engine.models.families.reading import cap, layer_windows, layered_ropes
-from engine.models.spec import ModelSpec
+from engine.models.families.reading import cap, integer, layer_windows, layered_ropes, number
+from engine.models.spec import ModelSpec, SiglipSpec, UnsupportedModel
+
+_VISION_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+"""Of SigLIP's configuration class in transformers."""
 
 
 def _spec(config: Config) -> ModelSpec:
@@ -18,7 +34,40 @@ def _spec(config: Config) -> ModelSpec:
         ropes=tuple(whole if window is None else local for window in windows),
         attention_softcap=cap(config, "attn_logit_softcapping"),
         logits_softcap=cap(config, "final_logit_softcapping"),
+        vision=_vision(config),
     )
+
+
+def _vision(config: Config) -> SiglipSpec | None:
+    own = config.get("vision_config")
+    if own is None:
+        return None
+    given = {**_VISION_DEFAULTS, **own}
+    if given["num_channels"] != 3:
+        raise UnsupportedModel("config.json: num_channels of vision_config has to be 3")
+    size, patch = integer(given, "image_size"), integer(given, "patch_size")
+    tokens = integer({"mm_tokens_per_image": 256, **config}, "mm_tokens_per_image")
+    side = isqrt(tokens)
+    token = config.get("image_token_index", config.get("image_token_id", 262144))
+    spec = SiglipSpec(
+        token_id=integer({"image_token_index": token}, "image_token_index"),
+        image_size=size,
+        patch_size=patch,
+        scale_factor=max(1, size // patch // side),
+        hidden_size=integer(given, "hidden_size"),
+        intermediate_size=integer(given, "intermediate_size"),
+        num_layers=integer(given, "num_hidden_layers"),
+        num_heads=integer(given, "num_attention_heads"),
+        activation=given["hidden_act"],
+        eps=number(given, "layer_norm_eps", 1e-6),
+        is_gemma=True,
+    )
+    if spec.max_tokens != tokens:
+        raise UnsupportedModel(
+            f"config.json: mm_tokens_per_image {tokens} does not suit images of {size} x {size} "
+            f"pixels with patches of {patch} x {patch}"
+        )
+    return spec
 
 
 FAMILY = Family(

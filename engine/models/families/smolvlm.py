@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import llama_weights
 from engine.models.families.reading import integer, llama_spec, number
-from engine.models.spec import ModelSpec, UnsupportedModel, VisionSpec
+from engine.models.spec import ModelSpec, SiglipSpec, UnsupportedModel
 
 _TEXT_TYPES = (None, "llama", "smolvlm", "idefics3")
 """Of the text model; without a type of its own it is Llama's."""
@@ -34,14 +34,14 @@ def _spec(config: Config) -> ModelSpec:
     return replace(llama_spec(config), vision=_vision(config))
 
 
-def _vision(config: Config) -> VisionSpec | None:
+def _vision(config: Config) -> SiglipSpec | None:
     own = config.get("vision_config")
     if own is None:
         return None
     given = {**_VISION_DEFAULTS, **own}
     if given["num_channels"] != 3:
         raise UnsupportedModel("config.json: num_channels of vision_config has to be 3")
-    spec = VisionSpec(
+    spec = SiglipSpec(
         token_id=integer({"image_token_id": 128257, **config}, "image_token_id"),
         image_size=integer(given, "image_size"),
         patch_size=integer(given, "patch_size"),

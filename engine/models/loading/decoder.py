@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.distributed.group import Group
 from engine.kernels.registry import FusedKernels
 from engine.models.adapters import AdapterBank
-from engine.models.attention.choice import attention_of
+from engine.models.attention.choice import attention_of, stock_attention
+from engine.models.attention.paged import PagedAttention
 from engine.models.attention.projections import (
     HeadProjections,
     HeadwiseProduct,
@@ -168,6 +169,7 @@ class DecoderLoader:
             lm_head=self._head(tied) if is_last else None,
             rotary=[self._rotary(rope) for rope in spec.distinct_ropes],
             temperatures=self._temperatures(),
+            sections=next((rope.sections for rope in spec.distinct_ropes), ()),
         )
         followers = None if self._shard is None else self._shard.followers
         return Decoder(
@@ -185,11 +187,18 @@ class DecoderLoader:
             self._expert_group,
             followers,
             self._bank,
+            self._image_attention(),
         )
 
     def _rotary(self, rope: RopeSpec) -> Tensor:
         size, dtype = self._spec.rotary_size, self._types.activations
         return rotary_table(rope, size, self._max_model_len, dtype, self._device)
+
+    def _image_attention(self) -> PagedAttention | None:
+        vision = self._spec.vision
+        if vision is None or not vision.sees_all:
+            return None
+        return stock_attention(self._spec, self._types.kv_format, self._device)
 
     def _temperatures(self) -> Tensor | None:
         spec = self._spec.attention_temperature

@@ -1,57 +1,23 @@
-"""SigLIP with patches of images of many sizes, and Idefics 3's connector to the text model."""
+"""SigLIP with patches of images of many sizes, and connectors of Idefics 3 and Gemma 3."""
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from engine.models.encoders.builder import Builder, activation_of
 from engine.models.encoders.encoder import EncoderLayer, EncoderLayers, SequenceGroup
-from engine.models.encoders.tensors import DummyTensors, StoredTensors, Tensors
-from engine.models.layers import Rows
-from engine.models.spec import ModelSpec, UnsupportedModel, VisionSpec
-from engine.shared.config import ModelConfig
+from engine.models.layers import Chain, Rows, rms_norm_exact
+from engine.models.products.dense import prepare_linear
+from engine.models.spec import SiglipSpec
+from engine.models.vision.pixels import Normalization, PixelReader, read_normalization
 
-_PREFIX = "model."
-_EMBEDDING = "vision_model.embeddings.patch_embedding.weight"
 _MAX_SHAPES = 64
 """Sizes of images whose patches' positions are remembered."""
 
 
-class Normalization(msgspec.Struct, frozen=True):
-    """How bytes become what the encoder sees: (byte * scale - mean) / deviation of each color."""
-
-    scale: float = 1 / 255
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    deviation: tuple[float, float, float] = (0.5, 0.5, 0.5)
-
-
-def read_normalization(directory: Path) -> Normalization:
-    """Read `preprocessor_config.json` of a model directory, without which SigLIP's values hold.
-
-    Raises:
-        UnsupportedModel: it cannot be read.
-    """
-    path = directory / "preprocessor_config.json"
-    if not path.is_file():
-        return Normalization()
-    try:
-        given: dict[str, Any] = json.loads(path.read_bytes())
-        scaled, normalized = given.get("do_rescale", True), given.get("do_normalize", True)
-        own = {
-            "scale": given.get("rescale_factor", 1 / 255) if scaled else 1.0,
-            "mean": given.get("image_mean", (0.5, 0.5, 0.5)) if normalized else (0, 0, 0),
-            "deviation": given.get("image_std", (0.5, 0.5, 0.5)) if normalized else (1, 1, 1),
-        }
-        return msgspec.convert(own, Normalization)
-    except (ValueError, AttributeError) as error:
-        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
-
-
-class VisionEncoder:
+class SiglipEncoder:
     """An encoder with its connector, on one device; it has no state.
 
     Each image is encoded by itself, so that nothing depends on what is encoded beside it.
@@ -59,8 +25,8 @@ class VisionEncoder:
 
     def __init__(
         self,
-        spec: VisionSpec,
-        normalization: Normalization,
+        spec: SiglipSpec,
+        pixels: PixelReader,
         *,
         patches: Rows,
         positions: Tensor,
@@ -81,24 +47,19 @@ class VisionEncoder:
         self._layers = layers
         self._connector = connector
         self._dtype = dtype
-        device = positions.device
-        self._scale = normalization.scale
-        self._mean = torch.tensor(normalization.mean, device=device)
-        self._deviation = torch.tensor(normalization.deviation, device=device)
+        self._pixels = pixels
         self._places: dict[tuple[int, int], Tensor] = {}
 
     @torch.inference_mode()
     def encode(self, pixels: bytes, height: int, width: int) -> Tensor:
         """Return [tokens, hidden of the text model] for RGB bytes [height, width, 3]."""
-        size, device = self.spec.patch_size, self._positions.device
-        values = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).to(device)
-        colors = (values.view(height, width, 3) * self._scale - self._mean) / self._deviation
+        size, colors = self.spec.patch_size, self._pixels.read(pixels, height, width)
         rows, columns = height // size, width // size
         # As a convolution without overlap has its inputs: colors, rows, columns.
         patches = colors.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3)
         x = self._patches(patches.reshape(rows * columns, 3 * size * size).to(self._dtype))
         x = x + self._positions.index_select(0, self._place(rows, columns))
-        x = self._layers.states(x, [SequenceGroup(0, 1, len(x))], [])
+        x = self._layers.states(x, [[SequenceGroup(0, 1, len(x))]], [])
         return self._connector(_shuffled(x, rows, columns, self.spec.scale_factor))
 
     def _place(self, rows: int, columns: int) -> Tensor:
@@ -127,56 +88,63 @@ def _shuffled(x: Tensor, rows: int, columns: int, factor: int) -> Tensor:
     return squares.transpose(1, 2).reshape((rows // factor) * (columns // factor), -1)
 
 
-def load_vision(
-    directory: Path,
-    spec: ModelSpec,
-    settings: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> VisionEncoder:
-    """Load the vision encoder of a model that has one.
+def load_siglip(
+    directory: Path, vision: SiglipSpec, build: Builder, text_size: int
+) -> SiglipEncoder:
+    """Load an encoder.
 
     Args:
-        dtype: what the text model computes in.
-
-    Raises:
-        UnsupportedModel: it has something that is not implemented.
-        CheckpointError: the weights do not fit the config.
+        text_size: width of the text model.
     """
-    vision = spec.vision
-    assert vision is not None, "the model sees nothing"
-    tensors: Tensors = DummyTensors(directory, settings.seed, dtype)
-    if settings.load_format != "dummy":
-        tensors = StoredTensors(directory, _EMBEDDING, (_PREFIX,))
     hidden, size, side = vision.hidden_size, vision.patch_size, vision.image_size
-    with torch.inference_mode():
-        build = Builder(tensors, dtype, device, batch_invariant=False)
-        prefix = "vision_model.embeddings."
-        encoder = VisionEncoder(
-            vision,
-            read_normalization(directory),
-            patches=build.flat(f"{prefix}patch_embedding", hidden, 3, size, size),
-            positions=build.copy(f"{prefix}position_embedding.weight", (side // size) ** 2, hidden),
-            layers=EncoderLayers(
-                [_layer(vision, build, index) for index in range(vision.num_layers)],
-                final_norm=build.norm("vision_model.post_layernorm", hidden, vision.eps),
-                norm_first=True,
-                num_heads=vision.num_heads,
-            ),
-            connector=build.linear(
-                "connector.modality_projection.proj",
-                rows=spec.hidden_size,
-                width=hidden * vision.scale_factor**2,
-                bias=False,
-            ),
-            dtype=dtype,
+    tower = "" if vision.is_gemma else "vision_model."
+    prefix = f"{tower}embeddings."
+    normalization = read_normalization(directory, Normalization())
+    return SiglipEncoder(
+        vision,
+        PixelReader(normalization, build.device),
+        patches=build.flat(f"{prefix}patch_embedding", hidden, 3, size, size),
+        positions=build.copy(f"{prefix}position_embedding.weight", (side // size) ** 2, hidden),
+        layers=EncoderLayers(
+            [
+                _layer(vision, build, f"{tower}encoder.layers.{index}.")
+                for index in range(vision.num_layers)
+            ],
+            final_norm=build.norm(f"{tower}post_layernorm", hidden, vision.eps),
+            norm_first=True,
+            num_heads=vision.num_heads,
+        ),
+        connector=_connector(vision, build, text_size),
+        dtype=build.dtype,
+    )
+
+
+def _connector(vision: SiglipSpec, build: Builder, text_size: int) -> Rows:
+    hidden, square = vision.hidden_size, vision.scale_factor**2
+    if not vision.is_gemma:
+        return build.linear(
+            "connector.modality_projection.proj",
+            rows=text_size,
+            width=hidden * square,
+            bias=False,
         )
-    tensors.finish("text_model.", "lm_head.")
-    return encoder
+    prefix = "multi_modal_projector.mm_"
+    norm = build.copy(f"{prefix}soft_emb_norm.weight", hidden, dtype=torch.float32)
+    weight = build.copy(f"{prefix}input_projection_weight", hidden, text_size)
+    return Chain(
+        partial(_mean, parts=square),
+        partial(rms_norm_exact, weight=norm + 1, eps=vision.eps),
+        prepare_linear(weight.t().contiguous()),
+    )
 
 
-def _layer(spec: VisionSpec, build: Builder, index: int) -> EncoderLayer:
-    hidden, prefix = spec.hidden_size, f"vision_model.encoder.layers.{index}."
+def _mean(x: Tensor, parts: int) -> Tensor:
+    """Return the mean of as many parts of each row."""
+    return x.view(len(x), parts, -1).mean(1)
+
+
+def _layer(spec: SiglipSpec, build: Builder, prefix: str) -> EncoderLayer:
+    hidden = spec.hidden_size
     queries, keys, values = (f"{prefix}self_attn.{name}_proj" for name in "qkv")
     return EncoderLayer(
         qkv=build.linear(queries, keys, values, rows=hidden, width=hidden),

@@ -112,6 +112,7 @@ from engine.shared.messages.placement import (
 )
 from engine.shared.messages.requests import (
     ALL_BLOCKS,
+    MAX_ASPECT_RATIO,
     ROOT_SIZE,
     AbortRequests,
     AddRequest,
@@ -140,6 +141,7 @@ from engine.shared.messages.wire import (
 __all__ = [
     "ALL_BLOCKS",
     "ASLEEP_TAGS",
+    "MAX_ASPECT_RATIO",
     "ROOT_SIZE",
     "STEP_TOKENS_BOUNDS",
     "AbortRequests",

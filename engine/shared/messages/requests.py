@@ -111,6 +111,10 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Each token gets a vector, one after the other, in place of one vector of all."""
 
 
+MAX_ASPECT_RATIO = 200
+"""Of the longer side of an image to the shorter: what Qwen's processor takes."""
+
+
 class EncoderInput(Message, frozen=True):
     """An image, or a tile of one, and the tokens of a prompt that stand for it.
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from engine.executor.image_rules import why_blind
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
@@ -23,40 +24,50 @@ from engine.shared.messages import AddRequest, EncoderInput
 from tests.engine.draft_heads import save_eagle3
 from tests.engine.executor.many_kinds import serve as serve_steps
 from tests.engine.fixtures import SaveModel
-from tests.engine.images import encoder_input, pixel_values
+from tests.engine.images import encoder_input
 from tests.engine.serving import Answer, request, serve
 from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint
 
-_PER_IMAGE = 4
+_END = 59
+"""Follows each image; Qwen's have always something between them."""
 
 
-def show(id: int, *parts: list[int] | int, **sampling: Any) -> AddRequest:
+def show(id: int, *parts: list[int] | int, name: str = "smolvlm", **sampling: Any) -> AddRequest:
     """Return a request with a prompt of tokens, and of images of noise with these numbers."""
     tokens: list[int] = []
     images: list[EncoderInput] = []
     for part in parts:
         if isinstance(part, int):
-            images.append(encoder_input(part, len(tokens), num_tokens=_PER_IMAGE))
-            tokens += [IMAGE_TOKEN] * _PER_IMAGE
+            images.append(picture(name, part, len(tokens)))
+            tokens += [IMAGE_TOKEN] * images[-1].num_tokens + [_END]
         else:
             tokens += part
     asked = request(id, tokens, **{"temperature": 0.0, "max_tokens": 12} | sampling)
     return replace(asked, encoder_inputs=images)
 
 
+def picture(name: str, number: int, position: int) -> EncoderInput:
+    if name != "qwen2.5-vl":
+        tokens = {"smolvlm": 4, "gemma3-vision": 16}[name]
+        return encoder_input(number, position, num_tokens=tokens)
+    height, width = ((16, 16), (8, 48), (32, 8))[number % 3]
+    tokens = height * width // 64
+    return encoder_input(number, position, num_tokens=tokens, side=height, width=width)
+
+
 def text(length: int, first: int = 60) -> list[int]:
     return [first + (7 * i) % 50 for i in range(length)]
 
 
-def traffic() -> list[AddRequest]:
+def traffic(name: str = "smolvlm") -> list[AddRequest]:
     return [
-        show(1, text(5), 1, text(9)),
-        show(2, text(30)),
-        show(3, text(5), 2, text(9)),
-        show(4, 3, 4, 3, text(60), 5),
-        show(5, text(44), 1, text(2)),
-        show(6, text(5), 1, text(9)),
-        show(7, text(20), 6, 7, 8, 9, 10, 11, 12, text(4)),
+        show(1, text(5), 1, text(9), name=name),
+        show(2, text(30), name=name),
+        show(3, text(5), 2, text(9), name=name),
+        show(4, 3, 4, 3, text(60), 5, name=name),
+        show(5, text(44), 1, text(2), name=name),
+        show(6, text(5), 1, text(9), name=name),
+        show(7, text(20), 6, 7, 8, 9, 10, 11, 12, text(4), name=name),
     ]
 
 
@@ -65,31 +76,34 @@ def check(model: Checkpoint, asked: list[AddRequest], answers: list[Answer]) -> 
     for each, answer in zip(asked, answers, strict=True):
         known = each.prompt_token_ids + answer.tokens[:-1]
         if each.encoder_inputs:
-            logits = model.logits_with_images(known, pixel_values(*each.encoder_inputs))
+            logits = model.logits_with_images(known, each.encoder_inputs)
         else:
             logits = model.logits(known)
         expected = logits[len(each.prompt_token_ids) - 1 :].argmax(-1).tolist()
         assert answer.tokens == expected, each.request_id
 
 
+SEEING = pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl"])
+ALL = pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision"])
 _SMALL = {"tiers": {"encoder_cache_bytes": 1}, "max_num_encoder_tokens": 4}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlapped": {"async_scheduling": True, **_SMALL},
+    "drafting": {"speculative_ngram": 3},
+    "short of blocks": {"num_blocks": 33, "enable_prefix_caching": False, **_SMALL},
+    "batch-invariant": {"batch_invariant": True},
+}
+"""Of engines."""
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"async_scheduling": True, **_SMALL},
-        {"speculative_ngram": 3},
-        {"num_blocks": 33, "enable_prefix_caching": False, **_SMALL},
-        {"batch_invariant": True},
-    ],
-    ids=["plain", "overlapped", "drafting", "short of blocks", "batch-invariant"],
-)
+@pytest.mark.parametrize("kind", _SETTINGS)
+@ALL
 def test_prompts_with_images_and_without_are_served_together(
-    settings: dict[str, Any], checkpoint: SaveModel
+    name: str, kind: str, checkpoint: SaveModel
 ) -> None:
-    model, asked = checkpoint("smolvlm"), traffic()
+    model, asked, settings = checkpoint(name), traffic(name), _SETTINGS[kind]
+    if name == "gemma3-vision" and "num_blocks" in settings:
+        settings = {**settings, "num_blocks": 28}
     answers, stats = serve(model.directory, asked, dtype="float32", **settings)
     check(model, asked, answers)
     if "num_blocks" in settings:
@@ -97,11 +111,12 @@ def test_prompts_with_images_and_without_are_served_together(
     assert stats.counters.encoded_images >= 12
 
 
+@ALL
 @pytest.mark.parametrize("with_head", [False, True], ids=["model", "head"])
 def test_drafts_of_what_sees_nothing_change_no_token(
-    with_head: bool, checkpoint: SaveModel, tmp_path: Path
+    with_head: bool, name: str, checkpoint: SaveModel, tmp_path: Path
 ) -> None:
-    model, asked = checkpoint("smolvlm"), traffic()
+    model, asked = checkpoint(name), traffic(name)
     draft = model.directory
     if with_head:
         draft = save_eagle3(model, tmp_path, layer_ids=[0, 1, 2]).directory
@@ -113,15 +128,17 @@ def test_drafts_of_what_sees_nothing_change_no_token(
         assert stats.counters.spec_accepted_tokens > 0
 
 
+@ALL
 def test_a_prompt_that_comes_again_is_cached_unless_it_shows_another_image(
-    checkpoint: SaveModel,
+    name: str, checkpoint: SaveModel
 ) -> None:
-    model = checkpoint("smolvlm")
-    asked = [show(id, text(6), shown, text(20)) for id, shown in enumerate((1, 1, 2), 1)]
+    model = checkpoint(name)
+    asked = [show(id, text(6), shown, text(20), name=name) for id, shown in enumerate((3, 3, 6), 1)]
     one_by_one = [replace(each, alone=1000) for each in asked]
     answers, stats = serve(model.directory, one_by_one, dtype="float32")
     check(model, asked, answers)
-    assert stats.counters.prefix_cache_hits == 24
+    length = len(asked[0].prompt_token_ids)
+    assert stats.counters.prefix_cache_hits == length // 8 * 8
     assert stats.counters.encoded_images == 2
 
 
@@ -135,21 +152,21 @@ def test_an_image_of_32_requests_is_encoded_once(checkpoint: SaveModel) -> None:
     assert 20 < counters.encoder_cache_hits == counters.encoder_cache_queries - 1
 
 
+@ALL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_request_goes_on_in_another_engine_with_the_same_tokens(
-    dtype: Any, checkpoint: SaveModel
+    dtype: Any, name: str, checkpoint: SaveModel
 ) -> None:
-    model, asked = checkpoint("smolvlm"), traffic()
+    model, asked = checkpoint(name), traffic(name)
+    settings: dict[str, Any] = {"dtype": dtype, "batch_invariant": True}
     for each in (2, 5):
         asked[each] = replace(asked[each], sampling=replace(asked[each].sampling, temperature=0.7))
-    whole, _ = serve(model.directory, asked, dtype=dtype, batch_invariant=True)
+    whole, _ = serve(model.directory, asked, **settings)
     moved = [
         replace(each, output_token_ids=answer.tokens[:5])
         for each, answer in zip(asked[2:], whole[2:], strict=True)
     ]
-    rest, _ = serve(
-        model.directory, moved, dtype=dtype, batch_invariant=True, max_num_encoder_tokens=4
-    )
+    rest, _ = serve(model.directory, moved, max_num_encoder_tokens=4, **settings)
     assert [each.tokens for each in rest] == [each.tokens[5:] for each in whole[2:]]
 
 
@@ -164,11 +181,12 @@ def test_kv_tiers_tell_images_apart(checkpoint: SaveModel, tmp_path: Path) -> No
     assert stats.counters.kv_tier_hits == 24
 
 
+@SEEING
 @pytest.mark.parametrize(("shards", "stages"), [(2, 1), (1, 2), (2, 2)])
 def test_processes_that_share_a_model_get_the_embeddings(
-    shards: int, stages: int, checkpoint: SaveModel
+    shards: int, stages: int, name: str, checkpoint: SaveModel
 ) -> None:
-    model, asked = checkpoint("smolvlm"), traffic()
+    model, asked = checkpoint(name), traffic(name)
     config = EngineConfig(
         model=ModelConfig(model=str(model.directory), device="cpu", dtype="float32"),
         cache=CacheConfig(block_size=8, num_kv_blocks=100, encoder_cache_bytes=1),
@@ -187,6 +205,49 @@ def test_processes_that_share_a_model_get_the_embeddings(
         executor.shutdown()
     check(model, asked, [Answer(tokens[each.id], "length", []) for each in asked])
     assert counters.encoded_images >= 12
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({}, None),
+        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "--tensor-parallel-size"),
+        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "--pipeline-parallel-size"),
+        (
+            {"scheduler": SchedulerConfig(max_num_batched_tokens=19, max_num_seqs=4)},
+            "--max-num-batched-tokens 19",
+        ),
+        (
+            {"scheduler": SchedulerConfig(long_prefill_token_threshold=15)},
+            "--long-prefill-token-threshold 15",
+        ),
+    ],
+)
+def test_gemma_sees_nothing_where_an_image_cannot_be_seen_as_a_whole(
+    parts: dict[str, Any], reason: str | None, checkpoint: SaveModel
+) -> None:
+    directory = checkpoint("gemma3-vision").directory
+    gemma, other = (read_spec(each).vision for each in (directory, checkpoint("smolvlm").directory))
+    assert gemma is not None
+    assert other is not None
+    config = EngineConfig(model=ModelConfig(model=str(directory)), **parts)
+    assert why_blind(config, other) is None
+    found = why_blind(config, gemma)
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_a_gemma_that_sees_nothing_reads(
+    checkpoint: SaveModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model=str(checkpoint("gemma3-vision").directory), max_model_len=64),
+        cache=CacheConfig(num_kv_blocks=30, block_size=8),
+        scheduler=SchedulerConfig(max_num_seqs=2, long_prefill_token_threshold=8),
+    )
+    executor = InProcessExecutor(config)
+    assert executor.info.vision is None
+    assert "no images are taken with --long-prefill-token-threshold 8" in caplog.text
+    executor.shutdown()
 
 
 def test_weights_that_were_given_up_and_loaded_again_see_as_before(checkpoint: SaveModel) -> None:

@@ -17,7 +17,7 @@ from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import AdapterRoom
 from engine.shared.config import BUNDLED_MODEL, ModelConfig
 from engine.shared.model_files import model_directory
-from tests.engine.images import encoder_input, pixel_values
+from tests.engine.images import encoder_input
 from tests.engine.lora.adapters import exact, train
 from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint
 
@@ -52,32 +52,39 @@ FAMILIES = [
     "gemma3", "phi3", "phi3-partial", "olmo2", "granite", "smollm3", "cohere", "cohere2", "glm",
     "glm4", "gpt-oss", "gpt-oss-mxfp4", "llama4",
 ]  # fmt: skip
-_SEES = r".*text_model.*\.(q_proj|o_proj|down_proj)"
+_SEES = r".*(text_model|language_model).*\.(q_proj|o_proj|down_proj)"
 """Modules of a text model beside which there is a vision encoder."""
 
 
+@pytest.mark.parametrize(("name", "side"), [("smolvlm", 32), ("qwen2.5-vl", 16)])
 def test_prompts_with_images_are_computed_with_their_adapters(
-    checkpoint: Any, trained: Any, driver: Any, prompt: Any
+    name: str, side: int, checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
-    model = checkpoint("smolvlm")
-    adapter = trained("smolvlm", target_modules=_SEES)
+    model = checkpoint(name)
+    adapter = trained(name, target_modules=_SEES)
     engine = load(driver, model.directory, adapter.directory)
     text = [token % 250 for token in prompt(20)]
     tokens = [*text[:5], *[IMAGE_TOKEN] * 4, *text[5:]]
-    image = encoder_input(1, 5, num_tokens=4)
+    image = encoder_input(1, 5, num_tokens=4, side=side)
     for row, slot in enumerate((0, -1)):
         engine.start(row, tokens, adapter=slot, images=[image])
     logits = engine.logits({0: 24, 1: 24})
     for reference, found in zip((adapter.merged, model), logits.split(24), strict=True):
-        expected = reference.logits_with_images(tokens, pixel_values(image))
+        expected = reference.logits_with_images(tokens, [image])
         assert (found - expected).abs().max() < TOLERANCE
 
 
-def test_adapters_of_vision_encoders_are_refused(checkpoint: Any, trained: Any) -> None:
-    model = checkpoint("smolvlm")
-    adapter = trained("smolvlm", target_modules=r".*vision_model.*\.q_proj")
+@pytest.mark.parametrize(
+    ("name", "part", "module"),
+    [("smolvlm", "vision_model", "q_proj"), ("qwen2.5-vl", "visual", "qkv")],
+)
+def test_adapters_of_vision_encoders_are_refused(
+    name: str, part: str, module: str, checkpoint: Any, trained: Any
+) -> None:
+    model = checkpoint(name)
+    adapter = trained(name, target_modules=rf".*{part}.*\.{module}")
     store = AdapterStore(AdaptableModules(read_spec(model.directory)), ROOM.rank, lambda *_: None)
-    with pytest.raises(BadAdapter, match="vision_model"):
+    with pytest.raises(BadAdapter, match=part):
         store.load(str(adapter.directory), None).result()
     store.shutdown()
 

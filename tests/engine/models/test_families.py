@@ -53,8 +53,9 @@ def spec(architecture: str, **changes: Any) -> ModelSpec:
 def test_every_family_describes_weights_of_its_own_spec() -> None:
     moe = {"num_local_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
     moe |= {**LATENT, "n_group": 2, "topk_group": 1}
+    grid = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
     for architecture, family in FAMILIES.items():
-        described = spec(architecture, **moe)
+        described = spec(architecture, **moe, **(grid if "_VL" in architecture else {}))
         assert described.architecture == architecture
         weights = family.weights(described)
         assert weights["model.embed_tokens.weight"].shape == (100, 64)

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import parse_spec, read_spec
-from engine.models.spec import UnsupportedModel
-from engine.models.vision.siglip import VisionEncoder, load_vision, read_normalization
+from engine.models.settings import open_checkpoint
+from engine.models.spec import SiglipSpec, UnsupportedModel
+from engine.models.vision.loading import VisionEncoder, has_vision, load_vision
+from engine.models.vision.pixels import Normalization, read_normalization
 from engine.shared.config import ModelConfig
 from tests.engine.fixtures import SaveModel
-from tests.engine.images import encoder_input, pixel_values
+from tests.engine.images import encoder_input, shown_to
 from tests.engine.tiny_models import IMAGE_TOKEN
 
 CPU = torch.device("cpu")
@@ -41,17 +44,31 @@ def given(**changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("side", [32, 16])
-@pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
-def test_embeddings_of_images_agree(name: str, side: int, checkpoint: SaveModel) -> None:
-    model = checkpoint(name)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("smolvlm", (32, 32)),
+        ("smolvlm", (16, 16)),
+        ("idefics3", (32, 32)),
+        ("idefics3", (16, 16)),
+        ("qwen2.5-vl", (32, 32)),
+        ("qwen2.5-vl", (24, 40)),
+        ("qwen2.5-vl", (8, 8)),
+        ("qwen2.5-vl", (8, 120)),
+        ("gemma3-vision", (32, 32)),
+    ],
+)
+def test_embeddings_of_images_agree(
+    name: str, sizes: tuple[int, int], checkpoint: SaveModel
+) -> None:
+    model, (height, width) = checkpoint(name), sizes
     encoder = encoder_of(model.directory)
-    image = encoder_input(1, 0, num_tokens=0, side=side)
-    embeddings = encoder.encode(image.pixels, side, side)
+    image = encoder_input(1, 0, num_tokens=0, side=height, width=width)
+    embeddings = encoder.encode(image.pixels, height, width)
     with torch.inference_mode():
-        features = model.reference.model.get_image_features(pixel_values(image)[None])
+        features = model.reference.model.get_image_features(**shown_to(model.reference, [image]))
     expected = features.pooler_output[0]
-    assert len(embeddings) == encoder.spec.num_tokens(side, side)
+    assert len(embeddings) == encoder.spec.num_tokens(height, width)
     assert (embeddings - expected).abs().max() < 1e-3
 
 
@@ -72,18 +89,183 @@ def test_configs_that_are_not_served_are_refused_by_name() -> None:
         parse_spec(given(vision_config={"num_channels": 1}), {})
 
 
+QWEN_3B: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+    "vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_token_id": 151654,
+    "image_token_id": 151655, "video_token_id": 151656, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 128000,
+    "max_window_layers": 70, "model_type": "qwen2_5_vl", "num_attention_heads": 16,
+    "num_hidden_layers": 36, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.41.2", "use_cache": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420,
+        "num_heads": 16, "in_chans": 3, "out_hidden_size": 2048, "patch_size": 14,
+        "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_qwen_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -> None:
+    found = parse_spec(QWEN_3B, {})
+    assert not caplog.records
+    assert found.tie_word_embeddings
+    assert found.qkv_bias
+    assert found.windows == (None,) * 36
+    (rope,) = found.distinct_ropes
+    assert (rope.kind, rope.theta, rope.sections) == ("default", 1e6, (16, 24, 24))
+    vision = found.vision
+    assert vision is not None
+    assert (vision.token_id, vision.max_tokens) == (151655, 1280)
+    sizes = [(28, 28), (756, 1008), (28, 14), (1036, 1036), (28, 5600)]
+    assert [vision.num_tokens(*size) for size in sizes] == [1, 972, 0, 0, 200]
+    stretched = {"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24],
+                 "original_max_position_embeddings": 32768}  # fmt: skip
+    (rope,) = parse_spec({**QWEN_3B, "rope_scaling": stretched}, {}).distinct_ropes
+    assert (rope.kind, rope.factor, rope.sections) == ("yarn", 4.0, (16, 24, 24))
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24]}}, "three numbers"),
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [8, 8, 8]}},
+            "does not add up to half",
+        ),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({"hidden_size": 4096, "num_attention_heads": 32}, "out_hidden_size 2048 of vision_config"),
+        ({"vision_config": {"out_hidden_size": 2048, "in_chans": 1}}, "in_channels"),
+        ({"vision_config": {"out_hidden_size": 2048, "window_size": 14}}, "window_size 14 is less"),
+    ],
+)
+def test_configs_of_qwen_that_are_not_served_are_refused_by_name(
+    changes: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=refusal):
+        parse_spec({**QWEN_3B, **changes}, {})
+
+
+def test_the_largest_image_of_qwen_is_what_its_processor_makes(checkpoint: SaveModel) -> None:
+    directory = checkpoint("qwen2.5-vl").directory
+    vision = read_spec(directory).vision
+    assert vision is not None
+    # Of 32 x 32 pixels, or as long as an image may be that is as narrow as a token.
+    assert vision.max_tokens == 56
+    assert [vision.num_tokens(*size) for size in ((8, 448), (8, 456), (64, 64))] == [56, 0, 0]
+
+
+def test_qwen_is_read_by_its_newer_names(checkpoint: SaveModel, tmp_path: Path) -> None:
+    old = checkpoint("qwen2.5-vl").directory
+    names = {"model.": "model.language_model.", "visual.": "model.visual."}
+    tensors = {
+        next((new + name.removeprefix(was) for was, new in names.items() if name.startswith(was)),
+             name): tensor
+        for name, tensor in load_file(old / "model.safetensors").items()
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_bytes((old / name).read_bytes())
+    open_checkpoint(tmp_path, read_spec(tmp_path), ModelConfig(model=str(tmp_path)))
+    image = encoder_input(1, 0, num_tokens=16)
+    one, other = (encoder_of(each).encode(image.pixels, 32, 32) for each in (old, tmp_path))
+    assert torch.equal(one, other)
+
+
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+    "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
+    "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+        "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+        "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
+
+
+def test_gemma_3_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -> None:
+    vision = parse_spec(GEMMA3_4B, {}).vision
+    assert not caplog.records
+    assert isinstance(vision, SiglipSpec)
+    assert (vision.token_id, vision.scale_factor, vision.sees_all) == (262144, 4, True)
+    assert (vision.max_tokens, vision.num_tokens(896, 896)) == (256, 256)
+    with pytest.raises(UnsupportedModel, match="mm_tokens_per_image 250 does not suit images"):
+        parse_spec({**GEMMA3_4B, "mm_tokens_per_image": 250}, {})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"vision_tower.": "vision_tower.vision_model."},
+        {
+            "vision_tower.": "model.vision_tower.vision_model.",
+            "multi_modal_projector.": "model.multi_modal_projector.",
+            "language_model.model.": "model.language_model.",
+        },
+    ],
+    ids=["published", "newer"],
+)
+def test_gemma_3_is_read_by_its_names(
+    names: dict[str, str], checkpoint: SaveModel, tmp_path: Path
+) -> None:
+    saved = checkpoint("gemma3-vision").directory
+    tensors = {
+        next((new + name.removeprefix(was) for was, new in names.items() if name.startswith(was)),
+             name): tensor
+        for name, tensor in load_file(saved / "model.safetensors").items()
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_bytes((saved / name).read_bytes())
+    open_checkpoint(tmp_path, read_spec(tmp_path), ModelConfig(model=str(tmp_path)))
+    image = encoder_input(1, 0, num_tokens=16)
+    one, other = (encoder_of(each).encode(image.pixels, 32, 32) for each in (saved, tmp_path))
+    assert torch.equal(one, other)
+
+
+def test_files_may_have_no_encoder(checkpoint: SaveModel, tmp_path: Path) -> None:
+    saved = checkpoint("gemma3-vision").directory
+    tensors = load_file(saved / "model.safetensors")
+    text = {name: each for name, each in tensors.items() if name.startswith("language_model.")}
+    save_file(text, tmp_path / "model.safetensors")
+    vision = read_spec(saved).vision
+    assert vision is not None
+    settings = ModelConfig(model=str(tmp_path))
+    assert has_vision(saved, vision, settings)
+    assert not has_vision(tmp_path, vision, settings)
+    assert has_vision(tmp_path, vision, replace(settings, load_format="dummy"))
+
+
 def test_pixels_are_normalized_as_the_files_say(tmp_path: Path) -> None:
-    assert read_normalization(tmp_path).deviation == (0.5, 0.5, 0.5)
+    assert read_normalization(tmp_path, Normalization()).deviation == (0.5, 0.5, 0.5)
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps({"rescale_factor": 0.5, "image_mean": [1, 2, 3]}))
-    read = read_normalization(tmp_path)
+    read = read_normalization(tmp_path, Normalization())
     assert (read.scale, read.mean, read.deviation) == (0.5, (1, 2, 3), (0.5, 0.5, 0.5))
     path.write_text(json.dumps({"do_normalize": False, "do_rescale": False}))
-    read = read_normalization(tmp_path)
+    read = read_normalization(tmp_path, Normalization())
     assert (read.scale, read.mean, read.deviation) == (1, (0, 0, 0), (1, 1, 1))
+    processor = tmp_path / "processor_config.json"
+    processor.write_text(
+        json.dumps({"image_processor": {"do_normalize": True, "image_std": [1] * 3}})
+    )
+    read = read_normalization(tmp_path, Normalization())
+    assert read.deviation == (1, 1, 1), "what processors are saved to today is read, too"
     path.write_text(json.dumps({"image_mean": "grey"}))
     with pytest.raises(UnsupportedModel, match="preprocessor_config"):
-        read_normalization(tmp_path)
+        read_normalization(tmp_path, Normalization())
 
 
 def test_weights_that_do_not_fit_are_refused(checkpoint: SaveModel) -> None:
@@ -96,12 +278,15 @@ def test_weights_that_do_not_fit_are_refused(checkpoint: SaveModel) -> None:
         load_vision(directory, wider, model, torch.float32, CPU)
 
 
-def test_random_weights_need_no_files(checkpoint: SaveModel) -> None:
-    directory = checkpoint("smolvlm").directory
-    image = encoder_input(1, 0, num_tokens=4)
+@pytest.mark.parametrize(
+    ("name", "count"), [("smolvlm", 4), ("qwen2.5-vl", 16), ("gemma3-vision", 16)]
+)
+def test_random_weights_need_no_files(name: str, count: int, checkpoint: SaveModel) -> None:
+    directory = checkpoint(name).directory
+    image = encoder_input(1, 0, num_tokens=count)
     first, second = (
         encoder_of(directory, load_format="dummy", seed=seed).encode(image.pixels, 32, 32)
         for seed in (1, 2)
     )
-    assert first.shape == second.shape == (4, 64)
+    assert first.shape == second.shape == (count, 64)
     assert not torch.equal(first, second)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
-from tests.engine.images import encoder_input, pixel_values
+from tests.engine.images import encoder_input
 from tests.engine.tiny_models import IMAGE_TOKEN
 
-TOKENS = {"smolvlm": 4, "idefics3": 16}
-NAMES = list(TOKENS)
+TOKENS = {"smolvlm": 4, "idefics3": 16, "qwen2.5-vl": 16, "gemma3-vision": 16}
+NAMES = ["smolvlm", "idefics3", "qwen2.5-vl"]
 
 
 def text(prompt: MakePrompt, length: int) -> list[int]:
@@ -19,7 +19,7 @@ def shown(count: int) -> list[int]:
     return [IMAGE_TOKEN] * count
 
 
-@pytest.mark.parametrize("chunks", [(90,), (12, 3, 2, 1, 1, 71), (1,) * 90])
+@pytest.mark.parametrize("chunks", [(90,), (12, 3, 2, 1, 1, 71), (1,) * 90, (20, 20, 20, 30)])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_a_prompt_with_images_agree(
     name: str,
@@ -29,36 +29,127 @@ def test_logits_of_a_prompt_with_images_agree(
     prompt: MakePrompt,
 ) -> None:
     model, count = checkpoint(name), TOKENS[name]
-    tokens = text(prompt, 13) + shown(2 * count) + text(prompt, 77 - 3 * count) + shown(count)
+    tokens = text(prompt, 13) + shown(count) + text(prompt, 1) + shown(count)
+    tokens += text(prompt, 75 - 3 * count) + shown(count) + text(prompt, 1)
     first = encoder_input(1, 13, num_tokens=count)
-    second = encoder_input(2, 13 + count, num_tokens=count)
-    again = encoder_input(1, 90 - count, num_tokens=count)
+    second = encoder_input(2, 14 + count, num_tokens=count)
+    again = encoder_input(1, 89 - count, num_tokens=count)
     images = [first, second, again]
     engine = driver(model.directory)
     engine.start(3, tokens, images=images)
     logits = torch.cat([engine.logits({3: chunk}) for chunk in chunks])
-    expected = model.logits_with_images(tokens, pixel_values(*images))
+    expected = model.logits_with_images(tokens, images)
     assert (logits - expected).abs().max() < 1e-3
     without = model.logits(tokens)
     assert (logits[13:] - without[13:]).abs().max() > 0.1, "images make a difference"
 
 
+@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision"])
 def test_batches_mix_sequences_with_images_and_without(
-    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
-    model = checkpoint("smolvlm")
-    seen = text(prompt, 9) + shown(4) + text(prompt, 20)
+    model, count = checkpoint(name), TOKENS[name]
+    seen = text(prompt, 9) + shown(count) + text(prompt, 20)
     plain = text(prompt, 31)
-    images = {slot: [encoder_input(slot, 9, num_tokens=4)] for slot in (0, 2)}
+    images = {slot: [encoder_input(slot, 9, num_tokens=count)] for slot in (0, 2)}
     engine = driver(model.directory)
     engine.start(0, seen, images=images[0])
     engine.start(1, plain)
     engine.start(2, seen, images=images[2])
-    logits = engine.logits({0: 33, 1: 31, 2: 33})
-    for slot, part in zip((0, 2), (logits[:33], logits[64:]), strict=True):
-        expected = model.logits_with_images(seen, pixel_values(*images[slot]))
+    length = len(seen)
+    logits = engine.logits({0: length, 1: 31, 2: length})
+    first, other, second = torch.split(logits, [length, 31, length])
+    for slot, part in ((0, first), (2, second)):
+        expected = model.logits_with_images(seen, images[slot])
         assert (part - expected).abs().max() < 1e-3
-    assert (logits[33:64] - model.logits(plain)).abs().max() < 1e-3
+    assert (other - model.logits(plain)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("chunks", "cached"), [((62,), 0), ((10, 30, 22), 0), ((1,) * 62, 0), ((14,), 48)]
+)
+def test_tokens_of_images_of_any_shape_have_rows_and_columns(
+    chunks: tuple[int, ...],
+    cached: int,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+) -> None:
+    model = checkpoint("qwen2.5-vl")
+    wide = encoder_input(1, 5, num_tokens=15, side=24, width=40)
+    high = encoder_input(2, 22, num_tokens=12, side=48, width=16)
+    narrow = encoder_input(3, 38, num_tokens=15, side=8, width=120)
+    tokens = text(prompt, 5) + shown(15) + text(prompt, 2) + shown(12) + text(prompt, 4)
+    tokens += shown(15) + text(prompt, 9)
+    images = [wide, high, narrow]
+    expected = model.logits_with_images(tokens, images)
+    engine = driver(model.directory)
+    engine.start(0, tokens, images=images)
+    if cached:
+        engine.logits({0: len(tokens)})
+        engine.start(1, tokens, images=images, cached_blocks=engine.blocks[0][: cached // 8])
+        logits = engine.logits({1: len(tokens) - cached})
+    else:
+        logits = torch.cat([engine.logits({0: chunk}) for chunk in chunks])
+    assert (logits - expected[cached:]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("chunks", "cached"),
+    [((90,), 0), ((13, 17, 32, 16, 12), 0), ((10, 80), 0), ((29, 61), 0), ((50,), 40), ((26,), 64)],
+)
+def test_tokens_of_images_of_gemma_see_all_of_their_image(
+    chunks: tuple[int, ...],
+    cached: int,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+) -> None:
+    model = checkpoint("gemma3-vision")
+    tokens = text(prompt, 13) + shown(16) + text(prompt, 1) + shown(16)
+    tokens += text(prompt, 16) + shown(16) + text(prompt, 12)
+    images = [
+        encoder_input(seed, position, num_tokens=16)
+        for seed, position in ((1, 13), (2, 30), (1, 62))
+    ]
+    expected = model.logits_with_images(tokens, images)
+    engine = driver(model.directory)
+    engine.start(0, tokens, images=images)
+    if cached:
+        engine.logits({0: len(tokens)})
+        engine.start(1, tokens, images=images, cached_blocks=engine.blocks[0][: cached // 8])
+        logits = engine.logits({1: len(tokens) - cached})
+    else:
+        logits = torch.cat([engine.logits({0: chunk}) for chunk in chunks])
+    assert (logits - expected[cached:]).abs().max() < 1e-3
+
+
+def test_tokens_of_images_of_gemma_get_the_same_bits_behind_a_cached_part_of_it(
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
+    tokens = text(prompt, 21) + shown(16) + text(prompt, 4)
+    images = [encoder_input(1, 21, num_tokens=16)]
+    engine = driver(checkpoint("gemma3-vision").directory, batch_invariant=True)
+    engine.start(0, tokens, images=images)
+    whole = engine.logits({0: 41})
+    engine.start(1, tokens, images=images, cached_blocks=engine.blocks[0][:4])
+    engine.start(2, text(prompt, 30))
+    assert torch.equal(engine.logits({2: 30, 1: 9})[30:], whole[32:])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3-vision"])
+def test_texts_get_the_same_bits_beside_sequences_with_images(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
+    model, plain = checkpoint(name), text(prompt, 31)
+    engine = driver(model.directory, batch_invariant=True)
+    seen, images = shown(16) + text(prompt, 20), [encoder_input(1, 0, num_tokens=16)]
+    engine.start(0, plain)
+    alone = engine.logits({0: 31})
+    engine.start(0, plain)
+    engine.start(1, seen, images=images)
+    beside = engine.logits({1: 36, 0: 31})
+    assert torch.equal(beside[36:], alone)
 
 
 def test_a_slot_shows_nothing_of_the_sequence_before(

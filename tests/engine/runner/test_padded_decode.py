@@ -9,6 +9,8 @@ from engine.models.decoder import StepTokens
 from engine.runner.cuda_graphs import graph_sizes, pad_decode, padded_size
 from engine.runner.inputs import attention_rows, batch_rows
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+from tests.engine.images import encoder_input
+from tests.engine.tiny_models import IMAGE_TOKEN
 from tests.engine.triton_device import HAS_DEVICE
 
 
@@ -35,6 +37,24 @@ def test_batches_beyond_the_largest_recording_are_launched_one_by_one() -> None:
     assert sizes[-1] == 256
     assert len(sizes) < 40
     assert padded_size(257, sizes) is None
+
+
+def test_tokens_after_images_are_turned_by_fewer_positions_than_they_attend_to(
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
+    engine = driver(checkpoint("qwen2.5-vl").directory)
+    tokens = [IMAGE_TOKEN] * 16 + [token % 250 for token in prompt(5)]
+    engine.start(0, tokens, images=[encoder_input(1, 0, num_tokens=16)])
+    engine.start(1, tokens[16:])
+    engine.logits({0: 20, 1: 4})
+    runner = engine.runner
+    runner._update(plan := engine.plan({0: 1, 1: 1}))
+    rows = runner._images.place(batch_rows(plan, runner._table))
+    shape = attention_rows(rows, runner._table)
+    step = pad_decode(rows, shape, size=4, width=33, scratch_block=0)
+    # 16 tokens of 4 rows and columns take 4 positions.
+    assert step.positions.tolist() == [8, 4, 0, 0]
+    assert step.num_keys.tolist() == [21, 5, 1, 1]
 
 
 @pytest.mark.skipif(HAS_DEVICE, reason="there, recorded steps are compared with eager ones")

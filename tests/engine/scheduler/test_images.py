@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.models.spec import VisionSpec
+from engine.models.spec import SiglipSpec
 from engine.shared.messages import EncoderInput
 
 MakeRig = Callable[..., Any]
-VISION = VisionSpec(
+VISION = SiglipSpec(
     token_id=999,
     image_size=8,
     patch_size=1,
@@ -94,6 +94,84 @@ def test_the_budget_is_enough_for_the_largest_image(make_rig: MakeRig) -> None:
     assert [plan.forgotten for plan in plans] == [[], [image(1, 0).digest]]
     rig.run()
     rig.assert_complete()
+
+
+def test_an_image_beyond_the_budget_has_a_step_of_its_own(make_rig: MakeRig) -> None:
+    rig = make_rig(vision=VISION, max_num_encoder_tokens=8)
+    small = [image(number, 0, side=4) for number in (1, 2, 4, 5, 6)]
+    add(rig, 1, *small[:2], image(3, 0), *small[2:], 1)
+    plans = [rig.step() for _ in range(4)]
+    assert [encoded(plan) for plan in plans] == [[1, 2], [3], [4, 5], [6]]
+    rig.run()
+    rig.assert_complete()
+
+
+WHOLE = replace(VISION, is_gemma=True)
+"""Of a model whose tokens of images see all of their image."""
+
+
+def steps_of(rig: Any, number: int) -> list[tuple[list[int], list[int]]]:
+    plans = [rig.step() for _ in range(number)]
+    return [(plan.starts, plan.counts) for plan in plans]
+
+
+def test_images_whose_tokens_see_all_of_it_are_computed_in_one_step(make_rig: MakeRig) -> None:
+    rig = make_rig(vision=WHOLE, max_num_batched_tokens=24, max_num_encoder_tokens=64)
+    add(rig, 1, 5, image(1, 0), 2, image(2, 0), image(3, 0), 1)
+    assert steps_of(rig, 3) == [([0], [23]), ([23], [16]), ([39], [17])]
+    rig.run()
+    rig.assert_complete()
+    rig.assert_idle()
+
+
+def test_an_image_that_does_not_fit_beside_others_waits_for_a_step_where_it_does(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(vision=WHOLE, max_num_batched_tokens=20, max_num_seqs=4)
+    add(rig, 1, 10, max_tokens=8)
+    add(rig, 2, 3, image(1, 0), 2, max_tokens=2)
+    add(rig, 3, 30, max_tokens=2)
+    plans = [rig.step() for _ in range(2)]
+    assert [plan.counts for plan in plans] == [[10, 3, 7], [1, 1, 18]]
+    rig.run()
+    rig.assert_complete()
+    rig.assert_idle()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 24), (12, None)])
+@pytest.mark.parametrize("blocks", [512, 40])
+def test_traffic_with_whole_images_ends_and_no_chunk_ends_within_one(
+    windows: tuple[int | None, ...], blocks: int, make_rig: MakeRig
+) -> None:
+    draws = random.Random(blocks)
+    rig = make_rig(
+        vision=WHOLE,
+        max_num_batched_tokens=24,
+        max_num_seqs=6,
+        num_kv_blocks=blocks * len(windows),
+        cache_windows=windows,
+        encoder_cache_bytes=32 * 1024,
+    )
+    shown: dict[int, list[EncoderInput]] = {}
+    for id in range(40):
+        parts = [draws.choice((draws.randint(1, 30), image(draws.randint(1, 5), 0), 3))
+                 for _ in range(draws.randint(1, 4))]  # fmt: skip
+        tokens, shown[id] = prompt(draws.randint(1, 5), *parts, 1)
+        sampling = {"max_tokens": draws.randint(1, 12)}
+        assert rig.add(id, tokens, images=shown[id], **sampling) is None
+    for _ in range(2000):
+        plan = rig.step()
+        requests = {each.slot: each for each in rig.scheduler._books.running.values()}
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            if slot in requests:
+                for each in shown[requests[slot].id]:
+                    end = start + count
+                    assert not each.position < end < each.position + each.num_tokens
+        if not plan.slots:
+            break
+    rig.run()
+    rig.assert_complete()
+    rig.assert_idle()
 
 
 def test_what_a_step_shows_is_not_forgotten_for_what_it_encodes(make_rig: MakeRig) -> None:

@@ -262,6 +262,8 @@ def test_errors_of_messages_name_the_block(http: Http) -> None:
         ({"messages": [{"role": "assistant", "content": [image()]}]}, "messages[0].content[0]"),
         ({"messages": [user(image(), image(), image(), image())]}, "messages"),
         ({"messages": [user({"type": "input_audio"})]}, "messages[0].content[0]"),
+        ({"messages": [user({"type": "video_url", "video_url": {}})]}, "messages[0].content[0]"),
+        ({"messages": [user({"type": "video", "video": "a.mp4"})]}, "messages[0].content[0]"),
         ({"messages": [user({"type": "image_url"})]}, "messages[0].content[0]"),
         ({"messages": [user(image("data:image/png;base64,AAAA"))]}, "messages[0].content[0]"),
     ],

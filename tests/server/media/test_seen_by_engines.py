@@ -1,20 +1,28 @@
 """A picture sent over HTTP leads to the tokens that transformers generates for it."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from swell import AsyncLLM
+from tests.engine.tiny_models import IMAGE_TOKEN
 from tests.server.media.pictures import data_url, encoded, picture
 from tests.server.media.vision_models import (
+    GEMMA3,
     NUM_TOKENS,
+    QWEN,
+    QWEN_IMAGE,
     SETTINGS,
     save_vision_model,
     small_tokenizer,
@@ -23,25 +31,68 @@ from tests.server.media.vision_models import (
 QUESTION = "what is this"
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (40, 20)], ids=str)
-@pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
-def test_the_answer_is_that_of_transformers(
-    tmp_path: Path, name: str, shape: tuple[int, int]
-) -> None:
-    model = save_vision_model(name, tmp_path)
-    tokenizer, tokens = small_tokenizer(), NUM_TOKENS[name]
+def idefics3_inputs(name: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """Return what transformers' processor makes of a conversation."""
     fast: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=Tokenizer.from_str(tokenizer.to_str())
+        tokenizer_object=Tokenizer.from_str(small_tokenizer().to_str())
     )
     theirs: Any = Idefics3Processor(
-        Idefics3ImageProcessorPil(**SETTINGS), fast, image_seq_len=tokens
+        Idefics3ImageProcessorPil(**SETTINGS), fast, image_seq_len=NUM_TOKENS[name]
     )
-    shown = [picture(*shape, seed=seed) for seed in (0, 1)]
     text = f"User:<image><image>{QUESTION}<end_of_utterance>\nAssistant:"
     taken = theirs(images=[shown], text=text, return_tensors="pt")
+    return {name: taken[name] for name in ("input_ids", "pixel_values")}
+
+
+def qwen_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """Return the same of Qwen's, whose prompts repeat a token."""
+    theirs: Any = Qwen2VLImageProcessorPil(**QWEN)
+    taken = theirs(shown, return_tensors="pt")
+    images = "".join(
+        QWEN_IMAGE.replace("<|image_pad|>", "<|image_pad|>" * int(grid.prod() // 4))
+        for grid in taken["image_grid_thw"]
+    )
+    text = f"User:{images}{QUESTION}<end_of_utterance>\nAssistant:"
+    tokens = torch.tensor([small_tokenizer("<|image_pad|>").encode(text).ids])
+    return {**taken, "input_ids": tokens, "mm_token_type_ids": (tokens == IMAGE_TOKEN).int()}
+
+
+def gemma3_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """Return the same of Gemma's."""
+    theirs: Any = Gemma3ImageProcessorPil(**{**GEMMA3, "do_normalize": True})
+    taken = theirs(shown, return_tensors="pt")
+    image = f"\n\n<start_of_image>{'<image_soft_token>' * 16}<end_of_image>\n\n"
+    text = f"User:{image * len(shown)}{QUESTION}<end_of_utterance>\nAssistant:"
+    tokens = torch.tensor([small_tokenizer("<image_soft_token>").encode(text).ids])
+    return {
+        "input_ids": tokens,
+        "pixel_values": taken["pixel_values"],
+        "token_type_ids": (tokens == IMAGE_TOKEN).int(),
+    }
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (40, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("smolvlm", idefics3_inputs),
+        ("idefics3", idefics3_inputs),
+        ("qwen2.5-vl", qwen_inputs),
+        ("gemma3-vision", gemma3_inputs),
+    ],
+)
+def test_the_answer_is_that_of_transformers(
+    tmp_path: Path,
+    name: str,
+    inputs: Callable[[str, list[Image.Image]], dict[str, torch.Tensor]],
+    shape: tuple[int, int],
+) -> None:
+    model = save_vision_model(name, tmp_path)
+    shown = [picture(*shape, seed=seed) for seed in (0, 1)]
+    taken = inputs(name, shown)
     with torch.inference_mode():
         generated = model.reference.generate(
-            input_ids=taken["input_ids"], pixel_values=taken["pixel_values"].float(),
+            **{**taken, "pixel_values": taken["pixel_values"].float()},
             attention_mask=torch.ones_like(taken["input_ids"]), do_sample=False, max_new_tokens=8,
             eos_token_id=None,
         )  # fmt: skip
@@ -58,7 +109,7 @@ def test_the_answer_is_that_of_transformers(
         }  # fmt: skip
         async with await AsyncLLM.start(
             tmp_path, dtype="float32", max_model_len=256, num_kv_blocks=64, block_size=16,
-            max_num_batched_tokens=32,
+            max_num_batched_tokens=32, max_num_seqs=8,
         ) as served:  # fmt: skip
             return [await served.chat(messages, **asked) for _ in range(2)]
 

@@ -1,0 +1,105 @@
+"""Qwen 2.5 VL: a Qwen 2 that sees images, whose tokens have rows and columns as positions."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from engine.models.families.family import Config, Family
+from engine.models.families.placing import llama_weights
+from engine.models.families.qwen2 import qwen_windows
+from engine.models.families.reading import integer, llama_spec, read_rope, rope_parameters
+from engine.models.spec import ModelSpec, QwenVisionSpec, RopeSpec, UnsupportedModel
+
+_VISION_DEFAULTS: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+}
+"""Of the configuration class of transformers."""
+_EPS = 1e-6
+"""Of all norms of the encoder."""
+
+
+def _spec(config: Config) -> ModelSpec:
+    rope = _rope(config)
+    spec = llama_spec(config, rope=rope)
+    if sum(rope.sections) != spec.head_dim // 2:
+        raise UnsupportedModel(
+            f"config.json: mrope_section {rope.sections} does not add up to half of the "
+            f"{spec.head_dim} dimensions of a head"
+        )
+    vision = _vision(config, spec.hidden_size)
+    windows = qwen_windows(config)
+    return replace(spec, qkv_bias=True, output_bias=False, windows=windows, vision=vision)
+
+
+def _rope(config: Config) -> RopeSpec:
+    given = dict(rope_parameters(config))
+    for key in ("rope_type", "type"):
+        if given.get(key) == "mrope":
+            given[key] = "default"
+    sections = tuple(given.get("mrope_section") or (16, 24, 24))
+    if len(sections) != 3:
+        raise UnsupportedModel(f"config.json: mrope_section {sections} has to be three numbers")
+    rope = read_rope(config.but(rope_scaling=None, rope_parameters=given))
+    return replace(rope, sections=sections)
+
+
+def _vision(config: Config, text_size: int) -> QwenVisionSpec | None:
+    own = config.get("vision_config")
+    if own is None:
+        return None
+    given = {**_VISION_DEFAULTS, **own}
+    if given.get("in_channels", given.get("in_chans", 3)) != 3:
+        raise UnsupportedModel("config.json: in_channels of vision_config has to be 3")
+    spec = QwenVisionSpec(
+        token_id=integer(
+            {"image_token_id": config.get("image_token_id", 151655)}, "image_token_id"
+        ),
+        patch_size=integer(given, "patch_size"),
+        scale_factor=integer(given, "spatial_merge_size"),
+        hidden_size=integer(given, "hidden_size"),
+        intermediate_size=integer(given, "intermediate_size"),
+        num_layers=integer(given, "depth"),
+        num_heads=integer(given, "num_heads"),
+        activation=given["hidden_act"],
+        eps=_EPS,
+        frames=integer(given, "temporal_patch_size"),
+        window_size=integer(given, "window_size"),
+        whole_layers=tuple(given["fullatt_block_indexes"]),
+        theta=float((given.get("rope_parameters") or {}).get("rope_theta") or 10000.0),
+    )
+    if spec.window_size < spec.token_side:
+        raise UnsupportedModel(
+            f"config.json: window_size {spec.window_size} is less than patch_size "
+            f"{spec.patch_size} times spatial_merge_size {spec.scale_factor}"
+        )
+    if given["out_hidden_size"] != text_size:
+        raise UnsupportedModel(
+            f"config.json: out_hidden_size {given['out_hidden_size']} of vision_config is not the "
+            f"text model's hidden_size {text_size}"
+        )
+    return spec
+
+
+FAMILY = Family(
+    architectures=("Qwen2_5_VLForConditionalGeneration",),
+    spec=_spec,
+    weights=llama_weights,
+    ignored=(
+        "video_token_id",
+        "vision_end_token_id",
+        "vision_start_token_id",
+        "vision_token_id",
+    ),
+    text_prefixes=("model.language_model.", "model.", ""),
+    not_text=("model.visual.", "visual."),
+)

@@ -1,0 +1,86 @@
+"""Which encoder a model sees with, and where its tensors are."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from engine.models.encoders.builder import Builder
+from engine.models.encoders.tensors import DummyTensors, StoredTensors, Tensors
+from engine.models.formats.files import TensorFiles
+from engine.models.spec import ModelSpec, SiglipSpec, VisionSpec
+from engine.models.vision.qwen import QwenVisionEncoder, load_qwen_vision
+from engine.models.vision.siglip import SiglipEncoder, load_siglip
+from engine.shared.config import ModelConfig
+
+VisionEncoder = SiglipEncoder | QwenVisionEncoder
+
+
+class _Names(NamedTuple):
+    """How files name the tensors."""
+
+    one: str
+    """A tensor that is there."""
+    prefixes: tuple[str, ...]
+    """Those that names may have."""
+    others: tuple[str, ...]
+    """What names of tensors begin with that are not needed."""
+
+
+_IDEFICS3 = _Names(
+    "vision_model.embeddings.patch_embedding.weight", ("model.",), ("text_model.", "lm_head.")
+)
+_GEMMA3 = _Names(
+    "embeddings.patch_embedding.weight",
+    ("vision_tower.vision_model.", "vision_tower.", "model.vision_tower.vision_model.",
+     "model.vision_tower.", "model."),
+    ("head.", "language_model.", "model.language_model.", "lm_head."),
+)  # fmt: skip
+_QWEN = _Names("patch_embed.proj.weight", ("model.visual.", "visual."), ("model.", "lm_head."))
+
+
+def _names(vision: VisionSpec) -> _Names:
+    if not isinstance(vision, SiglipSpec):
+        return _QWEN
+    return _GEMMA3 if vision.is_gemma else _IDEFICS3
+
+
+def has_vision(directory: Path, vision: VisionSpec, settings: ModelConfig) -> bool:
+    """Whether the files of a model have weights of its encoder."""
+    if settings.load_format == "dummy":
+        return True
+    names, found = _names(vision), TensorFiles(directory).shapes
+    return any(prefix + names.one in found for prefix in ("", *names.prefixes))
+
+
+def load_vision(
+    directory: Path,
+    spec: ModelSpec,
+    settings: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> VisionEncoder:
+    """Load the vision encoder of a model that has one.
+
+    Args:
+        dtype: what the text model computes in.
+
+    Raises:
+        UnsupportedModel: it has something that is not implemented.
+        CheckpointError: the weights do not fit the config.
+    """
+    vision = spec.vision
+    assert vision is not None, "the model sees nothing"
+    names = _names(vision)
+    tensors: Tensors = DummyTensors(directory, settings.seed, dtype)
+    if settings.load_format != "dummy":
+        tensors = StoredTensors(directory, names.one, names.prefixes)
+    with torch.inference_mode():
+        build = Builder(tensors, dtype, device, batch_invariant=False)
+        encoder: VisionEncoder
+        if isinstance(vision, SiglipSpec):
+            encoder = load_siglip(directory, vision, build, spec.hidden_size)
+        else:
+            encoder = load_qwen_vision(directory, vision, build, spec.hidden_size)
+    tensors.finish(*names.others)
+    return encoder

@@ -1,0 +1,59 @@
+"""From the bytes of images to what encoders see."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.models.hf_config import read_image_settings
+from engine.models.spec import UnsupportedModel
+
+Colors = tuple[float, float, float]
+
+
+class Normalization(msgspec.Struct, frozen=True):
+    """How bytes become what the encoder sees: (byte * scale - mean) / deviation of each color."""
+
+    scale: float = 1 / 255
+    mean: Colors = (0.5, 0.5, 0.5)
+    deviation: Colors = (0.5, 0.5, 0.5)
+
+
+def read_normalization(directory: Path, default: Normalization) -> Normalization:
+    """Read what the files of a model directory say, and of the rest take the default.
+
+    Raises:
+        UnsupportedModel: they cannot be read.
+    """
+    given = read_image_settings(directory)
+    own: dict[str, Any] = {
+        "scale": given.get("rescale_factor", default.scale),
+        "mean": given.get("image_mean") or default.mean,
+        "deviation": given.get("image_std") or default.deviation,
+    }
+    if not given.get("do_rescale", True):
+        own["scale"] = 1.0
+    if not given.get("do_normalize", True):
+        own |= {"mean": (0, 0, 0), "deviation": (1, 1, 1)}
+    try:
+        return msgspec.convert(own, Normalization)
+    except msgspec.ValidationError as error:
+        raise UnsupportedModel(
+            f"preprocessor_config.json of {directory} cannot be read: {error}"
+        ) from error
+
+
+class PixelReader:
+    """Makes values of bytes, on one device."""
+
+    def __init__(self, normalization: Normalization, device: torch.device) -> None:
+        self._scale = normalization.scale
+        self._mean = torch.tensor(normalization.mean, device=device)
+        self._deviation = torch.tensor(normalization.deviation, device=device)
+
+    def read(self, pixels: bytes, height: int, width: int) -> Tensor:
+        """Return [height, width, 3] in float32 for RGB bytes of that shape."""
+        values = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).to(self._mean.device)
+        return (values.view(height, width, 3) * self._scale - self._mean) / self._deviation

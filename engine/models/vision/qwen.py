@@ -1,0 +1,169 @@
+"""Qwen2.5-VL's encoder: patches that are turned by their rows and columns, and see windows."""
+
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.reference import rms_norm
+from engine.models.attention.rotary import rotary_table, rotation
+from engine.models.encoders.builder import Builder, activation_of
+from engine.models.encoders.encoder import (
+    EncoderLayer,
+    EncoderLayers,
+    SequenceGroup,
+    groups_of,
+)
+from engine.models.layers import Chain, Rows
+from engine.models.products.dense import prepare_linear
+from engine.models.spec import QwenVisionSpec, RopeSpec
+from engine.models.vision.pixels import Normalization, PixelReader, read_normalization
+
+_NORMALIZATION = Normalization(
+    mean=(0.48145466, 0.4578275, 0.40821073), deviation=(0.26862954, 0.26130258, 0.27577711)
+)
+"""Where the files of a model say nothing."""
+
+
+class _Places(NamedTuple):
+    """Where the squares of an image are, in the order in which they are computed."""
+
+    order: Tensor
+    """[squares] which they are, row by row; those of a window follow each other."""
+    windows: list[SequenceGroup]
+    """The patches of each window."""
+    positions: Tensor
+    """[2, patches] row and column of each patch."""
+
+
+class QwenVisionEncoder:
+    """An encoder with its merger, on one device; it has no state.
+
+    Each image is encoded by itself, so that nothing depends on what is encoded beside it.
+    """
+
+    def __init__(
+        self,
+        spec: QwenVisionSpec,
+        pixels: PixelReader,
+        *,
+        patches: Rows,
+        rotary: Tensor,
+        layers: EncoderLayers,
+        merger: Rows,
+        dtype: torch.dtype,
+    ) -> None:
+        """Take the weights.
+
+        Args:
+            patches: from the values of patches [patches, 3 * size * size] to hidden states.
+            rotary: table of which each half turns half of each head.
+            merger: from the states of the patches of a square, side by side, to an embedding.
+        """
+        self.spec = spec
+        self._pixels = pixels
+        self._patches = patches
+        self._rotary = rotary
+        self._layers = layers
+        self._merger = merger
+        self._dtype = dtype
+
+    @torch.inference_mode()
+    def encode(self, pixels: bytes, height: int, width: int) -> Tensor:
+        """Return [tokens, hidden of the text model] for RGB bytes [height, width, 3]."""
+        size, factor = self.spec.patch_size, self.spec.scale_factor
+        rows, columns = self.spec.grid(height, width)
+        places = self._places(rows, columns)
+        colors = self._pixels.read(pixels, height, width).to(self._dtype)
+        # Square by square, and in each patch by patch: colors, rows, columns.
+        squares = colors.view(rows, factor, size, columns, factor, size, 3)
+        squares = squares.permute(0, 3, 1, 4, 6, 2, 5).flatten(0, 1).index_select(0, places.order)
+        x = self._patches(squares.reshape(-1, 3 * size * size))
+        half = self._rotary.shape[2] // 2
+        rotated = rotation(self._rotary, places.positions, (half, half))
+        whole = [SequenceGroup(0, 1, len(x))]
+        x = self._layers.states(x, [whole, places.windows], [rotated])
+        merged = self._merger(x.view(rows * columns, -1))
+        return torch.empty_like(merged).index_copy_(0, places.order, merged)
+
+    def _places(self, rows: int, columns: int) -> _Places:
+        device, spec = self._rotary.device, self.spec
+        side, factor = spec.window_size // spec.token_side, spec.scale_factor
+        row = torch.arange(rows).repeat_interleave(columns)
+        column = torch.arange(columns).repeat(rows)
+        window = (row // side) * -(-columns // side) + column // side
+        _, number, sizes = torch.unique(window, return_inverse=True, return_counts=True)
+        # Windows of one size lie side by side.
+        by_size = sizes.argsort(stable=True)
+        order = by_size.argsort()[number].argsort(stable=True)
+        groups = groups_of((sizes[by_size] * factor**2).tolist())
+        inside = torch.arange(factor**2)
+        patch_rows = row[order, None] * factor + inside // factor
+        patch_columns = column[order, None] * factor + inside % factor
+        positions = torch.stack((patch_rows.flatten(), patch_columns.flatten()))
+        return _Places(order.to(device), groups, positions.to(device))
+
+
+def load_qwen_vision(
+    directory: Path, vision: QwenVisionSpec, build: Builder, text_size: int
+) -> QwenVisionEncoder:
+    """Load an encoder.
+
+    Args:
+        text_size: width of the text model.
+    """
+    hidden, size = vision.hidden_size, vision.patch_size
+    square = hidden * vision.scale_factor**2
+    weight = build.copy("patch_embed.proj.weight", hidden, 3, vision.frames, size, size)
+    half = rotary_table(
+        RopeSpec(theta=vision.theta),
+        hidden // vision.num_heads // 2,
+        vision.max_tokens * vision.scale_factor,
+        build.dtype,
+        build.device,
+    )
+    return QwenVisionEncoder(
+        vision,
+        PixelReader(read_normalization(directory, _NORMALIZATION), build.device),
+        # The frames of what does not move are alike.
+        patches=prepare_linear(weight.float().sum(2).to(build.dtype).flatten(1), None),
+        rotary=torch.cat((half, half), dim=2),
+        layers=EncoderLayers(
+            [_layer(vision, build, index) for index in range(vision.num_layers)],
+            final_norm=_norm(build, "merger.ln_q", hidden, vision.eps),
+            norm_first=True,
+            num_heads=vision.num_heads,
+        ),
+        merger=Chain(
+            build.linear("merger.mlp.0", rows=square, width=square),
+            F.gelu,
+            build.linear("merger.mlp.2", rows=text_size, width=square),
+        ),
+        dtype=build.dtype,
+    )
+
+
+def _layer(spec: QwenVisionSpec, build: Builder, index: int) -> EncoderLayer:
+    hidden, prefix = spec.hidden_size, f"blocks.{index}."
+    gate, up, down = (f"{prefix}mlp.{name}_proj" for name in ("gate", "up", "down"))
+    return EncoderLayer(
+        qkv=build.linear(f"{prefix}attn.qkv", rows=3 * hidden, width=hidden),
+        output=build.linear(f"{prefix}attn.proj", rows=hidden, width=hidden),
+        mlp=build.gated_mlp(
+            ((gate, up), down),
+            activation_of({"hidden_act": spec.activation}, "hidden_act"),
+            (hidden, spec.intermediate_size),
+            bias=True,
+        ),
+        attention_norm=_norm(build, f"{prefix}norm1", hidden, spec.eps),
+        mlp_norm=_norm(build, f"{prefix}norm2", hidden, spec.eps),
+        rotary=0,
+        grouping=0 if index in spec.whole_layers else 1,
+    )
+
+
+def _norm(build: Builder, name: str, width: int, eps: float) -> Rows:
+    return partial(rms_norm, weight=build.copy(f"{name}.weight", width), eps=eps)
