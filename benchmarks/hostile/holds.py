@@ -5,7 +5,7 @@
 
 Unlike the other trials it counts processor time of the loop's thread, from one turn of the loop to
 the next, so that what else the machine does matters little. Requests reach the endpoints without
-HTTP: what connections cost is not in it.
+HTTP and nothing is kept: what connections and the store cost is not in it.
 """
 
 import argparse
@@ -111,10 +111,8 @@ def hostile_requests(
 ) -> Iterator[tuple[str, str, bytes | None]]:
     """Yield (name, path, body) of the worst bodies, or of `every` so manyth value of a field."""
     if every:
-        generating = [each for each in OPERATIONS.values() if not each.pools]
-        for number, (path, of_field) in enumerate(
-            field_attacks(generating, document, _NOTHING_KEPT)
-        ):
+        served = [each for each in OPERATIONS.values() if each.path in document["paths"]]
+        for number, (path, of_field) in enumerate(field_attacks(served, document, _NOTHING_KEPT)):
             name = f"{path} {of_field.name}"
             if number % every == every // 2 and only in name:
                 yield name, path, of_field.text.encode()

@@ -81,6 +81,19 @@ IDS = "[" + "300, " * 20_000 + "7]"
 LISTS = "[" + f"[{'12,' * 2_000}3]," * 20 + "[4]]"
 
 
+def shown_to(model: type[pydantic.BaseModel], monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Return a list to which every text is added that is validated."""
+    seen: list[bytes] = []
+    check = model.model_validate_json
+
+    def noted(text: bytes) -> pydantic.BaseModel:
+        seen.append(text)
+        return check(text)
+
+    monkeypatch.setattr(model, "model_validate_json", noted)
+    return seen
+
+
 async def turns_of(reading: Coroutine[Any, Any, object]) -> int:
     """Return how often others have their turn while something is done."""
     task = asyncio.create_task(reading)
@@ -111,9 +124,7 @@ def test_token_ids_are_read_in_parts(
     body = f'{{"model": "m", "{field}": {text}, "unknown": {IDS}}}'.encode()
     monkeypatch.setattr(large_body, "_PART_BYTES", 1000)
     monkeypatch.setattr(large_body, "LARGE", 5000)
-    seen: list[bytes] = []
-    check = model.model_validate_json
-    monkeypatch.setattr(model, "model_validate_json", lambda text: seen.append(text) or check(text))
+    seen = shown_to(model, monkeypatch)
     read = asyncio.run(read_body(model, body))
     assert getattr(read, field) == json.loads(text)
     assert sum(map(len, seen)) < 1000, "pydantic does not see them at all"
@@ -165,11 +176,7 @@ def test_what_is_taken_does_not_depend_on_how_it_is_read(
 def test_a_long_list_of_numbers_where_a_text_should_be_is_not_made_objects_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[bytes] = []
-    check = TokenizeRequest.model_validate_json
-    monkeypatch.setattr(
-        TokenizeRequest, "model_validate_json", lambda text: seen.append(text) or check(text)
-    )
+    seen = shown_to(TokenizeRequest, monkeypatch)
     message, param = refusal(TokenizeRequest, f'{{"prompt": {IDS}}}'.encode())
     assert (message, param) == ("prompt: must be a string", "prompt")
     assert sum(map(len, seen)) < 1000
