@@ -15,6 +15,8 @@ pytestmark = pytest.mark.stack
 
 SYSTEM = "You answer as Shakespeare would, in one line and in verse. " * 12
 BLOCK = 16
+LONG = 300
+"""Tokens of an answer in the middle of which an engine dies."""
 NAMES = ("Antonio", "Bassanio", "Cordelia", "Desdemona", "Edmund")
 
 
@@ -27,10 +29,16 @@ class Chat:
         self.num_blocks = 0
         """Blocks that the newest prompt fills: so many at least are cached of the next one."""
 
-    def turn(self, max_tokens: int = 12) -> tuple[int, int]:
+    def turn(self, max_tokens: int = 12, *, ignore_eos: bool = False) -> tuple[int, int]:
         """Go on; return how many blocks were cached, and how many there were of the turn before."""
         self._messages.append({"role": "user", "content": "What says the moon tonight?"})
-        body = {"messages": self._messages, "max_tokens": max_tokens, "temperature": 0, "seed": 1}
+        body = {
+            "messages": self._messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "seed": 1,
+            "ignore_eos": ignore_eos,
+        }
         answer = call(f"{self._url}/v1/chat/completions", body)
         usage = answer["usage"]
         self._messages.append(answer["choices"][0]["message"])
@@ -50,12 +58,13 @@ def test_chats_find_their_beginnings_on_one_of_three_engines_and_survive_its_dea
         busiest = max(decisions, key=decisions.__getitem__)
         engine = stack.processes()[f"engine {busiest}"]
         with ThreadPoolExecutor(len(chats)) as threads:
-            answers = [threads.submit(chat.turn, 40) for chat in chats]
-            until(lambda: total(stack.url, "num_requests_running") > 0, "they run")
+            answers = [threads.submit(chat.turn, LONG, ignore_eos=True) for chat in chats]
+            until(lambda: metric(stack.url, "num_requests_running")[busiest] > 0, "it runs some")
             engine.send_signal(signal.SIGKILL)
             for answer in answers:
                 answer.result()
         engine.wait(30)
+        assert total(stack.url, "requests_resumed_total") > 0
         until(lambda: total(stack.url, "engines_ready") == 3, "its successor is there")
         for chat in chats:
             chat.turn()  # those of the dead engine are computed anew

@@ -1,5 +1,7 @@
 """Requests on their way to engines, and their tokens on the way back."""
 
+from collections.abc import Collection
+
 import msgspec
 
 from engine.shared.messages import (
@@ -10,24 +12,27 @@ from engine.shared.messages import (
     StepOutputs,
     WakeUp,
 )
+from server.router.block_index import BlockIndex
 from server.router.delivery import Delivery
-from server.router.events import Abort, Deliver, Notify, Send, Woken
+from server.router.events import Abort, Deliver, Notify, PrefixFound, Send, Woken
 from server.router.request import RoutedRequest
-from server.router.routing import LeastLoaded
+from server.router.route import Engine
+from server.router.routing import LeastLoaded, PrefixAware
 from tests.server.router.known_engines import Known, stats, view
 
 
 class Played:
     """A delivery among engines of ranks 0, 1 ... with these incarnations."""
 
-    def __init__(self, *incarnations: int) -> None:
+    def __init__(self, *incarnations: int, index: BlockIndex | None = None) -> None:
         self.known = Known(*incarnations)
         self.delivery = Delivery(
             front_end=0,
             first_id=100,
             members=self.known.members,
             loads=self.known.loads,
-            policy=LeastLoaded(),
+            policy=LeastLoaded() if index is None else PrefixAware(),
+            index=index,
         )
 
     def request(self, *, pinned_rank: int | None = None, **fields: object) -> RoutedRequest:
@@ -129,6 +134,44 @@ def test_the_last_output_ends_a_request() -> None:
     assert not played.delivery.in_flight
     assert not played.delivery.end(request)
     assert request.times.ended(9.0) == timing
+
+
+class Knows(BlockIndex):
+    """An index that knows what the test says."""
+
+    cached: dict[int, int]
+
+    def cached_tokens(
+        self, engines: Collection[Engine], message: AddRequest, output_token_ids: list[int]
+    ) -> dict[int, int]:
+        return self.cached
+
+
+def test_what_is_cached_decides_and_is_compared_with_what_the_engine_found_once() -> None:
+    index = Knows(0, 100)
+    index.cached = {1: 512}
+    played = Played(10, 11, index=index)
+    request = played.request(prompt_token_ids=list(range(600)))
+    send = played.sent(request)
+    assert (send.rank, send.reason) == (1, "cached")
+    timing = RequestTiming(1.0, 2.0)
+    first = RequestOutput(request.id, [7], num_cached_tokens=496, timing=timing)
+    outputs = played.delivery.outputs(StepOutputs(stats(1, 11, 1), [first]), 0, 1.0)
+    assert outputs == [Deliver([(request, first)]), PrefixFound(512, 496)]
+    last = RequestOutput(request.id, [8], "stop", timing=timing)
+    outputs = played.delivery.outputs(StepOutputs(stats(1, 11, 2), [last]), 0, 1.0)
+    assert outputs == [Deliver([(request, last)])]
+
+
+def test_of_a_pinned_request_nothing_is_expected() -> None:
+    index = Knows(0, 100)
+    index.cached = {0: 512}
+    played = Played(10, 11, index=index)
+    request = played.request(pinned_rank=1)
+    assert played.sent(request).reason == "pinned"
+    first = RequestOutput(request.id, [7], timing=RequestTiming(1.0, 2.0))
+    outputs = played.delivery.outputs(StepOutputs(stats(1, 11, 1), [first]), 0, 1.0)
+    assert outputs == [Deliver([(request, first)])]
 
 
 def test_nothing_is_aborted_where_nobody_can_be_reached() -> None:
