@@ -178,7 +178,7 @@ class RunningStack:
         self._close()
 
     def _close(self) -> None:
-        self._reader.join(10)
+        self._reader.join(_ORPHANS_END_WITHIN)
         if self.process.stdout is not None:
             self.process.stdout.close()
 

@@ -1,6 +1,7 @@
 """One whole stack for all tests that talk to a real server, and help when something hangs."""
 
 import faulthandler
+import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -64,6 +65,15 @@ def forks(no_process_outlives_the_tests: None) -> Iterator[ForkExec]:
     """Forks what tests start from a process that has loaded the libraries."""
     with forking() as fork_exec:
         yield fork_exec
+
+
+@pytest.fixture(autouse=True)
+def environment_without_the_command_lines() -> Iterator[None]:
+    """Takes back what `swell` sets for its children where a test calls it in this process."""
+    before = "PYTHONSAFEPATH" in os.environ
+    yield
+    if not before:
+        os.environ.pop("PYTHONSAFEPATH", None)
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ class Bystanders:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        text, _ = self._process.communicate("", timeout=30)
+        text, _ = self._process.communicate("", timeout=90)
         self.complete, self.broken, gaps = json.loads(text or "[0, 0, []]")
         self.gaps = [(when, gap) for when, gap in gaps]
 

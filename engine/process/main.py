@@ -299,8 +299,11 @@ class EngineProcess:
                 return self._serve_together(executor, welcome)
             return self._serve_alone(executor, welcome)
         finally:
-            with self._early_stop.held():
+            try:
                 self._early_stop.has_left()
+            except SystemExit:  # it was asked again at this very moment
+                self._early_stop.has_left()
+            with self._early_stop.held():
                 self._receiver.stop()
                 self._sender.stop()
                 if self._tiers is not None:

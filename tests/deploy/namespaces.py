@@ -15,6 +15,8 @@ from types import TracebackType
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 _numbers = itertools.count()
 
 
@@ -23,7 +25,7 @@ class NoNamespaces(Exception):
 
 
 def _ip(*arguments: str) -> None:
-    run = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
+    run = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=PATIENCE)
     if run.returncode:
         raise NoNamespaces(f"ip {' '.join(arguments)}: {run.stderr.strip()}")
 

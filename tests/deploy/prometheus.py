@@ -76,7 +76,7 @@ class Prometheus:
 
     def firing(self) -> dict[str, set[str]]:
         """Return the alerts that fire, and for what each: an engine and a reason, or nothing."""
-        with urllib.request.urlopen(f"{self.url}/api/v1/alerts", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/alerts", timeout=PATIENCE) as answer:
             alerts = json.load(answer)["data"]["alerts"]
         found: dict[str, set[str]] = {}
         for alert in alerts:

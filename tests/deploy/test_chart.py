@@ -14,6 +14,7 @@ import yaml
 
 from tests.deploy.fake_kubernetes import fake_kubernetes
 from tests.deploy.kubernetes_schemas import validate
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.deploy
 
@@ -699,8 +700,8 @@ def test_the_alertmanager_of_compose_sends_to_the_webhook_that_is_given(tmp_path
     script = script.partition("exec")[0] + "true"
     for url in ("", "https://hooks.example/a?b='$c'"):
         done = subprocess.run(
-            ["sh", "-c", script], env={"PATH": "/usr/bin:/bin", "ALERT_WEBHOOK": url}, timeout=20,
-            check=False,
+            ["sh", "-c", script], env={"PATH": "/usr/bin:/bin", "ALERT_WEBHOOK": url},
+            timeout=PATIENCE, check=False,
         )  # fmt: skip
         assert done.returncode == 0
         config = yaml.safe_load((tmp_path / "alertmanager.yml").read_text())

@@ -23,6 +23,7 @@ from tests.deploy.test_chart import (
     pods,
     render,
 )
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.deploy
 
@@ -474,9 +475,9 @@ def test_pods_wait_for_the_job_that_fetches_the_model(tmp_path: Path) -> None:
         (mark,) = re.findall(r"/models/[^ ]+", waits["args"][0])
         assert script.splitlines()[-1] == f"touch {mark}"
         wait = waits["args"][0].replace("/models", str(tmp_path)).replace("sleep 5", "exit 7")
-        assert subprocess.run(["sh", "-c", wait], check=False, timeout=20).returncode == 7
+        assert subprocess.run(["sh", "-c", wait], check=False, timeout=PATIENCE).returncode == 7
         (tmp_path / Path(mark).name).touch()
-        assert subprocess.run(["sh", "-c", wait], check=False, timeout=20).returncode == 0
+        assert subprocess.run(["sh", "-c", wait], check=False, timeout=PATIENCE).returncode == 0
         (tmp_path / Path(mark).name).unlink()
     assert "initContainers" not in pod_of(manifests, "coordinator")
     assert "hub id" in refused("model.prefetch.enabled=true", "model.name=/models/own")

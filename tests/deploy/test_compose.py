@@ -17,7 +17,7 @@ from tests.deploy.conftest import API_KEY, METRICS_KEY, Compose
 from tests.deploy.docker_engine import Docker
 from tests.deploy.test_chart import render
 from tests.support.http import MODEL, fetch
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1500)]
 
@@ -189,7 +189,7 @@ def test_promtool_finds_nothing_wrong_with_the_scrape(compose: Compose) -> None:
     metrics = compose.metrics()
     checked = subprocess.run(
         ["promtool", "check", "metrics"],
-        input=metrics, capture_output=True, text=True, timeout=30, check=False,
+        input=metrics, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     found = set((checked.stdout + checked.stderr).splitlines())
     # vLLM's name of a histogram; any other finding is one of ours.

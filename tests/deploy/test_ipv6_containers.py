@@ -28,7 +28,7 @@ print(urllib.request.urlopen(request, timeout=60).read().decode())
 
 def command(*words: str) -> str:
     """Run a command of the host; a kernel that has no IPv6 ends the test."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if done.returncode:
         pytest.skip(f"{' '.join(words)}: {done.stderr.strip()}")
     return done.stdout

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.deploy.test_chart import CHART, EXAMPLES, ROOT, helm
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.deploy
 
@@ -45,7 +46,8 @@ def test_only_the_tag_of_the_sources_is_published() -> None:
     (step,) = (each for each in WORKFLOW["jobs"]["version"]["steps"] if "run" in each)
     for tag, expected in (("v0.0.0", 1), (f"v{version()}", 0)):
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", step["run"]], cwd=ROOT, timeout=20, check=False,
+            ["bash", "-euo", "pipefail", "-c", step["run"]], cwd=ROOT,
+            timeout=PATIENCE, check=False,
             env={"PATH": "/usr/bin:/bin", "GITHUB_REF_NAME": tag, "GITHUB_OUTPUT": "/dev/stdout"},
         )  # fmt: skip
         assert done.returncode == expected

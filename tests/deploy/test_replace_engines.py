@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.test_chart import CHART
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.deploy
 
@@ -114,7 +115,8 @@ def test_it_goes_on_with_what_is_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [[], ["llm", NAME], ["llm", NAME, "0"]])
 def test_without_what_it_needs_it_says_how_it_is_used(arguments: list[str]) -> None:
     done = subprocess.run(
-        ["sh", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=20, check=False
-    )
+        ["sh", str(SCRIPT), *arguments],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
     assert done.returncode == 2
     assert "AT_A_TIME" in done.stderr

@@ -76,7 +76,7 @@ class Process:
             self._process.wait()
             raise
         finally:
-            self._reader.join(5)
+            self._reader.join(60)
             assert self._process.stdout is not None
             self._process.stdout.close()
 

@@ -1,5 +1,6 @@
 """Processes that tests start once and then tell what to do, line by line."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -34,6 +35,8 @@ class Process:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._told, self._answers = self._process.stdin, self._process.stdout
+        self.was_missed = False
+        """Whether a test has failed because it had died."""
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Ask for something without waiting for the answer."""
@@ -43,7 +46,8 @@ class Process:
     def answer(self) -> dict[str, Any]:
         """Return the oldest answer that was not taken yet."""
         line = self._answers.readline()
-        assert line, "the process has died"
+        self.was_missed = not line
+        assert line, f"the process has died: {self._process.wait()}"
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -58,6 +62,10 @@ class Process:
         assert "ok" in answer, answer
         return answer["ok"]
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """End it as a crash would."""
         self._process.kill()
@@ -66,7 +74,8 @@ class Process:
     def end(self) -> None:
         """End it and free the pipes."""
         self.kill()
-        self._told.close()
+        with contextlib.suppress(BrokenPipeError):  # it had died before it read everything
+            self._told.close()
         self._answers.close()
 
 
@@ -81,6 +90,10 @@ class World:
 
     def take(self, count: int) -> list[Process]:
         """Return so many processes that have no group."""
+        ended = [each for each in self.processes if each.has_ended]
+        for each in ended:
+            self.kill(each)
+        assert all(each.was_missed for each in ended), "one died after its last answer"
         while len(self.processes) < count:
             self.processes.append(Process(self._module, *self._arguments))
         return self.processes[:count]

@@ -24,6 +24,7 @@ from engine.shared.messages import (
     SamplingParams,
     TokenLogprob,
 )
+from tests.support.waiting import PATIENCE
 
 SOME_TEXT = [(5 * i) % 37 + 60 for i in range(40)]
 
@@ -105,7 +106,7 @@ def serve(
     answers = {request.id: Answer([], None, []) for request in requests}
     while core.has_requests:
         if settled.is_set() or not core.has_work:
-            assert settled.wait(30)
+            assert settled.wait(PATIENCE)
             settled.clear()
             core.handle(PrerequisitesSettled())
             continue

@@ -484,8 +484,11 @@ def served() -> Served:
     @contextlib.contextmanager
     def serve(app: FastAPI, *endings: Callable[[], Awaitable[None]]) -> Iterator[str]:
         server = uvicorn.Server(
-            uvicorn.Config(app, http="httptools", log_level="warning", lifespan="off")
-        )
+            uvicorn.Config(
+                app, http="httptools", log_level="warning", lifespan="off",
+                timeout_keep_alive=600,  # a client's next request may be late
+            )
+        )  # fmt: skip
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             listening.listen(128)

@@ -169,13 +169,15 @@ def _settled(environment: Any) -> dict[str, str]:
 
 
 def _begin() -> tuple[socket.socket, "Popen[bytes]"]:
+    # The command line sets the last of these, also where a test calls it in this process.
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = Popen(
             [sys.executable, "-m", "tests.support.template", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             cwd=ROOT,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # what forks has one thread
+            env={**variables, "OPENBLAS_NUM_THREADS": "1"},  # what forks has one thread
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )

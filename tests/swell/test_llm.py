@@ -104,7 +104,7 @@ async def _running(llm: AsyncLLM) -> int:
 
 
 async def _until_idle(llm: AsyncLLM) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         while await _running(llm):
             await asyncio.sleep(0.01)
 
@@ -122,7 +122,7 @@ def test_streams_that_are_left_and_calls_that_are_cancelled_are_aborted() -> Non
             await stream.aclose()
             await _until_idle(llm)
             call = asyncio.ensure_future(llm.generate(**fields))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE):
                 while not await _running(llm):
                     await asyncio.sleep(0.01)
             call.cancel()
@@ -164,7 +164,7 @@ def test_requests_fail_when_the_model_is_closed() -> None:
     async def main() -> None:
         llm = await AsyncLLM.start(**SIMULATED)
         call = asyncio.ensure_future(llm.generate("Long", max_tokens=1500, ignore_eos=True))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             while not await _running(llm):
                 await asyncio.sleep(0.01)
         await llm.close()

@@ -10,7 +10,7 @@ import pytest
 from engine.kv_tiers import tiers as module
 from engine.kv_tiers.block_store import BadBlock, BlockStore
 from engine.kv_tiers.tiers import BlockName, Fetch, KvTiers
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 NAME: BlockName = (0, b"d" * 16)
 
@@ -25,13 +25,13 @@ class Store:
         self.goes_on.set()
 
     def read(self, key: bytes) -> bytes | None:
-        self.goes_on.wait(30)
+        self.goes_on.wait(PATIENCE)
         if self.error is not None:
             raise self.error
         return self.blocks.get(key)
 
     def write(self, key: bytes, content: bytes) -> bool:
-        self.goes_on.wait(30)
+        self.goes_on.wait(PATIENCE)
         if self.error is not None:
             raise self.error
         self.blocks[key] = content
@@ -111,7 +111,7 @@ def test_a_store_that_hangs_holds_a_request_for_a_bounded_time(
     tiers.on_settled = settled.set
     store.goes_on.clear()
     fetch = fetched(tiers, NAME)
-    assert settled.wait(30)
+    assert settled.wait(PATIENCE)
     store.blocks[b"\0" + NAME[1]] = b"late"
     store.goes_on.set()
     tiers.shutdown()

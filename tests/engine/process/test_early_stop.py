@@ -54,11 +54,15 @@ from engine.process import main
 from engine.shared.config import ClusterConfig, EngineConfig
 from engine.shared.lifeline import Lifeline
 
+def works():
+    while True:
+        time.sleep(0.001)  # one long sleep goes on if a signal arrives just before it begins
+
 def starts(*_):
     with contextlib.suppress(SystemExit):
         print("begun", flush=True)
-        time.sleep(1000)
-    time.sleep(1000)
+        works()
+    works()
 
 main.wait_for_rank = starts
 cluster = ClusterConfig(coordinator=f"ipc://{sys.argv[1]}/nobody")
@@ -77,6 +81,45 @@ def test_a_stop_that_a_library_has_lost_ends_the_engine_all_the_same(tmp_path: P
             assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
+
+
+ASKED_AGAIN_AS_IT_LEAVES = """
+import signal, sys
+from engine.process import main
+from engine.shared.config import ClusterConfig, EngineConfig
+from engine.shared.lifeline import Lifeline
+
+class Late(main.EarlyStop):
+    times_asked_again = 0
+
+    def asked_again(self):
+        self.times_asked_again += 1
+        if self.times_asked_again == 1:
+            self.ask()
+
+    def has_left(self):
+        self.asked_again()
+        super().has_left()
+
+    def held(self):
+        self.asked_again()
+        return super().held()
+
+main.EarlyStop = Late
+main.wait_for_rank = lambda *_: signal.raise_signal(signal.SIGTERM)
+stop = main.Receiver.stop
+main.Receiver.stop = lambda self: (stop(self), print("stopped", flush=True))
+cluster = ClusterConfig(coordinator=f"ipc://{sys.argv[1]}/nobody")
+sys.exit(main.run(EngineConfig(cluster=cluster), Lifeline(None)))
+"""
+
+
+def test_a_stop_that_comes_as_the_engine_leaves_lets_it_clean_up(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_AGAIN_AS_IT_LEAVES, str(tmp_path)],
+        stdout=subprocess.PIPE, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, b"stopped\n")
 
 
 def test_who_has_left_is_not_asked_again() -> None:

@@ -22,6 +22,7 @@ from server.limits import (
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer
 from tests.support.cpu_time import takes_less_than
+from tests.support.waiting import PATIENCE
 
 
 class Counting(ServedTokenizer):
@@ -249,7 +250,7 @@ def test_a_client_that_does_not_read_is_not_waited_for_by_each_of_its_sequences(
             "scheme": "http", "http_version": "1.1", "server": ("swell", 1),
             "client": ("test", 1), "root_path": "",
         }  # fmt: skip
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             await app(scope, receive, send)  # type: ignore[arg-type]
 
     engines.context = 512

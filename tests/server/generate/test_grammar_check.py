@@ -29,7 +29,7 @@ def test_one_tenants_slow_grammars_leave_a_thread_for_others(
     def slow(job: Check) -> Found:
         assert isinstance(job.spec, RegexGrammar)
         if job.spec.pattern.startswith("slow"):
-            assert release.wait(30)
+            assert release.wait(PATIENCE)
         order.append(job.spec.pattern)
         return Found()
 
@@ -43,7 +43,7 @@ def test_one_tenants_slow_grammars_leave_a_thread_for_others(
         ]
         await asyncio.sleep(0)
         for number in range(3):
-            await asyncio.wait_for(checks.require(RegexGrammar(f"{number}"), "regex", 2), 20)
+            await asyncio.wait_for(checks.require(RegexGrammar(f"{number}"), "regex", 2), PATIENCE)
         assert order == ["0", "1", "2"]
         release.set()
         await asyncio.gather(*slow_ones)
@@ -56,7 +56,9 @@ async def test_no_more_grammars_wait_than_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr(grammar_check, "found", lambda _: Found() if release.wait(30) else None)
+    monkeypatch.setattr(
+        grammar_check, "found", lambda _: Found() if release.wait(PATIENCE) else None
+    )
 
     checks = GrammarCheck()
     waiting = [

@@ -70,9 +70,11 @@ def test_a_renewed_certificate_is_shown_to_new_connections_and_the_others_go_on(
     app: Any, secret: Secret
 ) -> None:
     async def scenario() -> None:
+        # By default clients keep idle connections for five seconds.
+        limits = httpx.Limits(keepalive_expiry=PATIENCE)
         async with (
             served(app, secret.guards) as port,
-            httpx.AsyncClient(verify=secret.trusting(), timeout=PATIENCE) as kept,
+            httpx.AsyncClient(verify=secret.trusting(), timeout=PATIENCE, limits=limits) as kept,
         ):
             url = f"https://127.0.0.1:{port}/health"
             assert (await kept.get(url)).status_code == 200

@@ -15,8 +15,11 @@ GUARD_SECONDS = 60
 async def served(app: Any) -> AsyncIterator[str]:
     """Serve an app on a free port of this process."""
     server = uvicorn.Server(
-        uvicorn.Config(app, http="httptools", log_level="warning", lifespan="off")
-    )
+        uvicorn.Config(
+            app, http="httptools", log_level="warning", lifespan="off",
+            timeout_keep_alive=2 * GUARD_SECONDS,
+        )
+    )  # fmt: skip
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -32,7 +35,9 @@ async def served(app: Any) -> AsyncIterator[str]:
 async def test_one_connection_serves_request_after_request(
     app: Any, http: Any, stream: bool
 ) -> None:
-    limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
+    limits = httpx.Limits(
+        max_connections=1, max_keepalive_connections=1, keepalive_expiry=GUARD_SECONDS
+    )
     async with (
         asyncio.timeout(GUARD_SECONDS),
         served(app) as url,

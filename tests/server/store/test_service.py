@@ -12,6 +12,7 @@ from server.store.records import Record
 from server.store.service import ResponseStore, StoreUnavailable
 from server.store.sql import SqlBackend
 from tests.support.stores import sqlite_backend
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def store(
     get = SqlBackend.get
 
     def held_up(self: SqlBackend, tenant: str, id_: str) -> Record | None:
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE)
         return get(self, tenant, id_)
 
     monkeypatch.setattr(SqlBackend, "get", held_up)

@@ -280,4 +280,4 @@ def listening(
         yield f"http://127.0.0.1:{server.getsockname()[1]}", came
         with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)
-    thread.join(10)
+    thread.join(60)
