@@ -50,6 +50,7 @@ from engine.shared.messages.coordination import (
 )
 from engine.shared.messages.fleet import (
     ASLEEP_TAGS,
+    PUSHED,
     FleetOrder,
     FleetWish,
     PauseMode,
@@ -136,6 +137,7 @@ from engine.shared.messages.wire import (
 
 __all__ = [
     "ASLEEP_TAGS",
+    "PUSHED",
     "ROOT_SIZE",
     "STEP_TOKENS_BOUNDS",
     "AbortRequests",
