@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import msgspec
 
 from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.cannot_do import CannotDo as CannotDo
 from engine.batch.grammars import Grammars
 from engine.models.spec import VisionSpec
 
@@ -57,10 +58,6 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
         """
         if fingerprint != self.model_fingerprint:
             raise CannotDo("the model's weights have changed: the engine has to be restarted")
-
-
-class CannotDo(Exception):
-    """What an operator asked for cannot be done, for the reason given; nothing has changed."""
 
 
 class PendingResult(Protocol):
