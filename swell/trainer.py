@@ -72,9 +72,9 @@ class WeightSender:
         }  # fmt: skip
         spec = GroupSpec(join_host_port(host, port), 0, size, 0, timeout)
         asked = self._pool.submit(self._call, "/init_weight_transfer_engine", {"init_info": info})
-        self._group: PlainGroup | None = None
+        self.group: PlainGroup | None = None
         try:
-            self._group = join_plain_group(spec, device, listener)
+            self.group = join_plain_group(spec, device, listener)
             asked.result()
         except (GroupBroken, TransferFailed) as error:
             self.close()
@@ -91,7 +91,7 @@ class WeightSender:
         Raises:
             TransferFailed: the engines keep the weights that they have, and have left the group.
         """
-        assert self._group is not None, "it was closed"
+        assert self.group is not None, "it was closed"
         info = {
             "names": list(tensors),
             "dtype_names": [str(each.dtype).removeprefix("torch.") for each in tensors.values()],
@@ -102,7 +102,7 @@ class WeightSender:
         try:
             for each in tensors.values():
                 values = each.detach().to(self._device).contiguous()
-                self._group.broadcast(values, lambda: not asked.done())
+                self.group.broadcast(values, lambda: not asked.done())
             asked.result()
         except (GroupBroken, TransferFailed) as error:
             self.close()
@@ -110,7 +110,7 @@ class WeightSender:
 
     def close(self) -> None:
         """Leave the group."""
-        self._group = None
+        self.group = None
         self._pool.shutdown(wait=False)
 
     def __enter__(self) -> "WeightSender":

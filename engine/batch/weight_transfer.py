@@ -162,7 +162,7 @@ class WeightTransfer:
         if self.phase == "receiving":
             raise CannotDo("the trainer is sending already")
         if self.phase != "joined" or self._group is None:
-            why = f": the group has ended, as {self.error}" if self.error else ""
+            why = f": the group has ended: {self.error}" if self.error else ""
             raise CannotDo(f"it has not joined a trainer{why}")
         return self._group
 

@@ -18,8 +18,8 @@ from engine.distributed import backend
 from engine.distributed.backend import Backend, first_line
 from engine.distributed.spec import GroupBroken, GroupSpec
 
-_SOURCE = re.compile(r"^\[[^ ]*\] ")
-"""Where in its sources gloo found something wrong."""
+_AROUND = re.compile(r"^\[[^ ]*\] |\. This is typically .*")
+"""Where in its sources gloo found something wrong, and what it guesses."""
 _LOOK = 0.2
 _SLICE = timedelta(seconds=_LOOK)
 """How long a wait lasts before it is looked whether anybody still waits."""
@@ -54,7 +54,7 @@ class PlainGroup:
                     raise GroupBroken(f"nothing came for {self._timeout:g} s")
             work.wait()
         except RuntimeError as error:
-            raise GroupBroken(_SOURCE.sub("", first_line(error))) from error
+            raise GroupBroken(_AROUND.sub("", first_line(error))) from error
         except GroupBroken:
             if self._is_nccl:
                 self._backend.abort()
