@@ -16,6 +16,7 @@ from tests.support.http import (
     ADMIN_KEY,
     Answer,
     are_replaced,
+    call,
     completion,
     everywhere,
     fetch,
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.stack
 
 STREAMS = 16
 TOKENS = 60
+VERSION = "x-weight-version"
 
 
 def changed(seed: int) -> dict[str, Tensor]:
@@ -45,7 +47,12 @@ def greedy(url: str, rank: int) -> tuple[str | None, str]:
     body = completion("To be, or not to be", 12) | {"temperature": 0}
     answer = fetch(f"{url}/v1/completions", body, rank=rank)
     assert answer.status == 200, answer
-    return answer.headers["x-weight-version"], json.loads(answer.text)["choices"][0]["text"]
+    return answer.headers[VERSION], json.loads(answer.text)["choices"][0]["text"]
+
+
+def halted(url: str) -> dict[int, bool]:
+    """Return which engines are halted."""
+    return {each["rank"]: each["halted"] for each in call(f"{url}/admin/engines")["engines"]}
 
 
 def versions(url: str) -> dict[int, str]:
@@ -81,7 +88,7 @@ def test_engines_follow_a_trainer_and_lose_nothing_when_it_dies() -> None:
     )  # fmt: skip
     with RunningStack(*flags) as stack, ThreadPoolExecutor(STREAMS) as pool:
         url = stack.url
-        assert fetch(f"{url}/update_weights", {"update_info": {}}, key="wrong").status == 401
+        assert fetch(f"{url}/update_weights", {"update_info": {}}, key="wrong").status == 403
         texts = {None: greedy(url, 0)[1]}
 
         def stream(number: int) -> int:
@@ -114,8 +121,10 @@ def test_engines_follow_a_trainer_and_lose_nothing_when_it_dies() -> None:
             sender.send(changed(1), "one")
         until(
             lambda: everywhere(lambda: versions(url) == {0: "two", 1: ""}),
-            "one has its weights, the other those of the settings",
+            "one has its weights, the other waits for them",
         )
+        assert set(halted(url).values()) == {True, False}, "requests go to the first"
+        assert fetch(f"{url}/v1/completions", completion("To be", 1)).headers[VERSION] == "two"
         with WeightSender(url, ADMIN_KEY, timeout=PATIENCE) as sender:
             sender.send(changed(1), "one")
         assert {greedy(url, rank) for rank in (0, 1)} == {("one", texts["one"])}

@@ -207,6 +207,7 @@ class Operations:
         fingerprint = self._executor.info.model_fingerprint
         self.setup = replace(self.setup, model_fingerprint=fingerprint)
         self._on_setup(self.setup)
+        self.halting.have_weights()
         return before
 
     def start_profile(self) -> str:

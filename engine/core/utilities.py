@@ -18,6 +18,7 @@ from engine.distributed.spec import GroupSpec
 from engine.shared.addresses import join_host_port
 from engine.shared.messages import (
     ASLEEP_TAGS,
+    PUSHED,
     EngineSetup,
     EngineStats,
     FleetOrder,
@@ -141,7 +142,12 @@ def carry_out(
         StepFailed: as `call_utility`.
     """
     results = []
-    for call in engine.halting.take_up(event) if isinstance(event, FleetOrder) else [event]:
+    if isinstance(event, FleetOrder):
+        _compare_weights(engine, event)
+        calls = engine.halting.take_up(event)
+    else:
+        calls = [event]
+    for call in calls:
         result = call_utility(engine, call, rank)
         if call.front_end == FLEET:
             halting = engine.halting
@@ -151,6 +157,18 @@ def carry_out(
         else:
             results.append((call.front_end, result))
     return results
+
+
+def _compare_weights(engine: Operated, order: FleetOrder) -> None:
+    """Have an engine that started too late for what a trainer has sent wait for more of it."""
+    sent, halting = order.weights, engine.halting
+    if order.revision <= halting.order.revision or sent is None or sent.model != PUSHED:
+        return
+    if sent == engine.weights:
+        halting.have_weights()
+    else:
+        logger.warning("waiting for a trainer, which has sent weights to the other engines")
+        halting.lack_weights()
 
 
 def call_utility(engine: Operated, call: UtilityCall, rank: int) -> UtilityResult:

@@ -51,8 +51,8 @@ class FleetOrder(msgspec.Struct, frozen=True, array_like=True):
     tickets: list[int] = []
     """Those of the newest wishes that it follows from."""
     weights: WeightsSource | None = None
-    """What engines that start load instead of the model of their settings; those that run have
-    been told by themselves."""
+    """What engines that start load instead of the model of their settings, or wait for a trainer to
+    send; those that run have been told by themselves."""
 
 
 class FleetWish(Message, frozen=True):

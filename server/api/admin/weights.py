@@ -61,7 +61,7 @@ class Update:
     async def run(self, *, rolling: bool) -> list[int]:
         """Update all engines that serve, and those that start later; return their ranks.
 
-        What a trainer has sent is there for those only that have received it.
+        Engines that start later wait for what a trainer has sent.
 
         Raises:
             ApiError: one could not be updated, and all that were have their weights back.
@@ -79,9 +79,8 @@ class Update:
             else:
                 loads = [self._load(rank, self._source) for rank in ranks]
                 self._take([each for loaded in await asyncio.gather(*loads) for each in loaded])
-            if self._source.model != PUSHED:
-                wish = FleetWish(secrets.randbits(60), "weights", weights=self._source)
-                await self._client.order_fleet(wish)
+            wish = FleetWish(secrets.randbits(60), "weights", weights=self._source)
+            await self._client.order_fleet(wish)
         except (ApiError, NoEngineAvailable, asyncio.CancelledError) as error:
             logger.warning("reverting weights %s: %s", self._source.version, error)
             # The client may have disconnected: the engines must agree in any case.
