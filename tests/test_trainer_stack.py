@@ -89,7 +89,7 @@ def test_engines_follow_a_trainer_and_lose_nothing_when_it_dies() -> None:
     with RunningStack(*flags) as stack, ThreadPoolExecutor(STREAMS) as pool:
         url = stack.url
         assert fetch(f"{url}/update_weights", {"update_info": {}}, key="wrong").status == 403
-        texts = {None: greedy(url, 0)[1]}
+        texts = {"": greedy(url, 0)[1]}
 
         def stream(number: int) -> int:
             answer = fetch(f"{url}/v1/completions", completion(f"To be {number}", TOKENS))

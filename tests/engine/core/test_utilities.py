@@ -145,7 +145,8 @@ def test_a_paused_engine_takes_requests_and_runs_them_after(engine: Engine) -> N
 def test_an_engine_without_the_weights_of_a_trainer_takes_no_requests(engine: Engine) -> None:
     def order(revision: int, weights: WeightsSource | None) -> bool:
         engine.core.handle(FleetOrder(revision, weights=weights))
-        stats = (engine.step() and engine.core.stats()) or engine.core.stats()
+        engine.step()
+        stats = engine.core.stats()
         assert stats.halted == stats.hands_over
         return stats.halted
 
@@ -155,6 +156,15 @@ def test_an_engine_without_the_weights_of_a_trainer_takes_no_requests(engine: En
     assert engine.core.stats().halted, "no resumption gives it weights"
     engine.core.operations.weights = WeightsSource(PUSHED, None, "401")
     assert not order(3, WeightsSource(PUSHED, None, "401"))
+
+
+def test_weights_that_nobody_could_load_again_are_not_dropped(engine: Engine) -> None:
+    engine.core.operations.weights = WeightsSource(PUSHED, None, "400")
+    refused = engine.call("sleep", {"level": 2}).error
+    assert refused is not None
+    assert "sleep at level 1" in refused
+    assert not engine.core.stats().halted
+    assert engine.call("sleep", {"level": 1}).error is None
 
 
 @pytest.mark.parametrize("halt", ["pause", "sleep"])

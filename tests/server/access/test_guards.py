@@ -171,7 +171,7 @@ class TestAdmin:
     @pytest.mark.parametrize(
         ("path", "method"),
         [
-            (route.path, next(iter(route.methods)))
+            (route.path, next(iter(route.methods or ())))
             for router in (
                 endpoint.router, lora.router, operators.router, trainer.router, weights.router
             )

@@ -12,8 +12,8 @@ from server.api.admin.trainer import _Transfer
 from server.errors import ApiError
 
 OLD = WeightsSource("old", None, "1")
-INIT = InitInfo(master_address="trainer", master_port=29500, world_size=4)
-UPDATE = UpdateInfo(names=["w"], dtype_names=["float32"], shapes=[[2]])
+INIT = InitInfo(master_address="trainer", master_port=29500, rank_offset=1, world_size=4, timeout=1)
+UPDATE = UpdateInfo(names=["w"], dtype_names=["float32"], shapes=[[2]], packed=False)
 
 
 class Engines:
