@@ -73,6 +73,7 @@ class WeightSender:
         spec = GroupSpec(join_host_port(host, port), 0, size, 0, timeout)
         asked = self._pool.submit(self._call, "/init_weight_transfer_engine", {"init_info": info})
         self.group: PlainGroup | None = None
+        """Of this trainer, rank 0, and the engines; None when it was left."""
         try:
             self.group = join_plain_group(spec, device, listener)
             asked.result()

@@ -25,6 +25,7 @@ from engine.shared.config import (
     EngineConfig,
     ExecutorConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from engine.shared.group_config import group_config
@@ -322,6 +323,18 @@ def test_what_a_trainer_sends_is_computed_with_until_it_is_taken_back(
     assert executor.submit(plan([7, 8, 9])).result() == other
     with pytest.raises(CannotDo, match="not there any more"):
         executor.settle_weights(back=True)
+
+
+def test_what_a_trainer_cannot_replace_is_refused_by_name(
+    settings: MakeConfig, executor: InProcessExecutor
+) -> None:
+    shared = ParallelConfig(enable_expert_parallel=True, data_parallel_size=1)
+    with pytest.raises(CannotDo, match="--enable-expert-parallel"):
+        InProcessExecutor(msgspec.structs.replace(settings(), parallel=shared)).weight_transfer()
+    assert executor.weight_transfer().phase == "none"
+    executor.sleep(1)
+    with pytest.raises(CannotDo, match="not joined a trainer"):
+        executor.take_weights()
 
 
 def test_weights_wake_up_before_the_cache(executor: InProcessExecutor) -> None:
