@@ -41,7 +41,7 @@ _MARGIN = 10.0
 _ERRORS = (400, 403, 409, 500, 503)
 
 
-@router.get("/get_world_size", responses=json_responses(WorldSize, 403, 500, 503))
+@router.get("/get_world_size", responses=json_responses(WorldSize, 400, 403, 500, 503))
 async def get_world_size(services: ServicesDep, include_dp: bool = True) -> Response:
     """Say how many processes join a trainer: one of each engine."""
     infos = await services.client.call_utility(None, "info", {})
