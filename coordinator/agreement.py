@@ -9,7 +9,7 @@ away: they keep asking, and are let in again when engines of their model are bac
 from collections.abc import Mapping
 
 from engine.shared.group_config import MODEL_KEYS, stated_in
-from engine.shared.messages import EngineSetup, Hello, Refused
+from engine.shared.messages import PUSHED, EngineSetup, Hello, Refused, WeightsSource
 from engine.shared.version import SPOKEN_PROTOCOLS, SWELL_VERSION
 
 SIZE_KEY = "data_parallel_size"
@@ -67,9 +67,17 @@ def _differing(
 
 
 def refused_by_weights(
-    rank: int, setup: EngineSetup | None, others: Mapping[int, EngineSetup]
+    rank: int,
+    setup: EngineSetup | None,
+    others: Mapping[int, EngineSetup],
+    ordered: WeightsSource | None = None,
 ) -> Refused | None:
-    """Return why an engine that has loaded its weights is refused, None if it is not."""
+    """Return why an engine that has loaded its weights is refused, None if it is not.
+
+    One that cannot have those of a trainer yet is not: it takes no requests.
+    """
+    if ordered is not None and ordered.model == PUSHED:
+        return None
     for peer, theirs in others.items():
         if setup is None or peer == rank:
             continue

@@ -300,7 +300,9 @@ class CoordinatorState:
         if isinstance(message, Ready) and member.ready and message.setup is not None:
             member.setup = message.setup  # its weights may have been replaced
         if isinstance(message, Ready) and not member.ready and not member.draining:
-            refusal = refused_by_weights(message.index, message.setup, self._members.setups)
+            refusal = refused_by_weights(
+                message.index, message.setup, self._members.setups, self._fleet.order.weights
+            )
             if refusal is not None:
                 removed = self._remove(message.kind, message.index, "was refused", "refused")
                 return [*removed, Reply(sender, refusal)]

@@ -10,7 +10,7 @@ from engine.shared.version import SWELL_VERSION
 from server.access.guards import install
 from server.api import docs_page, invocations
 from server.api.admin import endpoint as admin
-from server.api.admin import lora, operators, weights
+from server.api.admin import lora, operators, trainer, weights
 from server.api.chat import endpoint as chat
 from server.api.completions import endpoint as completions
 from server.api.messages import endpoint as messages
@@ -72,7 +72,7 @@ def build_app(services: Services) -> FastAPI:
         routers.append(meta.tokenizer_router)
     if access.has_admin:
         routers += [meta.settings_router, admin.router, weights.router]
-        routers += [operators.router, lora.router]
+        routers += [operators.router, trainer.router, lora.router]
     for router in routers:
         app.router.routes += router.routes  # `include_router` would look up each request twice
     for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):

@@ -73,6 +73,35 @@ ADMIN_OPERATIONS = {
         Operation("/v1/unload_lora_adapter", ({"lora_name": "hostile"},)),
         Operation("/admin/scale", ({"data_parallel_size": 1},)),
         Operation("/admin/weights", ({"model": "nowhere"},)),
+        Operation(
+            "/init_weight_transfer_engine",
+            (
+                {
+                    "init_info": {
+                        "master_address": "127.0.0.1",
+                        "master_port": 9,
+                        "rank_offset": 1,
+                        "world_size": 2,
+                        "timeout": 0.1,
+                    }
+                },
+            ),
+        ),
+        Operation(
+            "/update_weights",
+            (
+                {
+                    "update_info": {
+                        "names": ["w"],
+                        "dtype_names": ["float32"],
+                        "shapes": [[1]],
+                        "packed": False,
+                    },
+                    "weight_version": "1",
+                },
+            ),
+        ),
+        Operation("/finish_weight_update", ({"weight_version": "1"},)),
         Operation("/collective_rpc", ({"method": "hostile"},)),
         Operation("/scale_elastic_ep", ({"new_data_parallel_size": 1, "drain_timeout": 1},)),
         Operation("/admin/utilities", ({"name": "is_sleeping", "arguments": {}, "rank": 0},)),

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import msgspec
 
 from engine.batch.batch import BatchPlan, BatchResult
+from engine.batch.cannot_do import CannotDo as CannotDo
 from engine.batch.grammars import Grammars
 from engine.models.spec import VisionSpec
 
 if TYPE_CHECKING:
     from socket import socket
 
+    from engine.batch.weight_transfer import WeightTransfer
     from engine.distributed.engines import EngineGroup
     from engine.distributed.spec import GroupSpec
     from engine.lora.store import AdapterStore
@@ -56,10 +58,6 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
         """
         if fingerprint != self.model_fingerprint:
             raise CannotDo("the model's weights have changed: the engine has to be restarted")
-
-
-class CannotDo(Exception):
-    """What an operator asked for cannot be done, for the reason given; nothing has changed."""
 
 
 class PendingResult(Protocol):
@@ -111,10 +109,33 @@ class Executor(Protocol):
     def load_weights(self, model: str, revision: str | None) -> None:
         """Compute with a checkpoint of the same shape from now on, with an empty KV cache.
 
-        No step may be in flight. `info` has its fingerprint afterwards.
+        No step may be in flight. `info` has its fingerprint afterwards. The weights before stay
+        until `settle_weights`.
 
         Raises:
             CannotDo: it cannot be loaded here; everything is as it was.
+        """
+        ...
+
+    def weight_transfer(self) -> "WeightTransfer":
+        """Return what receives weights of a trainer for `take_weights`.
+
+        Raises:
+            CannotDo: this executor's weights cannot be replaced so.
+        """
+        ...
+
+    def take_weights(self) -> None:
+        """Compute with what a trainer has sent, otherwise as `load_weights`."""
+        ...
+
+    def settle_weights(self, *, back: bool) -> None:
+        """Give up the weights that were replaced last, or have them `back` with an empty KV cache.
+
+        To give up what is not there is allowed.
+
+        Raises:
+            CannotDo: they are not there.
         """
         ...
 

@@ -29,7 +29,7 @@ def calls_of(before: FleetOrder, after: FleetOrder) -> list[UtilityCall]:
 
 
 class Halting:
-    """Pauses and sleeps of one engine; while either lasts no step is launched, requests wait."""
+    """Why one engine launches no step, so that its requests wait or go to others."""
 
     def __init__(self) -> None:
         self.is_paused = False
@@ -39,6 +39,8 @@ class Halting:
         self.sleep_level = 0
         self.asleep: set[str] = set()
         """Which of `ASLEEP_TAGS` have been given back."""
+        self.lacks_weights = False
+        """Until a trainer has sent those that the others compute with."""
         self.hands_over = False
         """Requests go to other engines instead of waiting here."""
         self.order = FleetOrder(0)
@@ -62,7 +64,16 @@ class Halting:
     @property
     def is_halted(self) -> bool:
         """Whether no step may be launched."""
-        return self.is_paused or self.is_sleeping
+        return self.is_paused or self.is_sleeping or self.lacks_weights
+
+    def lack_weights(self) -> None:
+        """All requests go to other engines until there are the weights that these have."""
+        self.lacks_weights = self.hands_over = True
+
+    def have_weights(self) -> None:
+        """There are weights that the others have, too."""
+        self.lacks_weights = False
+        self.hands_over &= self.is_halted
 
     def pause(self, *, hand_over: bool = False) -> None:
         """All requests keep what they have, or go to other engines."""
@@ -72,7 +83,7 @@ class Halting:
     def resume(self) -> None:
         """End a pause."""
         self.is_paused = False
-        self.hands_over &= self.is_sleeping
+        self.hands_over &= self.is_halted
 
     def sleep(self, level: int, *, hand_over: bool = False) -> None:
         """The executor's memory is given back; requests wait, or go to other engines."""
@@ -88,4 +99,4 @@ class Halting:
         if not self.asleep:
             self.is_sleeping = False
             self.sleep_level = 0
-            self.hands_over &= self.is_paused
+            self.hands_over &= self.is_halted

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -16,6 +17,7 @@ from engine.core.steps import Steps
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.messages import (
     ASLEEP_TAGS,
+    PUSHED,
     EngineSetup,
     EngineStats,
     PauseMode,
@@ -23,6 +25,9 @@ from engine.shared.messages import (
     WeightsSource,
 )
 from engine.shared.writable import writable_directory
+
+if TYPE_CHECKING:
+    from engine.batch.weight_transfer import WeightTransfer
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
@@ -67,6 +72,8 @@ class Operations:
         """What the engine computes with."""
         self.weight_updates = 0
         """How often they have been replaced."""
+        self._kept: WeightsSource | None = None
+        """What it computed with before, while that is there."""
         self._own_weights = weights
         self._weights_dir = weights_dir
         self._is_divided = is_divided
@@ -107,9 +114,12 @@ class Operations:
         with `abort` they end.
 
         Raises:
-            CannotDo: a step that its group gave up has to be taken again first.
+            CannotDo: a step that its group gave up has to be taken again first, or nobody could
+                load the weights again.
             StepFailed: a step in flight failed; the engine cannot go on.
         """
+        if level > 1 and self.weights.model == PUSHED:
+            raise CannotDo("weights that a trainer has sent cannot be read again: sleep at level 1")
         began = time.monotonic()
         if level:
             self._steps.vacate()
@@ -142,8 +152,9 @@ class Operations:
     def load_weights(self, source: WeightsSource, after: int) -> WeightsSource:
         """Compute with other weights from the next step on; return those before.
 
-        Only if they have been replaced as often as whoever asks has seen: of two who replace them
-        at the same time one is refused.
+        They are read, or are what a trainer has sent, or are still there from before the last
+        replacement. Only if they have been replaced as often as whoever asks has seen: of two who
+        replace them at the same time one is refused.
 
         All requests go on from their tokens so far, which are computed again, and no cached prefix
         outlives its weights.
@@ -154,6 +165,14 @@ class Operations:
         """
         if after != self.weight_updates:
             raise CannotDo("its weights were replaced meanwhile")
+        if source == self._kept:
+            self._steps.vacate()
+            self._executor.settle_weights(back=True)
+            return self._replaced(source, kept=None)
+        if source.model == PUSHED:
+            self._steps.vacate()
+            self._executor.take_weights()
+            return self._replaced(source, kept=self.weights)
         if self._is_divided:
             raise CannotDo(
                 "weights are replaced in engines of one process only: start engines of "
@@ -166,11 +185,29 @@ class Operations:
             raise CannotDo(f"{source.model} is no hub id, and not below --weights-dir")
         self._steps.vacate()
         self._executor.load_weights(source.model, source.revision)
+        if self.weights.model == PUSHED:
+            return self._replaced(source, kept=self.weights)
+        self._executor.settle_weights(back=False)  # they can be read again
+        return self._replaced(source, kept=None)
+
+    def settle_weights(self) -> None:
+        """Free the weights before the last replacement, which were kept for the way back."""
+        self._kept = None
+        self._executor.settle_weights(back=False)
+
+    @property
+    def weight_transfer(self) -> "WeightTransfer":
+        """What receives weights of a trainer; raises as the executor's."""
+        return self._executor.weight_transfer()
+
+    def _replaced(self, source: WeightsSource, kept: WeightsSource | None) -> WeightsSource:
+        self._kept = kept
         before, self.weights = self.weights, source
         self.weight_updates += 1
         fingerprint = self._executor.info.model_fingerprint
         self.setup = replace(self.setup, model_fingerprint=fingerprint)
         self._on_setup(self.setup)
+        self.halting.have_weights()
         return before
 
     def start_profile(self) -> str:

@@ -6,7 +6,7 @@ answered to the caller; the engine goes on serving.
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -14,8 +14,11 @@ from engine.batch.executor import CannotDo
 from engine.core.halting import FLEET, Halting
 from engine.core.operations import Operations
 from engine.core.steps import StepFailed
+from engine.distributed.spec import GroupSpec
+from engine.shared.addresses import join_host_port
 from engine.shared.messages import (
     ASLEEP_TAGS,
+    PUSHED,
     EngineSetup,
     EngineStats,
     FleetOrder,
@@ -96,6 +99,22 @@ class _LoadWeights(msgspec.Struct, forbid_unknown_fields=True):
     revision: str | None = None
 
 
+class _JoinTrainer(msgspec.Struct, forbid_unknown_fields=True):
+    master_address: str
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    rank: Annotated[int, msgspec.Meta(ge=1)]
+    world_size: int
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+    """Seconds that everybody waits for the others, to meet and for each tensor."""
+
+
+class _Receive(msgspec.Struct, forbid_unknown_fields=True):
+    names: str
+    """A JSON list, as are the next two."""
+    dtype_names: str
+    shapes: str
+
+
 class _Rpc(msgspec.Struct, forbid_unknown_fields=True):
     method: str
     args: str
@@ -123,7 +142,12 @@ def carry_out(
         StepFailed: as `call_utility`.
     """
     results = []
-    for call in engine.halting.take_up(event) if isinstance(event, FleetOrder) else [event]:
+    if isinstance(event, FleetOrder):
+        _compare_weights(engine, event)
+        calls = engine.halting.take_up(event)
+    else:
+        calls = [event]
+    for call in calls:
         result = call_utility(engine, call, rank)
         if call.front_end == FLEET:
             halting = engine.halting
@@ -133,6 +157,18 @@ def carry_out(
         else:
             results.append((call.front_end, result))
     return results
+
+
+def _compare_weights(engine: Operated, order: FleetOrder) -> None:
+    """Have an engine that started too late for what a trainer has sent wait for more of it."""
+    sent, halting = order.weights, engine.halting
+    if order.revision <= halting.order.revision or sent is None or sent.model != PUSHED:
+        return
+    if sent == engine.weights:
+        halting.have_weights()
+    else:
+        logger.warning("waiting for a trainer, which has sent weights to the other engines")
+        halting.lack_weights()
 
 
 def call_utility(engine: Operated, call: UtilityCall, rank: int) -> UtilityResult:
@@ -231,6 +267,50 @@ def _load_weights(engine: Operations, arguments: _LoadWeights) -> Answer:
     return {"model": before.model, "revision": before.revision, "version": before.version}
 
 
+def _settle_weights(engine: Operations, _: _NoArguments) -> Answer:
+    engine.settle_weights()
+    return {"is_settled": True}
+
+
+def _join_trainer(engine: Operations, arguments: _JoinTrainer) -> Answer:
+    if arguments.rank >= arguments.world_size:
+        raise CannotDo(f"rank {arguments.rank} is none of a world of {arguments.world_size}")
+    address = join_host_port(arguments.master_address, arguments.master_port)
+    transfer = engine.weight_transfer
+    transfer.join(GroupSpec(address, arguments.rank, arguments.world_size, 0, arguments.timeout))
+    return _transfer(engine, _NoArguments())
+
+
+def _start_weight_update(engine: Operations, _: _NoArguments) -> Answer:
+    engine.weight_transfer.start()
+    return _transfer(engine, _NoArguments())
+
+
+def _update_weights(engine: Operations, arguments: _Receive) -> Answer:
+    decode = msgspec.json.decode
+    engine.weight_transfer.receive(
+        decode(arguments.names, type=list[str]),
+        decode(arguments.dtype_names, type=list[str]),
+        decode(arguments.shapes, type=list[list[int]]),
+    )
+    return _transfer(engine, _NoArguments())
+
+
+def _leave_trainer(engine: Operations, _: _NoArguments) -> Answer:
+    engine.weight_transfer.leave()
+    return _transfer(engine, _NoArguments())
+
+
+def _transfer(engine: Operations, _: _NoArguments) -> Answer:
+    transfer = engine.weight_transfer
+    return {
+        "phase": transfer.phase,
+        "error": transfer.error,
+        "is_open": transfer.is_open,
+        "received": transfer.num_received,
+    }
+
+
 def _start_profile(engine: Operations, _: _NoArguments) -> Answer:
     return {"directory": engine.start_profile()}
 
@@ -261,7 +341,9 @@ def _collective_rpc(engine: Operations, arguments: _Rpc) -> Answer:
 UTILITIES = {
     "collective_rpc": _Utility(_Rpc, _collective_rpc),
     "info": _Utility(_NoArguments, _info),
+    "init_weight_transfer_engine": _Utility(_JoinTrainer, _join_trainer),
     "is_sleeping": _Utility(_NoArguments, _is_sleeping),
+    "leave_weight_transfer": _Utility(_NoArguments, _leave_trainer),
     "load_weights": _Utility(_LoadWeights, _load_weights),
     "list_loras": _Utility(_NoArguments, _list_loras),
     "pause": _Utility(_Pause, _pause),
@@ -269,10 +351,14 @@ UTILITIES = {
     "reset_encoder_cache": _Utility(_NoArguments, _reset_encoder_cache),
     "reset_prefix_cache": _Utility(_NoArguments, _reset_prefix_cache),
     "resume": _Utility(_NoArguments, _resume),
+    "settle_weights": _Utility(_NoArguments, _settle_weights),
     "sleep": _Utility(_Sleep, _sleep),
     "start_profile": _Utility(_NoArguments, _start_profile),
+    "start_weight_update": _Utility(_NoArguments, _start_weight_update),
     "stop_profile": _Utility(_NoArguments, _stop_profile),
     "unpin_lora": _Utility(_Adapter, _unpin_lora),
+    "update_weights": _Utility(_Receive, _update_weights),
     "wake_up": _Utility(_WakeUp, _wake_up),
+    "weight_transfer": _Utility(_NoArguments, _transfer),
 }
 """By the names that front ends send."""

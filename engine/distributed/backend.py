@@ -115,11 +115,11 @@ class Connections:
         self._sockets: list[socket.socket] = []
         scope = PrefixStore(f"{spec.topology}/{name}", store)
         if device.type == "cuda":
-            self._backend = _nccl(scope, spec, device)
+            self._backend = nccl_backend(scope, spec, device)
             return
         with self._making:
             before = _tcp_connections()
-            self._backend = _gloo(scope, spec)
+            self._backend = gloo_backend(scope, spec)
             after = _tcp_connections()
         self._keep(scope, spec, {fd: ends for fd, ends in after.items() if before.get(fd) != ends})
 
@@ -190,7 +190,7 @@ class Connections:
                 self._sockets.append(socket.socket(fileno=os.dup(fd)))
 
 
-def _gloo(store: Store, spec: GroupSpec) -> Backend:
+def gloo_backend(store: Store, spec: GroupSpec) -> Backend:
     gloo: Any = ProcessGroupGloo  # torch's stubs know only a part of it
     options = gloo._Options()
     host = spec.host if spec.rank == 0 else address_towards(spec.host, spec.port)
@@ -202,7 +202,7 @@ def _gloo(store: Store, spec: GroupSpec) -> Backend:
     return backend
 
 
-def _nccl(store: Store, spec: GroupSpec, device: torch.device) -> Backend:
+def nccl_backend(store: Store, spec: GroupSpec, device: torch.device) -> Backend:
     nccl: Any = torch.distributed.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = spec.timeout_s * _SECOND

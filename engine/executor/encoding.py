@@ -6,6 +6,7 @@ from pathlib import Path
 
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
+from engine.batch.weight_transfer import WeightTransfer
 from engine.executor.environment import num_cores
 from engine.executor.loading import set_threads, take_device
 from engine.executor.offloading import OffloadedWeights, offload
@@ -109,6 +110,17 @@ class EncoderExecutor:
     def load_weights(self, model: str, revision: str | None) -> None:
         """Raise CannotDo."""
         raise CannotDo("weights are replaced in engines that generate only")
+
+    def weight_transfer(self) -> WeightTransfer:
+        """Raise CannotDo."""
+        raise CannotDo("weights are replaced in engines that generate only")
+
+    def take_weights(self) -> None:
+        """Raise CannotDo."""
+        self.weight_transfer()
+
+    def settle_weights(self, *, back: bool) -> None:
+        """Do nothing: none have been replaced."""
 
     def start_profile(self) -> None:
         """Begin to record what steps do; raises as `StepThread.start_profile`."""

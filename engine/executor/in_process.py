@@ -3,14 +3,17 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
+from engine.batch.weight_transfer import SentTensors, WeightTransfer
 from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupSpec
@@ -26,6 +29,7 @@ from engine.executor.loading import (
 from engine.executor.offloading import OffloadedWeights, offload
 from engine.executor.pipelining import PipelinedSteps
 from engine.executor.step_thread import StepThread
+from engine.executor.team_messages import SettleWeights
 from engine.grammar.masks import GrammarTable, grammar_table
 from engine.kernels.processor import row_price
 from engine.lora.modules import AdaptableModules
@@ -33,21 +37,32 @@ from engine.lora.store import AdapterStore
 from engine.lora.weights import adapter_weights
 from engine.models.adapters import AdapterWeights
 from engine.models.decoder import Decoder
+from engine.models.formats.files import CheckpointError, TensorFiles
+from engine.models.formats.quantized.scheme import read_scheme
 from engine.models.heads.head import DraftHead
-from engine.models.hf_config import read_spec
+from engine.models.hf_config import read_config, read_spec
 from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
-from engine.models.settings import model_length
+from engine.models.settings import model_length, open_checkpoint
+from engine.models.weights import decoder_tensors
 from engine.runner.head_threads import keeps_bits
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.pooler import Pooler
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
-from engine.shared.config import EngineConfig
+from engine.shared.config import EngineConfig, ModelConfig
+from engine.shared.gguf.directory import is_gguf
 from engine.shared.model_files import model_directory
 
 logger = logging.getLogger(__name__)
+
+
+_OF_WEIGHTS = (
+    "_config", "_model", "_draft", "_vision", "_loader", "_balance", "_pooling",
+    "_is_batch_invariant", "info",
+)  # fmt: skip
+"""Attributes that change with the weights."""
 
 
 class InProcessExecutor:
@@ -123,6 +138,9 @@ class InProcessExecutor:
         self._offloaded: OffloadedWeights | None = None
         """The weights, while they are not on the device."""
         self._was_shut_down = False
+        self._transfer: WeightTransfer | None = None
+        self._kept: dict[str, Any] | None = None
+        """What was there before the weights were replaced, until that is settled."""
         if config.parallel.data_parallel_size == 1:
             self._share_experts(Group.alone() if self._shard is None else self._shard.group)
         keep_freed_memory()
@@ -253,31 +271,106 @@ class InProcessExecutor:
     def load_weights(self, model: str, revision: str | None) -> None:
         """Compute with another checkpoint from now on, with an empty KV cache.
 
-        The weights before stay until the others are there, so both need memory.
-
         Raises:
             CannotDo: it cannot be loaded, or has another shape.
         """
+        self._replace_weights(replace(self._config.model, model=model, revision=revision))
+
+    def weight_transfer(self) -> WeightTransfer:
+        """Return what receives weights of a trainer.
+
+        Raises:
+            CannotDo: they cannot be put in place of those of this model.
+        """
+        if self._transfer is None:
+            self._check_takes_weights()
+            spec = read_spec(model_directory(self._config.model, weights=False))
+            sizes = sum(prod(shape) for shape in decoder_tensors(spec).values())
+            tied_head = spec.vocab_size * spec.hidden_size  # some trainers send it, too
+            self._transfer = WeightTransfer(self._device, sizes + tied_head, self._check_sent)
+        return self._transfer
+
+    def take_weights(self) -> None:
+        """Compute with what a trainer has sent, with an empty KV cache.
+
+        Raises:
+            CannotDo: it is not all that the model needs, or something else.
+        """
+        sent = self.weight_transfer().take()
+        self._check_sent(sent)
+        self._replace_weights(self._config.model, sent)
+
+    def settle_weights(self, *, back: bool) -> None:
+        """Free the weights that were replaced last, or those that they were replaced by."""
+        kept, self._kept = self._kept, None
+        if back and kept is None:
+            raise CannotDo("the weights before are not there any more")
+        if self._leader is not None:
+            self._leader.call(SettleWeights(back))
+        if back:
+            self._use(kept or {})
+        give_back_freed_memory(self._device)
+
+    def _check_takes_weights(self) -> None:
+        reasons = {
+            "with --enable-expert-parallel": self._place is not None,
+            "with --pipeline-parallel-size": self._num_stages > 1,
+            "of a model that transformers computes": self._loader is None,
+            "of a GGUF file": is_gguf(self._config.model.model),
+            "of a model that sees images": self._vision is not None,
+            "of a model that makes vectors": self._pooling is not None,
+            "with --speculative-model or --speculative-method mtp": self._draft is not None,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise CannotDo(f"a trainer cannot replace weights {reason}")
+        directory = model_directory(self._config.model, weights=False)
+        if read_scheme(read_config(directory)) is not None:
+            raise CannotDo("a trainer cannot replace weights that are stored in few bits")
+
+    def _check_sent(self, sent: TensorFiles) -> None:
+        directory = model_directory(self._config.model, weights=False)
+        try:
+            open_checkpoint(directory, read_spec(directory), self._config.model, sent)
+        except CheckpointError as error:
+            raise CannotDo(str(error)) from error
+
+    def _replace_weights(self, settings: ModelConfig, sent: SentTensors | None = None) -> None:
+        """Load other weights; those before stay until they are settled, so both need memory."""
         if self._runner is None or self._model is None:
             raise CannotDo("the engine sleeps: wake it up before its weights are replaced")
-        before, of_before = self._model, dict(self.__dict__)
-        chosen = replace(self._config.model, model=model, revision=revision)
-        self._config = replace(self._config, model=chosen)
+        before, kept = self._model, {name: self.__dict__[name] for name in _OF_WEIGHTS}
+        self._kept = None
+        self._config = replace(self._config, model=settings)
+        what = settings.model if sent is None else "what the trainer has sent"
         try:
-            loaded, fingerprint = self._load()
-            if loaded.spec != before.spec:
-                raise CannotDo(f"{model} is a model of another shape")
+            if sent is not None and self._leader is not None:
+                self._leader.take_weights(sent)
+            loaded, fingerprint = self._load(sent)
+            if loaded.spec != before.spec or loaded.dtype != before.dtype:
+                raise CannotDo(f"{what} is a model of another shape")
         except Exception as error:
-            self.__dict__.update(of_before)
+            self.__dict__.update(kept)
+            if sent is not None and self._leader is not None:
+                self._leader.call(SettleWeights(back=True))
             if isinstance(error, CannotDo):
                 raise
-            raise CannotDo(f"{model} cannot be loaded: {error}") from error
-        self._runner = self._pipelined = None  # which holds the KV cache
-        self._model = loaded
-        self.info = replace(self.info, model_fingerprint=fingerprint)
-        self._runner = self._new_runner(loaded)
-        self._pipelined = self._pipeline(self._runner)
+            raise CannotDo(f"{what} cannot be loaded: {error}") from error
+        finally:
+            if sent is not None:
+                sent.tensors = {}  # the loader would keep them
+        info = replace(self.info, model_fingerprint=fingerprint)
+        self._use({"_model": loaded, "info": info})
+        self._kept = kept
         give_back_freed_memory(self._device)
+
+    def _use(self, weights: dict[str, Any]) -> None:
+        """Compute with a model that is loaded, with an empty KV cache."""
+        self._runner = self._pipelined = None  # which holds the KV cache
+        self.__dict__.update(weights)
+        assert self._model is not None, "it is among them"
+        self._runner = self._new_runner(self._model)
+        self._pipelined = self._pipeline(self._runner)
 
     def start_profile(self) -> None:
         """Begin to record what steps do; raises as `StepThread.start_profile`."""
@@ -295,10 +388,12 @@ class InProcessExecutor:
             self._grammars.shutdown()
         if self._adapters is not None:
             self._adapters.shutdown()
-        self._runner = self._pipelined = self._offloaded = None
+        if self._transfer is not None:
+            self._transfer.leave()
+        self._runner = self._pipelined = self._offloaded = self._kept = None
         self._model = self._draft = self._vision = None
 
-    def _load(self) -> tuple[Decoder, str]:
+    def _load(self, sent: TensorFiles | None = None) -> tuple[Decoder, str]:
         """Load the weights, and a draft model's; return the first with their fingerprint."""
         loaded = load_model(
             self._config,
@@ -309,6 +404,7 @@ class InProcessExecutor:
             stage=self._num_stages - 1,
             balance=self._balance,
             sees=True,
+            sent=sent,
         )
         if loaded.model.expert_group is not None:
             self._balance = loaded.model.expert_group.balance

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.executor import CannotDo
+from engine.batch.weight_transfer import SentTensors
 from engine.distributed.grid import Grid
 from engine.distributed.group import Transfer
 from engine.executor.layout import Layout
@@ -22,6 +23,7 @@ from engine.executor.team_messages import (
     Forward,
     LoadAdapter,
     Logits,
+    TakeWeights,
 )
 from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
 from engine.models.attention.rows import AttentionRows
@@ -81,6 +83,21 @@ class TeamLeader:
         for pair in weights.values():
             for matrix in pair:
                 self.group.broadcast(matrix.to(self._device).contiguous())
+
+    def take_weights(self, sent: SentTensors) -> None:
+        """Have those of this stage load their part of weights of a trainer, beside their own.
+
+        Raises:
+            CannotDo: one of them cannot.
+            WorkerFailed: one of them has died.
+        """
+        names, tensors = list(sent.tensors), list(sent.tensors.values())
+        types = [str(each.dtype).removeprefix("torch.") for each in tensors]
+        command = TakeWeights(names, types, [list(each.shape) for each in tensors])
+        self._team.tell(command, self._layout.mates)
+        for each in tensors:
+            self.group.broadcast(each.to(self._device).contiguous())
+        self.wait()
 
     def earlier(self, model: Decoder) -> EarlierStages | None:
         """Return the stages before this one, whose part of the model is given; None if none."""

@@ -17,6 +17,7 @@ from engine.models.cache_groups import CacheGroups, divide, one_group
 from engine.models.decoder import Decoder
 from engine.models.fallback.choice import implementation
 from engine.models.fallback.loading import load_fallback
+from engine.models.formats.files import TensorFiles
 from engine.models.formats.fingerprint import computed_fingerprint
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.hf_config import read_config, read_spec
@@ -72,13 +73,14 @@ def load_model(
     balance: ExpertBalance | None = None,
     served: CacheGroups | None = None,
     sees: bool = False,
+    sent: TensorFiles | None = None,
 ) -> LoadedModel:
     """Load the weights: all of them, the experts of one place, or one shard of each layer.
 
     Of a model with several pipeline stages only those of the given stage. With --enable-eplb, what
     is known of the experts' load since the model was loaded before is taken over. A draft model is
     told the groups of the model that is `served`. A vision encoder is loaded only where the
-    process `sees` images.
+    process `sees` images. Weights that were `sent` take the place of the files'.
 
     Raises:
         ModelNotFound: there is no such model.
@@ -97,7 +99,7 @@ def load_model(
         spec = msgspec.structs.replace(spec, num_outputs=outputs)
     groups = _cache_groups(config, spec, device) if served is None else _beside(spec, served)
     spec = msgspec.structs.replace(spec, cache_groups=groups)
-    checkpoint = open_checkpoint(directory, spec, settings)
+    checkpoint = open_checkpoint(directory, spec, settings, sent)
     place = None if spec.moe is None else place
     parallel = config.parallel
     stages = divide_layers(

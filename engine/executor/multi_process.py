@@ -8,6 +8,7 @@ import torch
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
+from engine.batch.weight_transfer import WeightTransfer
 from engine.distributed.engines import EngineGroup
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.spec import GroupBroken, GroupSpec
@@ -177,6 +178,27 @@ class MultiProcessExecutor:
     def load_weights(self, model: str, revision: str | None) -> None:
         """Raise CannotDo."""
         raise CannotDo("weights are replaced in engines of one process only")
+
+    def weight_transfer(self) -> WeightTransfer:
+        """Return what receives weights of a trainer, which the workers get from this process.
+
+        Raises:
+            CannotDo: they cannot be put in place of those of this model.
+        """
+        return self._inner.weight_transfer()
+
+    def take_weights(self) -> None:
+        """Compute with what a trainer has sent, in all processes, with an empty KV cache.
+
+        Raises:
+            CannotDo: it cannot be loaded in all of them; everything is as it was.
+            WorkerFailed: a worker has died.
+        """
+        self._inner.take_weights()
+
+    def settle_weights(self, *, back: bool) -> None:
+        """Free the weights that were replaced last, or those that they were replaced by."""
+        self._inner.settle_weights(back=back)
 
     def start_profile(self) -> None:
         """Begin to record what steps do, in all processes.

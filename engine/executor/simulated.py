@@ -22,6 +22,7 @@ from engine.shared.pooling import PoolingSpec
 if TYPE_CHECKING:  # torch is for groups and numpy for grammars only
     from socket import socket
 
+    from engine.batch.weight_transfer import WeightTransfer
     from engine.distributed.engines import EngineGroup
     from engine.distributed.group import Group
     from engine.distributed.spec import GroupSpec
@@ -227,6 +228,19 @@ class SimulatedExecutor:
     def load_weights(self, model: str, revision: str | None) -> None:
         """Forget all sequences; tokens do not depend on any weights."""
         self.sleep(1)
+
+    def weight_transfer(self) -> "WeightTransfer":
+        """Raise CannotDo."""
+        raise CannotDo("a simulated executor has no weights that a trainer could send")
+
+    def take_weights(self) -> None:
+        """Raise CannotDo."""
+        self.weight_transfer()
+
+    def settle_weights(self, *, back: bool) -> None:
+        """Forget all sequences, if weights are to be had back."""
+        if back:
+            self.sleep(1)
 
     def start_profile(self) -> None:
         """Raise CannotDo."""

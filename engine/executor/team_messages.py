@@ -111,6 +111,23 @@ class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     level: int
 
 
+class TakeWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Load this part of weights of a trainer, and keep those before; answered.
+
+    The tensors are broadcast next, as they are in checkpoints, one after the other.
+    """
+
+    names: list[str]
+    types: list[str]
+    shapes: list[list[int]]
+
+
+class SettleWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Free the weights that were replaced last, or have them back if they are there; answered."""
+
+    back: bool
+
+
 class StartProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Begin to record; answered."""
 
@@ -132,6 +149,8 @@ Command = (
     | BeginTrial
     | EndTrial
     | Sleep
+    | TakeWeights
+    | SettleWeights
     | StartProfile
     | StopProfile
 )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.executor import CannotDo
+from engine.batch.weight_transfer import SentTensors, announced
 from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import Transfer
@@ -37,9 +38,11 @@ from engine.executor.team_messages import (
     LoadAdapter,
     Logits,
     PrepareGroup,
+    SettleWeights,
     Sleep,
     StartProfile,
     StopProfile,
+    TakeWeights,
     WorkerLaunch,
     WorkerReply,
 )
@@ -94,6 +97,8 @@ class Worker:
         """The weights, while they are not on the device."""
         self._fingerprint = ""
         """Of the weights that were loaded last."""
+        self._kept: tuple[Decoder | None, DecoderLoader | None, str] | None = None
+        """Model, loader and fingerprint before the weights were replaced, until that is settled."""
         self._load()
         self._cache: list[Tensor] = []
         self._profiler: StepProfiler | None = None
@@ -150,21 +155,31 @@ class Worker:
                 self._begin_trial(num_blocks)
             case EndTrial():
                 self._end_trial()
+            case _:
+                self._operate(command)
+        return not isinstance(command, Forward | DummyStep | Logits | LoadAdapter)
+
+    def _operate(self, command: Command) -> None:
+        """Do what an operator wants."""
+        match command:
             case Sleep(level):
                 self._sleep(level)
+            case TakeWeights():
+                self._take_weights(command)
+            case SettleWeights(back):
+                self._settle_weights(back=back)
             case StartProfile():
                 self._profiler = StepProfiler()
                 self._profiler.start()
             case StopProfile(path):
                 self._stop_profile(Path(path))
-        return not isinstance(command, Forward | DummyStep | Logits | LoadAdapter)
 
     @property
     def _loaded(self) -> Decoder:
         assert self._model is not None, "the worker sleeps"
         return self._model
 
-    def _load(self) -> None:
+    def _load(self, sent: SentTensors | None = None) -> None:
         is_cut = self._config.parallel.tensor_parallel_size > 1
         loaded = load_model(
             self._config,
@@ -174,12 +189,35 @@ class Worker:
             shard=Shard(self._grid.shards) if is_cut else None,
             stage=self._stage,
             balance=self._balance,
+            sent=sent,
         )
         if loaded.model.expert_group is not None:
             self._balance = loaded.model.expert_group.balance
         self._model, self._loader = loaded.model, loaded.loader
         self._fingerprint = loaded.fingerprint
         self._share_experts()
+
+    def _take_weights(self, command: TakeWeights) -> None:
+        coming = announced(command.names, command.types, command.shapes)
+        tensors = {
+            name: self._grid.shards.broadcast(torch.empty_like(like, device=self._device)).cpu()
+            for name, like in coming.items()
+        }
+        kept, sent = (self._model, self._loader, self._fingerprint), SentTensors(tensors)
+        try:
+            self._load(sent)
+        except Exception as error:
+            self._model, self._loader, self._fingerprint = kept
+            raise CannotDo(f"worker {self._rank}: {error}") from error
+        finally:
+            sent.tensors = {}  # the loader would keep them
+        self._kept = kept
+
+    def _settle_weights(self, *, back: bool) -> None:
+        kept, self._kept = self._kept, None
+        if back and kept is not None:
+            self._model, self._loader, self._fingerprint = kept
+        give_back_freed_memory(self._device)
 
     def _prepare_group(self, place: GroupPlace) -> None:
         if self._engines is not None:

@@ -9,6 +9,7 @@ import torch
 from engine.kernels.processor import float32_is_faster, has_16_bit_kernels
 from engine.models.attention.kv_format import KvCacheDtype, KvFormat, kv_format
 from engine.models.formats.checkpoint import Checkpoint, DummyCheckpoint, SafetensorsCheckpoint
+from engine.models.formats.files import TensorFiles
 from engine.models.loading.products import Quantization
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.models.weights import decoder_tensors
@@ -25,12 +26,16 @@ _CACHED_WEIGHTS = 1 << 24
 """Parameters of the largest model that counts as small: 64 MB in float32."""
 
 
-def open_checkpoint(directory: Path, spec: ModelSpec, config: ModelConfig) -> Checkpoint:
-    """Open the weights that the settings ask for.
+def open_checkpoint(
+    directory: Path, spec: ModelSpec, config: ModelConfig, sent: TensorFiles | None = None
+) -> Checkpoint:
+    """Open the weights that the settings ask for, or those that were sent for their model.
 
     Raises:
         CheckpointError: the files do not hold what the model's config says.
     """
+    if sent is not None:
+        return SafetensorsCheckpoint(directory, spec, files=sent)
     if config.load_format == "dummy":
         return DummyCheckpoint(directory, spec, config.seed, _dummy_dtype(spec, config))
     if is_gguf(config.model):

@@ -60,6 +60,7 @@ from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.messages import (
+    PUSHED,
     AdapterSheet,
     EngineDead,
     EngineSetup,
@@ -271,7 +272,7 @@ class EngineProcess:
             log = self._config.log
             name_process(f"engine {welcome.rank}", log.log_level, log.log_format)
             weights = self._reception.ordered_weights
-            if weights is not None:
+            if weights is not None and weights.model != PUSHED:
                 chosen = replace(self._config.model, model=weights.model, revision=weights.revision)
                 self._config = replace(self._config, model=chosen)
                 self._weight_version = weights.version

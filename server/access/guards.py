@@ -40,7 +40,9 @@ _ADMIN = frozenset(
         "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache",
         "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/scale_elastic_ep",
         "/is_scaling_elastic_ep",
-        "/start_profile", "/stop_profile", "/v1/fault_tolerance/status",
+        "/start_profile", "/stop_profile", "/v1/fault_tolerance/status", "/get_world_size",
+        "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+        "/finish_weight_update",
     )
 )  # fmt: skip
 _STATUS = frozenset(("/status.json",))

@@ -14,9 +14,11 @@ from coordinator.events import (
 )
 from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.shared.messages import (
+    PUSHED,
     Draining,
     EngineSetup,
     EngineStats,
+    FleetWish,
     FormGroup,
     FrontEndAddresses,
     FrontEnds,
@@ -30,6 +32,7 @@ from engine.shared.messages import (
     StartDpWave,
     StartWave,
     WakeUp,
+    WeightsSource,
     Welcome,
 )
 from engine.shared.scope import EVERYTHING, Scope
@@ -148,6 +151,17 @@ def test_other_weights_are_refused_and_the_engine_is_out(cluster: Cluster) -> No
     refused = only(cluster.ready(1, 11, other), Reply)[-1].message
     assert refused.field == "model_fingerprint"
     assert [entry.rank for entry in cluster.state.view().engines] == [0]
+
+
+def test_an_engine_may_wait_for_the_weights_that_a_trainer_has_sent(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.send(FleetWish(1, "weights", weights=WeightsSource(PUSHED, None, "400")))
+    cluster.hello(1, 11)
+    other = EngineSetup(
+        num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="xyz"
+    )
+    cluster.ready(1, 11, other)
+    assert [entry.rank for entry in cluster.state.view().engines] == [0, 1]
 
 
 def test_a_rank_that_is_held_is_refused_until_its_holder_is_gone(cluster: Cluster) -> None:

@@ -72,11 +72,13 @@ class SafetensorsCheckpoint:
         *,
         extra: Layout | None = None,
         optional: Layout | None = None,
+        files: TensorFiles | None = None,
     ) -> None:
         """Open the files and compare their tensors with what the model needs.
 
         Args:
             directory: of the checkpoint.
+            files: have the tensors; default: the directory's.
             spec: of the model.
             extra: tensors that are needed besides, by their names there.
             optional: the same of tensors that may be there.
@@ -85,7 +87,7 @@ class SafetensorsCheckpoint:
             CheckpointError: files or tensors are missing, unexpected or of another shape.
         """
         self._config = (directory / "config.json").read_bytes()
-        self._files = TensorFiles(directory)
+        self._files = files or TensorFiles(directory)
         self._scheme = read_scheme(msgspec.json.decode(self._config))
         shapes = self._find_quantized(directory)
         family = family_of(spec.architecture)

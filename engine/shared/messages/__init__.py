@@ -50,6 +50,7 @@ from engine.shared.messages.coordination import (
 )
 from engine.shared.messages.fleet import (
     ASLEEP_TAGS,
+    PUSHED,
     FleetOrder,
     FleetWish,
     PauseMode,
@@ -142,6 +143,7 @@ __all__ = [
     "ALL_BLOCKS",
     "ASLEEP_TAGS",
     "MAX_ASPECT_RATIO",
+    "PUSHED",
     "ROOT_SIZE",
     "STEP_TOKENS_BOUNDS",
     "AbortRequests",

@@ -16,11 +16,15 @@ ASLEEP_TAGS = ("weights", "kv_cache")
 """What a sleep at level 1 or 2 gives back, by vLLM's tags."""
 
 
+PUSHED = "<trainer>"
+"""Where weights come from that a trainer has sent."""
+
+
 class WeightsSource(msgspec.Struct, frozen=True, array_like=True):
     """Where weights were read from, and what they are called."""
 
     model: str
-    """Directory or hub id."""
+    """Directory or hub id, or `PUSHED`."""
     revision: str | None = None
     version: str = ""
     """Empty for those of the settings."""
@@ -47,8 +51,8 @@ class FleetOrder(msgspec.Struct, frozen=True, array_like=True):
     tickets: list[int] = []
     """Those of the newest wishes that it follows from."""
     weights: WeightsSource | None = None
-    """What engines that start load instead of the model of their settings; those that run have
-    been told by themselves."""
+    """What engines that start load instead of the model of their settings, or wait for a trainer to
+    send; those that run have been told by themselves."""
 
 
 class FleetWish(Message, frozen=True):

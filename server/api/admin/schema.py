@@ -146,6 +146,64 @@ class WeightsStatus(msgspec.Struct):
     seconds: float
 
 
+WeightVersion = Annotated[
+    str | None,
+    Field(
+        max_length=100,
+        pattern=r"^[\x21-\x7e]*$",
+        description="What the weights are called; default: a number that grows.",
+    ),
+]
+
+
+class InitInfo(RequestBody):
+    """Where the trainer waits."""
+
+    master_address: str = Field(min_length=1, max_length=255)
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(1, ge=1, le=MAX_TOKENS, description="Rank of the first engine.")
+    world_size: int = Field(
+        ge=2, le=MAX_TOKENS, description="The trainer, and what `/get_world_size` says."
+    )
+    timeout: float = Field(
+        60.0, gt=0, le=3600, description="Seconds that all wait to meet, and for each tensor."
+    )
+
+
+class InitTransferRequest(RequestBody):
+    """A trainer that will send weights."""
+
+    init_info: InitInfo
+
+
+class UpdateInfo(RequestBody):
+    """Tensors as they will come, one broadcast each: as in the model's checkpoint."""
+
+    names: list[Name] = Field(min_length=1)
+    dtype_names: list[Name] = Field(description="Such as `bfloat16`.")
+    shapes: list[list[Annotated[int, Field(ge=1, le=INT64_MAX)]]]
+    packed: bool = Field(False, description="Refused if true: several tensors in one broadcast.")
+
+
+class UpdateWeightsRequest(RequestBody):
+    """Weights, or a part of them, that the trainer is about to send."""
+
+    update_info: UpdateInfo
+    weight_version: WeightVersion = None
+
+
+class FinishUpdateRequest(RequestBody):
+    """All parts have been sent."""
+
+    weight_version: WeightVersion = None
+
+
+class WorldSize(msgspec.Struct):
+    """How many processes join a trainer."""
+
+    world_size: int
+
+
 class LoadLoraRequest(RequestBody):
     """An adapter to serve beside the model."""
 

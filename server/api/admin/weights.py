@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Response
 
-from engine.shared.messages import FleetWish, UtilityResult, UtilityValue, WeightsSource
+from engine.shared.messages import PUSHED, FleetWish, UtilityResult, UtilityValue, WeightsSource
 from server.api.admin.schema import WeightsRequest, WeightsStatus
 from server.api.openapi import ADMIN_ERRORS, json_responses
 from server.api.route import ApiRoute, json_response
@@ -40,17 +40,19 @@ async def update_weights(body: WeightsRequest, services: ServicesDep) -> Respons
             "weight_version: is required, because the model's name cannot be sent in a header",
             "weight_version",
         )
-    ranks = await _Update(services.client, source).run(rolling=body.mode == "rolling")
+    ranks = await Update(services.client, source, "model").run(rolling=body.mode == "rolling")
     seconds = round(time.monotonic() - began, 3)
     return json_response(WeightsStatus(source.version, ranks, seconds))
 
 
-class _Update:
+class Update:
     """One update, and the way back."""
 
-    def __init__(self, client: GenerationClient, source: WeightsSource) -> None:
+    def __init__(self, client: GenerationClient, source: WeightsSource, field: str) -> None:
+        """Prepare to replace weights, which are of that field of the request."""
         self._client = client
         self._source = source
+        self._field = field
         self._before: dict[int, WeightsSource] = {}
         """What each engine computed with that has been updated."""
         self._updates: dict[int, int] = {}
@@ -59,13 +61,15 @@ class _Update:
     async def run(self, *, rolling: bool) -> list[int]:
         """Update all engines that serve, and those that start later; return their ranks.
 
+        Engines that start later wait for what a trainer has sent.
+
         Raises:
             ApiError: one could not be updated, and all that were have their weights back.
             NoEngineAvailable: no engine is there.
         """
         self._client.check_takes_requests()
         infos = await self._client.call_utility(None, "info", {})
-        for info, said in zip(infos, _results(infos), strict=True):
+        for info, said in zip(infos, results_of(infos, self._field), strict=True):
             self._updates[info.rank] = int(said["weight_updates"] or 0)
         ranks = sorted(self._updates)
         try:
@@ -82,19 +86,21 @@ class _Update:
             # The client may have disconnected: the engines must agree in any case.
             await asyncio.shield(self._take_back())
             raise
+        if any(source.model == PUSHED for source in (self._source, *self._before.values())):
+            await self._client.call_utility(None, "settle_weights", {})
         logger.info("engines %s use weights %s", ranks, self._source.version)
         return ranks
 
     async def _replace_in(self, rank: int, *, alone: bool) -> None:
         """Replace the weights of one engine, whose requests go to the others meanwhile."""
-        [info] = _results(await self._client.call_utility(rank, "info", {}))
+        [info] = self._results(await self._client.call_utility(rank, "info", {}))
         halts = not alone and not info["is_paused"] and not info["is_sleeping"]
         if halts:
-            _results(await self._client.call_utility(rank, "pause", {"mode": "move"}))
+            self._results(await self._client.call_utility(rank, "pause", {"mode": "move"}))
         try:
             until = time.monotonic() + HAND_OVER_SECONDS
             while halts and time.monotonic() < until:
-                [info] = _results(await self._client.call_utility(rank, "info", {}))
+                [info] = self._results(await self._client.call_utility(rank, "info", {}))
                 if not info["running"] and not info["waiting"]:
                     break
                 await asyncio.sleep(_LOOK_INTERVAL)
@@ -119,20 +125,23 @@ class _Update:
                 self._before[answer.rank] = WeightsSource(
                     str(model), None if revision is None else str(revision), str(version)
                 )
-        _results(answers)
+        self._results(answers)
+
+    def _results(self, answers: Sequence[UtilityResult]) -> list[dict[str, UtilityValue]]:
+        return results_of(answers, self._field)
 
     async def _take_back(self) -> None:
         """Give all that were updated what they had."""
         for rank, source in self._before.items():
             try:
-                _results(await self._load(rank, source))
+                self._results(await self._load(rank, source))
             except (ApiError, NoEngineAvailable) as error:
                 # It died meanwhile and starts with what was ordered before, or has to.
                 logger.error("cannot restore the weights of engine %d: %s", rank, error)
 
 
-def _results(answers: Sequence[UtilityResult]) -> list[dict[str, UtilityValue]]:
-    """Return what engines answered.
+def results_of(answers: Sequence[UtilityResult], field: str) -> list[dict[str, UtilityValue]]:
+    """Return what engines answered to what a field of the request asks for.
 
     Raises:
         ApiError: 400, one could not; 409, another update was first; 503, one died.
@@ -146,5 +155,5 @@ def _results(answers: Sequence[UtilityResult]) -> list[dict[str, UtilityValue]]:
             raise ApiError(409, f"Engine {answer.rank}: {answer.error}.", code="weights_busy")
         if "died before" in (answer.error or ""):
             raise unavailable(f"Engine {answer.rank}: {answer.error}.")
-        raise invalid(f"model: engine {answer.rank}: {answer.error}", "model", code="bad_weights")
+        raise invalid(f"{field}: engine {answer.rank}: {answer.error}", field, code="bad_weights")
     return results

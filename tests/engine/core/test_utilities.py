@@ -19,12 +19,14 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.messages import (
+    PUSHED,
     AddRequest,
     FleetOrder,
     SamplingParams,
     UtilityCall,
     UtilityResult,
     UtilityValue,
+    WeightsSource,
 )
 from tests.support.checked_executor import CheckedExecutor
 from tests.support.waiting import PATIENCE
@@ -138,6 +140,31 @@ def test_a_paused_engine_takes_requests_and_runs_them_after(engine: Engine) -> N
     assert not engine.core.stats().halted
     engine.run()
     engine.assert_complete()
+
+
+def test_an_engine_without_the_weights_of_a_trainer_takes_no_requests(engine: Engine) -> None:
+    def order(revision: int, weights: WeightsSource | None) -> bool:
+        engine.core.handle(FleetOrder(revision, weights=weights))
+        engine.step()
+        stats = engine.core.stats()
+        assert stats.halted == stats.hands_over
+        return stats.halted
+
+    assert not order(1, engine.core.operations.weights)
+    assert order(2, WeightsSource(PUSHED, None, "400"))
+    assert engine.call("resume").error is None
+    assert engine.core.stats().halted, "no resumption gives it weights"
+    engine.core.operations.weights = WeightsSource(PUSHED, None, "401")
+    assert not order(3, WeightsSource(PUSHED, None, "401"))
+
+
+def test_weights_that_nobody_could_load_again_are_not_dropped(engine: Engine) -> None:
+    engine.core.operations.weights = WeightsSource(PUSHED, None, "400")
+    refused = engine.call("sleep", {"level": 2}).error
+    assert refused is not None
+    assert "sleep at level 1" in refused
+    assert not engine.core.stats().halted
+    assert engine.call("sleep", {"level": 1}).error is None
 
 
 @pytest.mark.parametrize("halt", ["pause", "sleep"])

@@ -160,7 +160,7 @@ _MEMORY: dict[str, Callable[..., Any]] = {
 
 def install() -> None:
     """Have this process's groups keep tensors of the device apart from those of the processor."""
-    gloo = backend._gloo
+    gloo = backend.gloo_backend
 
     def of_processor(store: Store, spec: GroupSpec) -> Backend:
         inner = gloo(store, spec)
@@ -171,8 +171,8 @@ def install() -> None:
         inner = Connections(store, "device", spec, CPU)
         return cast("Backend", StrictBackend(inner.backend, OnDevice, inner.cut))
 
-    backend._gloo = of_processor
-    backend._nccl = of_device
+    backend.gloo_backend = of_processor
+    backend.nccl_backend = of_device
     # NCCL sees by itself that a member has left; gloo behind these connections can miss it.
     Connections.is_watched = property(lambda _: True)  # type: ignore[method-assign,assignment]
     _Placement().__enter__()  # type: ignore[no-untyped-call]

@@ -12,15 +12,20 @@ import torch
 
 from engine.batch.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.batch.executor import CannotDo
+from engine.batch.weight_transfer import SentTensors, WeightTransfer
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
+from engine.models.families.registry import family_of
 from engine.models.formats.files import CheckpointError
+from engine.models.hf_config import read_spec
 from engine.models.spec import UnsupportedModel
+from engine.models.weights import stored_tensors
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
     ExecutorConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from engine.shared.group_config import group_config
@@ -289,6 +294,47 @@ def test_weights_that_cannot_be_loaded_leave_everything_as_it_was(
         executor.load_weights(str(smaller), None)
     executor.wake_up()
     assert executor.submit(plan([7, 8, 9])).result() == before
+
+
+def test_what_a_trainer_sends_is_computed_with_until_it_is_taken_back(
+    executor: InProcessExecutor, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, fingerprint = executor.submit(plan([7, 8, 9])).result(), executor.info
+    layout = stored_tensors(family_of("Qwen3MoeForCausalLM").weights(read_spec(model)))
+    draw = torch.Generator().manual_seed(3)
+    sent = {name: torch.randn(shape, generator=draw) for name, shape in layout.items()}
+    parts = iter([dict(list(sent.items())[1:]), sent, sent])
+    monkeypatch.setattr(WeightTransfer, "take", lambda _: SentTensors(next(parts)))
+    with pytest.raises(CannotDo, match=r"missing model\.embed_tokens"):
+        executor.take_weights()
+    assert executor.submit(plan([7, 8, 9])).result() == before
+    assert executor.info == fingerprint
+
+    executor.take_weights()
+    other = executor.submit(plan([7, 8, 9])).result()
+    assert other != before
+    assert executor.info.model_fingerprint != fingerprint.model_fingerprint
+    executor.settle_weights(back=True)
+    assert executor.submit(plan([7, 8, 9])).result() == before
+    assert executor.info == fingerprint
+
+    executor.take_weights()
+    executor.settle_weights(back=False)
+    assert executor.submit(plan([7, 8, 9])).result() == other
+    with pytest.raises(CannotDo, match="not there any more"):
+        executor.settle_weights(back=True)
+
+
+def test_what_a_trainer_cannot_replace_is_refused_by_name(
+    settings: MakeConfig, executor: InProcessExecutor
+) -> None:
+    shared = ParallelConfig(enable_expert_parallel=True, data_parallel_size=1)
+    with pytest.raises(CannotDo, match="--enable-expert-parallel"):
+        InProcessExecutor(msgspec.structs.replace(settings(), parallel=shared)).weight_transfer()
+    assert executor.weight_transfer().phase == "none"
+    executor.sleep(1)
+    with pytest.raises(CannotDo, match="not joined a trainer"):
+        executor.take_weights()
 
 
 def test_weights_wake_up_before_the_cache(executor: InProcessExecutor) -> None:

@@ -14,11 +14,12 @@ import pytest
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo
+from engine.batch.weight_transfer import SentTensors, WeightTransfer
 from engine.executor import worker_process
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, UnlikeWorkers, WorkerFailed
 from engine.models.attention.kv_format import KvCacheDtype
-from engine.models.formats.files import CheckpointError
+from engine.models.formats.files import CheckpointError, TensorFiles
 from engine.models.hf_config import read_spec
 from engine.models.parallel.tensors import Cut
 from engine.models.spec import UnsupportedModel
@@ -133,6 +134,38 @@ def test_every_condition_gives_the_tokens_of_one_process(
         engine.decode(9, 0, 3, 1)
     assert cut.tokens == whole.tokens
     assert len(cut.tokens[0]) >= 120 + 18
+
+
+def test_what_a_trainer_sends_is_cut_like_a_checkpoint(
+    start: StartCluster,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = checkpoint("llama-biased")
+    files = TensorFiles(model.directory)
+    stored = {name: files.tensor(name) for name in files.shapes}
+    sent = {name: each.flip(0).contiguous() for name, each in stored.items()}
+    cluster, whole = start(model.directory, 2), driver(model.directory)
+
+    def tokens(engine: Driver) -> list[int]:
+        engine.start(0, prompt(40))
+        engine.prefill(0)
+        engine.decode(8, 0)
+        return engine.tokens[0]
+
+    before = tokens(whole)
+    assert tokens(cluster.driver) == before
+    monkeypatch.setattr(WeightTransfer, "take", lambda _: SentTensors(sent))
+    cluster.executor.take_weights()
+    assert tokens(cluster.driver) != before
+    cluster.executor.settle_weights(back=True)
+    assert tokens(cluster.driver) == before
+    monkeypatch.setattr(WeightTransfer, "take", lambda _: SentTensors(stored))
+    cluster.executor.take_weights()
+    cluster.executor.settle_weights(back=False)
+    assert tokens(cluster.driver) == before
 
 
 @pytest.mark.processor

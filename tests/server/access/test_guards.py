@@ -7,12 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from fastapi.routing import APIRoute
 
 from engine.shared.config import ModelConfig
 from engine.shared.fair_threads import tenant_id
 from engine.shared.messages import ClusterView, EngineEntry, EngineSetup, EngineStats, RequestOutput
 from engine.shared.settings import load
 from server.access.guards import BadGuards, Keys, keys_for, tls_options
+from server.api.admin import endpoint, lora, operators, trainer, weights
 from server.config import FrontEndConfig, GuardConfig, HttpConfig, ServeConfig
 from server.text.tokenizer import ServedTokenizer
 
@@ -166,6 +168,24 @@ class TestWhatIsShown:
 
 
 class TestAdmin:
+    @pytest.mark.parametrize(
+        ("path", "method"),
+        [
+            (route.path, next(iter(route.methods or ())))
+            for router in (
+                endpoint.router, lora.router, operators.router, trainer.router, weights.router
+            )
+            for route in router.routes
+            if isinstance(route, APIRoute)
+        ],
+    )  # fmt: skip
+    def test_no_path_of_operators_opens_with_another_key(
+        self, http: Any, path: str, method: str
+    ) -> None:
+        answer = http.request(method, path, headers=bearer(SECRETS[0]))
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "admin_key_required"
+
     @pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(SECRETS[0])])
     def test_only_the_admin_key_opens_admin_endpoints(
         self, http: Any, engines: Any, headers: dict[str, str]

@@ -12,7 +12,7 @@ from engine.shared.messages import (
     UtilityResult,
     WeightsSource,
 )
-from server.api.admin.weights import _Update
+from server.api.admin.weights import Update
 from server.errors import ApiError
 from server.router.generation_client import NoEngineAvailable
 
@@ -84,7 +84,7 @@ class Engines:
 
 def update(engines: Engines, *, rolling: bool) -> list[int]:
     client: Any = engines
-    return asyncio.run(_Update(client, NEW).run(rolling=rolling))
+    return asyncio.run(Update(client, NEW, "model").run(rolling=rolling))
 
 
 @pytest.mark.parametrize("rolling", [True, False])
@@ -126,7 +126,7 @@ def test_of_two_updates_at_a_time_one_is_refused_or_both_and_all_engines_agree(
     other = WeightsSource("other", None, "3")
 
     async def both() -> list[object]:
-        updates = [_Update(client, source).run(rolling=rolling) for source in (NEW, other)]
+        updates = [Update(client, source, "model").run(rolling=rolling) for source in (NEW, other)]
         return list(await asyncio.gather(*updates, return_exceptions=True))
 
     failed = [each for each in asyncio.run(both()) if isinstance(each, ApiError)]

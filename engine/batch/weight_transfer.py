@@ -1,0 +1,211 @@
+"""Weights that a trainer sends to an engine, received beside its steps.
+
+The trainer is rank 0 of a process group, the engines are the others. It says which tensors come
+before it broadcasts them one by one; they are named, and have the shapes, as in the checkpoint
+that the engine serves. They wait here until the engine is told to compute with them.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.batch.cannot_do import CannotDo
+from engine.distributed.plain import PlainGroup, join_plain_group
+from engine.distributed.spec import GroupBroken, GroupSpec
+from engine.models.formats.files import TensorFiles
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["none", "joining", "joined", "receiving"]
+
+_STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _STORED}
+
+
+class SentTensors(TensorFiles):
+    """Tensors in memory in place of a checkpoint's files."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors by name; of those on the device `meta` only shape and type are there."""
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.types = {name: _STORED[tensor.dtype] for name, tensor in tensors.items()}
+        self.tensors = tensors
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor as it came."""
+        return self.tensors[name]
+
+
+def announced(
+    names: Sequence[str], types: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> dict[str, Tensor]:
+    """Return the tensors that will come, in this order, on the device `meta`.
+
+    Raises:
+        CannotDo: that is no list of tensors that can be received.
+    """
+    if not len(names) == len(types) == len(shapes):
+        raise CannotDo(
+            f"names, dtype_names and shapes have to be equally many: they are {len(names)}, "
+            f"{len(types)} and {len(shapes)}"
+        )
+    coming: dict[str, Tensor] = {}
+    for name, type_name, shape in zip(names, types, shapes, strict=True):
+        dtype = _TYPES.get(type_name)
+        if dtype is None:
+            raise CannotDo(f"{name} is of type {type_name}; it can be {', '.join(_TYPES)}")
+        if name in coming:
+            raise CannotDo(f"{name} is named twice")
+        if not all(0 < size < 1 << 40 for size in shape) or not 0 < prod(shape) < 1 << 40:
+            raise CannotDo(f"{name} cannot have the shape {list(shape)}")
+        coming[name] = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return coming
+
+
+class WeightTransfer:
+    """An engine's end of the group with a trainer, and what has come through it.
+
+    Methods are called by one thread and return at once; another one waits for the trainer. When
+    something fails, the group has ended and what came is forgotten: the trainer has to be joined
+    again.
+    """
+
+    def __init__(
+        self, device: torch.device, max_values: int, check: Callable[[TensorFiles], None]
+    ) -> None:
+        """Wait to be told of a trainer.
+
+        Args:
+            device: that of the model.
+            max_values: how many the tensors of an update may have altogether.
+            check: raises CannotDo if a complete update does not fit the model.
+        """
+        self._device = device
+        self._max_values = max_values
+        self._check = check
+        self._lock = threading.Lock()
+        self._turn = 0
+        """What a thread finds out counts only if this is what it was when it began."""
+        self._group: PlainGroup | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self.phase: Phase = "none"
+        self.error = ""
+        """Why the last group has ended."""
+        self.is_open = False
+        """Whether an update may come in several parts."""
+
+    @property
+    def num_received(self) -> int:
+        """Tensors that wait."""
+        return len(self._tensors)
+
+    def join(self, spec: GroupSpec) -> None:
+        """Begin to meet the trainer, and leave the one before."""
+        self.leave()
+        self._begin("joining", partial(self._join, spec, self._turn))
+
+    def start(self) -> None:
+        """Begin an update that comes in several parts; what came before is forgotten.
+
+        Raises:
+            CannotDo: there is no trainer, or it is just sending.
+        """
+        self._require_joined()
+        self._tensors.clear()
+        self.is_open = True
+
+    def receive(
+        self, names: Sequence[str], types: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> None:
+        """Begin to receive tensors.
+
+        Raises:
+            CannotDo: there is no trainer, or they cannot be those of this model.
+        """
+        group, coming = self._require_joined(), announced(names, types, shapes)
+        if not self.is_open:
+            self._tensors.clear()
+            self._check(SentTensors(coming))
+        values = sum(each.numel() for each in (*self._tensors.values(), *coming.values()))
+        if values > self._max_values:
+            raise CannotDo(
+                f"{values} values are more than the {self._max_values} that the model has"
+            )
+        self._begin("receiving", partial(self._receive, group, coming, self._turn))
+
+    def take(self) -> SentTensors:
+        """Return all that came, which ends the update.
+
+        Raises:
+            CannotDo: something is still coming, or nothing came.
+        """
+        self._require_joined()
+        if not self._tensors:
+            raise CannotDo("the trainer has sent nothing")
+        taken, self._tensors = self._tensors, {}
+        self.is_open = False
+        return SentTensors(taken)
+
+    def leave(self, reason: str = "it was left") -> None:
+        """End the group, and whatever waits in it; the trainer sees that at once or soon."""
+        with self._lock:
+            self._turn += 1
+            self._end(reason)
+
+    def _require_joined(self) -> PlainGroup:
+        if self.phase == "receiving":
+            raise CannotDo("the trainer is sending already")
+        if self.phase != "joined" or self._group is None:
+            why = f": the group has ended: {self.error}" if self.error else ""
+            raise CannotDo(f"it has not joined a trainer{why}")
+        return self._group
+
+    def _end(self, reason: str) -> None:
+        self._group, self.phase, self.is_open = None, "none", False
+        self._tensors = {}
+        self.error = reason
+
+    def _begin(self, phase: Phase, work: Callable[[], None]) -> None:
+        self.phase, self.error = phase, ""
+        threading.Thread(
+            target=self._run, args=(work, self._turn), name="trainer", daemon=True
+        ).start()
+
+    def _run(self, work: Callable[[], None], turn: int) -> None:
+        reason = ""
+        try:
+            work()
+        except GroupBroken as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("weights of a trainer cannot be received")
+            reason = f"{type(error).__name__}: {error}"
+        with self._lock:
+            if turn != self._turn:
+                return
+            if reason:
+                self._end(reason)
+            else:
+                self.phase = "joined"
+
+    def _join(self, spec: GroupSpec, turn: int) -> None:
+        group = join_plain_group(spec, self._device)
+        with self._lock:
+            if turn == self._turn:
+                self._group = group
+
+    def _receive(self, group: PlainGroup, coming: Mapping[str, Tensor], turn: int) -> None:
+        received = {}
+        for name, like in coming.items():
+            values = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+            group.broadcast(values, lambda: turn == self._turn)
+            received[name] = values.cpu()
+        with self._lock:
+            if turn == self._turn:
+                self._tensors.update(received)

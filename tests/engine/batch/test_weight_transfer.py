@@ -1,0 +1,165 @@
+"""Weights that a trainer sends: what may come, and what becomes of it when somebody leaves."""
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch.cannot_do import CannotDo
+from engine.batch.weight_transfer import WeightTransfer, announced
+from engine.distributed.plain import PlainGroup, join_plain_group
+from engine.distributed.spec import GroupBroken, GroupSpec, listener_address, open_listener
+from engine.models.formats.files import TensorFiles
+from tests.support.waiting import PATIENCE, until
+
+CPU = torch.device("cpu")
+WEIGHTS = {
+    "a": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "b": torch.ones(4, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "types", "shapes", "reason"),
+    [
+        (["a", "b"], ["float32"], [[1], [1]], "equally many: they are 2, 1 and 2"),
+        (["a"], ["float64"], [[1]], "a is of type float64; it can be bfloat16, float16, float32"),
+        (["a"], ["__class__"], [[1]], "is of type __class__"),
+        (["a", "a"], ["float32"] * 2, [[1], [1]], "a is named twice"),
+        (["a"], ["float32"], [[4, -1]], r"cannot have the shape \[4, -1\]"),
+        (["a"], ["float32"], [[1 << 39, 1 << 39]], "cannot have the shape"),
+    ],
+)
+def test_what_cannot_come_is_refused_by_name(
+    names: list[str], types: list[str], shapes: list[list[int]], reason: str
+) -> None:
+    with pytest.raises(CannotDo, match=reason):
+        announced(names, types, shapes)
+
+
+def accepted(tensors: TensorFiles) -> None:
+    """Take whatever has an "a"."""
+    if "a" not in tensors.shapes:
+        raise CannotDo("a is missing")
+
+
+class Pair:
+    """An engine's end and a trainer that has met it."""
+
+    def __init__(self) -> None:
+        self.transfer = WeightTransfer(CPU, 20, accepted)
+        self.meet()
+
+    def meet(self) -> None:
+        listener = open_listener("127.0.0.1")
+        address = listener_address(listener)
+        self.transfer.join(GroupSpec(address, 1, 2, 0, PATIENCE))
+        self.group: PlainGroup | None = join_plain_group(
+            GroupSpec(address, 0, 2, 0, PATIENCE), CPU, listener
+        )
+        until(lambda: self.transfer.phase == "joined", "they have met")
+
+    def announce(self, weights: dict[str, Tensor]) -> None:
+        self.transfer.receive(
+            list(weights),
+            [str(each.dtype).removeprefix("torch.") for each in weights.values()],
+            [list(each.shape) for each in weights.values()],
+        )
+
+    def send(self, weights: dict[str, Tensor]) -> None:
+        self.announce(weights)
+        assert self.group is not None
+        for each in weights.values():
+            self.group.broadcast(each.clone())
+        until(lambda: self.transfer.phase != "receiving", "it has come")
+
+
+def test_what_has_come_is_taken_once() -> None:
+    pair = Pair()
+    with pytest.raises(CannotDo, match="sent nothing"):
+        pair.transfer.take()
+    pair.send(WEIGHTS)
+    taken = pair.transfer.take()
+    assert taken.types == {"a": "F32", "b": "BF16"}
+    assert all(torch.equal(taken.tensor(name), each) for name, each in WEIGHTS.items())
+    with pytest.raises(CannotDo, match="sent nothing"):
+        pair.transfer.take()
+
+
+def test_an_update_comes_in_parts_between_its_start_and_its_end() -> None:
+    pair = Pair()
+    pair.send({"a": WEIGHTS["a"] + 1})
+    pair.transfer.start()
+    pair.send({"b": WEIGHTS["b"]})
+    pair.send({"a": WEIGHTS["a"]})
+    taken = pair.transfer.take()
+    assert set(taken.shapes) == {"a", "b"}
+    assert torch.equal(taken.tensor("a"), WEIGHTS["a"])
+    assert not pair.transfer.is_open
+
+
+def test_what_does_not_fit_the_model_is_refused_before_it_comes() -> None:
+    pair = Pair()
+    with pytest.raises(CannotDo, match="a is missing"):
+        pair.announce({"b": WEIGHTS["b"]})
+    pair.transfer.start()
+    pair.send({"b": torch.ones(15)})
+    with pytest.raises(CannotDo, match="21 values are more than the 20"):
+        pair.announce({"a": WEIGHTS["a"]})
+
+
+def test_a_trainer_that_leaves_while_it_sends_leaves_nothing_behind() -> None:
+    pair = Pair()
+    pair.announce(WEIGHTS)
+    with pytest.raises(CannotDo, match="sending already"):
+        pair.announce(WEIGHTS)
+    with pytest.raises(CannotDo, match="sending already"):
+        pair.transfer.take()
+    assert pair.group is not None
+    pair.group.broadcast(WEIGHTS["a"].clone())
+    pair.group = None
+    until(lambda: pair.transfer.phase == "none", "the engine sees it")
+    assert pair.transfer.num_received == 0
+    with pytest.raises(CannotDo, match=r"not joined a trainer: the group has ended: .* by peer"):
+        pair.announce(WEIGHTS)
+    pair.meet()
+    pair.send(WEIGHTS)
+    assert set(pair.transfer.take().shapes) == {"a", "b"}
+
+
+def test_an_engine_that_leaves_sets_the_trainer_free() -> None:
+    pair = Pair()
+    pair.transfer.leave()
+    group = pair.group
+    assert group is not None
+    with pytest.raises(GroupBroken, match="by peer"):
+        group.broadcast(WEIGHTS["a"].clone())
+
+
+def test_nobody_waits_for_ever_for_a_trainer_that_does_not_come() -> None:
+    transfer = WeightTransfer(CPU, 20, accepted)
+    with open_listener("127.0.0.1") as listener:
+        address = listener_address(listener)
+    transfer.join(GroupSpec(address, 1, 2, 0, 0.5))
+    until(lambda: transfer.phase == "none", "it gives up")
+    assert f"met nobody, or not all, at {address} within 0.5 s" in transfer.error
+
+
+def test_a_trainer_needs_nothing_but_torch() -> None:
+    transfer = WeightTransfer(CPU, 20, accepted)
+    dist: Any = torch.distributed  # of whose interface there are stubs for a part only
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = f"127.0.0.1:{store.port}"
+    transfer.join(GroupSpec(address, 1, 2, 0, PATIENCE))
+    scope = dist.PrefixStore(f"tcp://{address}", store)
+    group = dist.ProcessGroupGloo(scope, 0, 2, timedelta(seconds=PATIENCE))
+    until(lambda: transfer.phase == "joined", "they have met")
+    transfer.receive(["a"], ["float32"], [[2, 3]])
+    sender = threading.Thread(target=lambda: group.broadcast([WEIGHTS["a"].clone()]).wait())
+    sender.start()
+    until(lambda: transfer.num_received == 1, "it has come")
+    sender.join()
+    assert torch.equal(transfer.take().tensor("a"), WEIGHTS["a"])
