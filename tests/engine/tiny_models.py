@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.shared.messages import EncoderInput
-from tests.engine.images import shown_to
+from tests.engine.transformers_images import shown_to
 
 MAX_MODEL_LEN = 256
 

@@ -17,8 +17,9 @@ from engine.models.vision.loading import VisionEncoder, has_vision, load_vision
 from engine.models.vision.pixels import Normalization, read_normalization
 from engine.shared.config import ModelConfig
 from tests.engine.fixtures import SaveModel
-from tests.engine.images import encoder_input, shown_to
+from tests.engine.images import encoder_input
 from tests.engine.tiny_models import IMAGE_TOKEN
+from tests.engine.transformers_images import shown_to
 
 CPU = torch.device("cpu")
 TEXT = {
