@@ -80,7 +80,13 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     routing_policy: Annotated[
         str,
         OneOf(
-            ("least-loaded", "prefix-aware", "prefix-affinity", "power-of-two", "round-robin"),
+            (
+                "least-loaded",
+                "prefix-aware",
+                "prefix-affinity",
+                "power-of-two",
+                "round-robin",
+            ),
             "swell.routing_policies",
         ),
         "Which engine gets a request; least-loaded: the one with the least work; "
