@@ -143,7 +143,8 @@ class FrontEnd:
         asyncio.get_running_loop().set_default_executor(FairThreads(threads, "front end"))
         self._lifeline.progress("loading the tokenizer")
         model = await asyncio.to_thread(model_directory, self._config.model, weights=False)
-        processor = served_processor(model)
+        language_model_only = self._config.model.language_model_only
+        processor = None if language_model_only else served_processor(model)
         tokenizer = ServedTokenizer.load(model, self._config.model, placeholders_of(processor))
         pooling = read_pooling(model, self._config.model)
         link = self._link(await asyncio.to_thread(model_identity, self._config.model))

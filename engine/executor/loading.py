@@ -148,6 +148,7 @@ def load_model(
         if (
             spec.vision is not None
             and sees
+            and not settings.language_model_only
             and pooling is None
             and _sees(config, directory, spec.vision)
         ):

@@ -47,6 +47,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         "Model implementation. swell: built in; transformers: the transformers backend (install "
         "the extra) over the paged KV cache; auto: built in where the family has one.",
     ] = "auto"
+    language_model_only: Annotated[
+        bool,
+        "Serve a model that takes images without them: its vision encoder is not loaded, and every "
+        "step may hold a part of a prompt. Set it for engines and API servers alike.",
+    ] = False
     max_model_len: Annotated[
         PositiveInt | None, "Longest sequence in tokens; default: the model's own limit."
     ] = None

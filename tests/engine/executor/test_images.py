@@ -250,6 +250,17 @@ def test_a_gemma_that_sees_nothing_reads(
     executor.shutdown()
 
 
+def test_a_vision_encoder_need_not_be_loaded(checkpoint: SaveModel) -> None:
+    model = ModelConfig(
+        model=str(checkpoint("gemma3-vision").directory), max_model_len=64, language_model_only=True
+    )
+    cache = CacheConfig(num_kv_blocks=30, block_size=8)
+    executor = InProcessExecutor(EngineConfig(model=model, cache=cache))
+    assert executor.info.vision is None
+    assert executor.weight_transfer().phase == "none", "a trainer may replace what is left"
+    executor.shutdown()
+
+
 def test_weights_that_were_given_up_and_loaded_again_see_as_before(checkpoint: SaveModel) -> None:
     directory = checkpoint("smolvlm").directory
     config = EngineConfig(
