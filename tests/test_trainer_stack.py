@@ -22,7 +22,7 @@ from tests.support.http import (
     fetch,
     incarnations,
 )
-from tests.support.lockstep import infos, utility
+from tests.support.lockstep import utility, weight_versions
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
@@ -53,10 +53,6 @@ def greedy(url: str, rank: int) -> tuple[str | None, str]:
 def halted(url: str) -> dict[int, bool]:
     """Return which engines are halted."""
     return {each["rank"]: each["halted"] for each in call(f"{url}/admin/engines")["engines"]}
-
-
-def versions(url: str) -> dict[int, str]:
-    return {rank: info["weight_version"] for rank, info in infos(url).items()}
 
 
 def part_of_an_update(url: str, sender: WeightSender, weights: dict[str, Tensor]) -> Answer:
@@ -100,7 +96,7 @@ def test_engines_follow_a_trainer_and_lose_nothing_when_it_dies() -> None:
             answers = [pool.submit(stream, number) for number in range(STREAMS)]
             sender.send(changed(len(texts)), version)
             assert {answer.result(PATIENCE) for answer in answers} == {TOKENS}
-            assert versions(url) == {0: version, 1: version}
+            assert weight_versions(url) == {0: version, 1: version}
             said = {greedy(url, rank) for rank in (0, 1)}
             [(told, texts[version])] = said
             assert told == version
@@ -111,7 +107,7 @@ def test_engines_follow_a_trainer_and_lose_nothing_when_it_dies() -> None:
         assert greedy(url, 0) == greedy(url, 1) == ("two", texts["two"])
         refused = fetch(f"{url}/finish_weight_update", {"weight_version": "three"})
         assert refused.status == 400
-        assert versions(url) == {0: "two", 1: "two"}
+        assert weight_versions(url) == {0: "two", 1: "two"}
 
         sender = WeightSender(url, ADMIN_KEY, timeout=PATIENCE)
         before = incarnations(url, range(2))
@@ -120,7 +116,7 @@ def test_engines_follow_a_trainer_and_lose_nothing_when_it_dies() -> None:
         with pytest.raises(TransferFailed, match=r"has not joined|by peer"):
             sender.send(changed(1), "one")
         until(
-            lambda: everywhere(lambda: versions(url) == {0: "two", 1: ""}),
+            lambda: everywhere(lambda: weight_versions(url) == {0: "two", 1: ""}),
             "one has its weights, the other waits for them",
         )
         assert set(halted(url).values()) == {True, False}, "requests go to the first"

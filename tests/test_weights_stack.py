@@ -22,7 +22,7 @@ from tests.support.http import (
     fetch,
     incarnations,
 )
-from tests.support.lockstep import infos
+from tests.support.lockstep import infos, weight_versions
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
@@ -59,10 +59,6 @@ def update(url: str, model: str, version: str, mode: str) -> Answer:
     return fetch(f"{url}/admin/weights", {"model": model, "weight_version": version, "mode": mode})
 
 
-def versions(url: str) -> dict[int, str]:
-    return {rank: info["weight_version"] for rank, info in infos(url).items()}
-
-
 @pytest.mark.slow
 def test_weights_are_replaced_under_streams_and_outlive_engines(tmp_path: Path) -> None:
     one, two = checkpoint(tmp_path / "one", 1), checkpoint(tmp_path / "two", 2)
@@ -96,7 +92,7 @@ def test_weights_are_replaced_under_streams_and_outlive_engines(tmp_path: Path) 
             for answer in answers:
                 usage = answer.result(timeout=PATIENCE)["usage"]
                 assert usage["completion_tokens"] == TOKENS
-            assert versions(url) == {0: version, 1: version}
+            assert weight_versions(url) == {0: version, 1: version}
             for rank in (0, 1):
                 told = greedy(url, rank)
                 assert told.headers["x-weight-version"] == version
@@ -105,7 +101,7 @@ def test_weights_are_replaced_under_streams_and_outlive_engines(tmp_path: Path) 
 
         refused = update(url, str(tmp_path / "broken"), "three", "rolling")
         assert (refused.status, refused.error["param"]) == (400, "model")
-        assert versions(url) == {0: "two", 1: "two"}
+        assert weight_versions(url) == {0: "two", 1: "two"}
         refused = update(url, "/etc", "three", "rolling")
         assert "--weights-dir" in refused.error["message"]
 
@@ -113,7 +109,7 @@ def test_weights_are_replaced_under_streams_and_outlive_engines(tmp_path: Path) 
         stack.processes()["engine 0"].kill()
         until(lambda: are_replaced(url, before, [0]), "it is replaced")
         until(
-            lambda: everywhere(lambda: versions(url) == {0: "two", 1: "two"}),
+            lambda: everywhere(lambda: weight_versions(url) == {0: "two", 1: "two"}),
             "its successor has the weights of the others",
         )
         assert text(greedy(url, 0)) == texts["two"]

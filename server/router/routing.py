@@ -265,19 +265,17 @@ class PrefixAware:
             if hashes:
                 return _by_hash(loads, hashes)
             return self._least_loaded.choose(loads, unseen_front_ends=unseen_front_ends)
-        least = min(map(cost, loads))
-        near = [load for load in loads if cost(load) <= _bound(least, load.cached_tokens)]
+        costs = {load.rank: cost(load) for load in loads}
+        least = min(costs.values())
+        near = [load for load in loads if costs[load.rank] <= _bound(least, load.cached_tokens)]
         if unseen_front_ends:
             most = max(load.cached_tokens for load in near)
             holders = [load for load in near if load.cached_tokens == most]
             some = self._least_loaded.some
             near = [*some(near, unseen_front_ends), *some(holders, unseen_front_ends)]
-        best = min(near, key=_cost_less_cached)
+        weight = CACHED_WEIGHT / PREFILL_TOKENS_PER_REQUEST
+        best = min(near, key=lambda load: costs[load.rank] - weight * load.cached_tokens)
         return Choice(best.rank, "cached" if best.cached_tokens else "least_loaded")
-
-
-def _cost_less_cached(load: EngineLoad) -> float:
-    return cost(load) - CACHED_WEIGHT * load.cached_tokens / PREFILL_TOKENS_PER_REQUEST
 
 
 def _bound(least: float, cached_tokens: int) -> float:

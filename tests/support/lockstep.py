@@ -31,6 +31,11 @@ def infos(url: str) -> dict[int, dict[str, Any]]:
     return {each["rank"]: each["result"] for each in results if each["error"] is None}
 
 
+def weight_versions(url: str) -> dict[int, str]:
+    """Return which weights each engine computes with."""
+    return {rank: info["weight_version"] for rank, info in infos(url).items()}
+
+
 def _answers(url: str, name: str, rank: int | None) -> list[dict[str, Any]]:
     answers: list[dict[str, Any]] = call(f"{url}/admin/utilities", {"name": name, "rank": rank})[
         "answers"

@@ -7,7 +7,13 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.gemma2 import gemma_spec, gemma_weights
-from engine.models.families.reading import cap, integer, layer_windows, layered_ropes, number
+from engine.models.families.reading import (
+    cap,
+    integer,
+    layer_windows,
+    layered_ropes,
+    siglip_spec,
+)
 from engine.models.spec import ModelSpec, SiglipSpec, UnsupportedModel
 
 _VISION_DEFAULTS: dict[str, Any] = {
@@ -43,23 +49,14 @@ def _vision(config: Config) -> SiglipSpec | None:
     if own is None:
         return None
     given = {**_VISION_DEFAULTS, **own}
-    if given["num_channels"] != 3:
-        raise UnsupportedModel("config.json: num_channels of vision_config has to be 3")
     size, patch = integer(given, "image_size"), integer(given, "patch_size")
     tokens = integer({"mm_tokens_per_image": 256, **config}, "mm_tokens_per_image")
     side = isqrt(tokens)
     token = config.get("image_token_index", config.get("image_token_id", 262144))
-    spec = SiglipSpec(
+    spec = siglip_spec(
+        given,
         token_id=integer({"image_token_index": token}, "image_token_index"),
-        image_size=size,
-        patch_size=patch,
         scale_factor=max(1, size // patch // side),
-        hidden_size=integer(given, "hidden_size"),
-        intermediate_size=integer(given, "intermediate_size"),
-        num_layers=integer(given, "num_hidden_layers"),
-        num_heads=integer(given, "num_attention_heads"),
-        activation=given["hidden_act"],
-        eps=number(given, "layer_norm_eps", 1e-6),
         is_gemma=True,
     )
     if spec.max_tokens != tokens:

@@ -9,7 +9,15 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from engine.models.families.config import Config
-from engine.models.spec import ModelSpec, MoeSpec, NormSpec, RopeKind, RopeSpec, UnsupportedModel
+from engine.models.spec import (
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeKind,
+    RopeSpec,
+    SiglipSpec,
+    UnsupportedModel,
+)
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -52,6 +60,35 @@ def llama_spec(config: Config, *, rope: RopeSpec | None = None) -> ModelSpec:
         mlp_bias=bool(config.get("mlp_bias")),
         activation=read_activation(config, "hidden_act"),
         windows=(None,) * layers,
+    )
+
+
+def siglip_spec(
+    given: dict[str, Any], *, token_id: int, scale_factor: int, is_gemma: bool = False
+) -> SiglipSpec:
+    """Return a vision encoder of SigLIP's kind.
+
+    Args:
+        given: config.json's `vision_config`, with the defaults of its class.
+        token_id, scale_factor, is_gemma: see `SiglipSpec`.
+
+    Raises:
+        UnsupportedModel: images have not three channels, or a value is wrong.
+    """
+    if given["num_channels"] != 3:
+        raise UnsupportedModel("config.json: num_channels of vision_config has to be 3")
+    return SiglipSpec(
+        token_id=token_id,
+        image_size=integer(given, "image_size"),
+        patch_size=integer(given, "patch_size"),
+        scale_factor=scale_factor,
+        hidden_size=integer(given, "hidden_size"),
+        intermediate_size=integer(given, "intermediate_size"),
+        num_layers=integer(given, "num_hidden_layers"),
+        num_heads=integer(given, "num_attention_heads"),
+        activation=given["hidden_act"],
+        eps=number(given, "layer_norm_eps", 1e-6),
+        is_gemma=is_gemma,
     )
 
 

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import llama_weights
-from engine.models.families.reading import integer, llama_spec, number
+from engine.models.families.reading import integer, llama_spec, siglip_spec
 from engine.models.spec import ModelSpec, SiglipSpec, UnsupportedModel
 
 _TEXT_TYPES = (None, "llama", "smolvlm", "idefics3")
@@ -39,19 +39,10 @@ def _vision(config: Config) -> SiglipSpec | None:
     if own is None:
         return None
     given = {**_VISION_DEFAULTS, **own}
-    if given["num_channels"] != 3:
-        raise UnsupportedModel("config.json: num_channels of vision_config has to be 3")
-    spec = SiglipSpec(
+    spec = siglip_spec(
+        given,
         token_id=integer({"image_token_id": 128257, **config}, "image_token_id"),
-        image_size=integer(given, "image_size"),
-        patch_size=integer(given, "patch_size"),
         scale_factor=integer({"scale_factor": 2, **config}, "scale_factor"),
-        hidden_size=integer(given, "hidden_size"),
-        intermediate_size=integer(given, "intermediate_size"),
-        num_layers=integer(given, "num_hidden_layers"),
-        num_heads=integer(given, "num_attention_heads"),
-        activation=given["hidden_act"],
-        eps=number(given, "layer_norm_eps", 1e-6),
     )
     if not spec.num_tokens(spec.image_size, spec.image_size):
         raise UnsupportedModel(

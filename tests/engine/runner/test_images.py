@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from engine.shared.messages import EncoderInput
+from tests.engine.driver import Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.images import encoder_input
 from tests.engine.tiny_models import IMAGE_TOKEN
@@ -17,6 +19,22 @@ def text(prompt: MakePrompt, length: int) -> list[int]:
 
 def shown(count: int) -> list[int]:
     return [IMAGE_TOKEN] * count
+
+
+def logits_in_steps(
+    engine: Driver,
+    tokens: list[int],
+    images: list[EncoderInput],
+    chunks: tuple[int, ...],
+    cached: int,
+) -> torch.Tensor:
+    """Return the logits of a prompt: in chunks, or of what follows a cached prefix if any."""
+    engine.start(0, tokens, images=images)
+    if not cached:
+        return torch.cat([engine.logits({0: chunk}) for chunk in chunks])
+    engine.logits({0: len(tokens)})
+    engine.start(1, tokens, images=images, cached_blocks=engine.blocks[0][: cached // 8])
+    return engine.logits({1: len(tokens) - cached})
 
 
 @pytest.mark.parametrize("chunks", [(90,), (12, 3, 2, 1, 1, 71), (1,) * 90, (20, 20, 20, 30)])
@@ -83,14 +101,7 @@ def test_tokens_of_images_of_any_shape_have_rows_and_columns(
     tokens += shown(15) + text(prompt, 9)
     images = [wide, high, narrow]
     expected = model.logits_with_images(tokens, images)
-    engine = driver(model.directory)
-    engine.start(0, tokens, images=images)
-    if cached:
-        engine.logits({0: len(tokens)})
-        engine.start(1, tokens, images=images, cached_blocks=engine.blocks[0][: cached // 8])
-        logits = engine.logits({1: len(tokens) - cached})
-    else:
-        logits = torch.cat([engine.logits({0: chunk}) for chunk in chunks])
+    logits = logits_in_steps(driver(model.directory), tokens, images, chunks, cached)
     assert (logits - expected[cached:]).abs().max() < 1e-3
 
 
@@ -113,14 +124,7 @@ def test_tokens_of_images_of_gemma_see_all_of_their_image(
         for seed, position in ((1, 13), (2, 30), (1, 62))
     ]
     expected = model.logits_with_images(tokens, images)
-    engine = driver(model.directory)
-    engine.start(0, tokens, images=images)
-    if cached:
-        engine.logits({0: len(tokens)})
-        engine.start(1, tokens, images=images, cached_blocks=engine.blocks[0][: cached // 8])
-        logits = engine.logits({1: len(tokens) - cached})
-    else:
-        logits = torch.cat([engine.logits({0: chunk}) for chunk in chunks])
+    logits = logits_in_steps(driver(model.directory), tokens, images, chunks, cached)
     assert (logits - expected[cached:]).abs().max() < 1e-3
 
 
