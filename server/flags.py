@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from engine.shared.config import Section
 from engine.shared.settings import Setting, sections_of, settings_of, suggestion
 from engine.shared.version import SWELL_VERSION
+from server.vllm_flags import INSTEAD, NOT_NEEDED
 
 
 class Command(NamedTuple):
@@ -83,6 +84,9 @@ def parse(commands: Commands, argv: list[str]) -> dict[str, Any]:
         argv = [name, "--help"] if name else ["--help"]
     parser = build_parser(commands, only=name, everything=everything)
     arguments, unknown = parser.parse_known_args(argv)
+    for flag in [word for word in unknown if word in NOT_NEEDED]:
+        print(f"swell {name}: {flag} is not needed: {NOT_NEEDED[flag]}", file=sys.stderr)
+        unknown.remove(flag)
     if unknown:
         print(f"swell {name}: {_explain(commands, name, unknown)}", file=sys.stderr)
         sys.exit(2)
@@ -115,6 +119,8 @@ def _explain(commands: Commands, name: str, unknown: list[str]) -> str:
     flag = next((word.split("=")[0] for word in unknown if word.startswith("-")), None)
     if flag is None:
         return f"unexpected argument {unknown[0]}"
+    if flag in INSTEAD:
+        return f"{flag} is vLLM's: {INSTEAD[flag]}"
     known = [word for s in commands[name].settings for word in _flags_of(s)] + ["--config"]
     meant = suggestion(flag, known)
     others = [

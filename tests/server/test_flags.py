@@ -8,6 +8,7 @@ from engine.shared.settings import load
 from server.cli import COMMANDS
 from server.flags import COMMON, TUNING, build_parser, parse
 from server.ineffective import ineffective
+from server.vllm_flags import INSTEAD, NOT_NEEDED
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -26,6 +27,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("engine --conf x.yaml", "did you mean --config?"),
         ("engine --api-server-count 2", "it is a flag of `swell serve`, `swell api-server`,"),
         ("serve --frobnicate", "unknown flag --frobnicate (`swell serve --help-all` lists all)"),
+        ("serve m --num-gpu-blocks-override=9", "is vLLM's: use --num-kv-blocks"),
+        ("serve m --tokenizer other", "--tokenizer is vLLM's: the tokenizer is the model's own"),
         ("engine model another", "swell engine: unexpected argument another"),
         ("serve one --model another", "swell serve: one and --model another: give one of them"),
         ("srve", "swell: unknown command srve: did you mean serve?"),
@@ -36,6 +39,22 @@ def test_a_mistake_is_told_what_may_have_been_meant(
     capsys: pytest.CaptureFixture[str], argv: str, message: str
 ) -> None:
     assert message in refusal(capsys, *argv.split())
+
+
+def test_vllms_flags_for_what_is_always_so_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["serve", "m", "--trust-remote-code", "--max-num-seqs", "5", "--enable-chunked-prefill"]
+    assert parse(COMMANDS, argv)["max_num_seqs"] == "5"
+    assert capsys.readouterr().err.splitlines() == [
+        "swell serve: --trust-remote-code is not needed: code that comes with a model is never run",
+        "swell serve: --enable-chunked-prefill is not needed: long prompts are computed in chunks",
+    ]
+
+
+def test_advice_about_vllms_flags_names_flags_that_there_are() -> None:
+    known = {word for s in COMMANDS["serve"].settings for word in (s.flag, f"--no-{s.key}")}
+    named = re.findall(r"--[a-z-]+", " ".join([*INSTEAD.values(), *NOT_NEEDED.values()]))
+    assert set(named) <= known
+    assert not known & (INSTEAD.keys() | NOT_NEEDED.keys())
 
 
 def test_flags_are_not_abbreviated_so_that_a_new_one_changes_no_old_command(
