@@ -10,13 +10,13 @@ import pydantic_core
 import pytest
 
 from server import json_price
-from server.api import large_body
+from server.api import body as bodies
 from server.api.body import read_body
 from server.api.completions.schema import CompletionRequest
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
 from server.api.responses.parse import _content as content_of
 from server.api.responses.schema import ResponsesRequest
-from server.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
+from server.api.tokenize.schema import DetokenizeRequest
 from server.api.vectors.schema import ClassifyRequest, EmbeddingsRequest
 from server.errors import ApiError
 
@@ -122,8 +122,8 @@ def test_token_ids_are_read_in_parts(
     monkeypatch: pytest.MonkeyPatch, model: type[pydantic.BaseModel], field: str, text: str
 ) -> None:
     body = f'{{"model": "m", "{field}": {text}, "unknown": {IDS}}}'.encode()
-    monkeypatch.setattr(large_body, "_PART_BYTES", 1000)
-    monkeypatch.setattr(large_body, "LARGE", 5000)
+    monkeypatch.setattr(bodies, "_PART_BYTES", 1000)
+    monkeypatch.setattr(bodies, "LARGE", 5000)
     seen = shown_to(model, monkeypatch)
     read = asyncio.run(read_body(model, body))
     assert getattr(read, field) == json.loads(text)
@@ -169,17 +169,13 @@ def test_what_is_taken_does_not_depend_on_how_it_is_read(
             return str(error), error.param
 
     in_parts = outcome()
-    monkeypatch.setattr(large_body, "LARGE", 1 << 30)
+    monkeypatch.setattr(bodies, "LARGE", 1 << 30)
     assert in_parts == outcome()
 
 
-def test_a_long_list_of_numbers_where_a_text_should_be_is_not_made_objects_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen = shown_to(TokenizeRequest, monkeypatch)
-    message, param = refusal(TokenizeRequest, f'{{"prompt": {IDS}}}'.encode())
-    assert (message, param) == ("prompt: must be a string", "prompt")
-    assert sum(map(len, seen)) < 1000
+def test_a_list_of_nothing_but_blanks_is_empty() -> None:
+    blank = f'{{"prompt": [{" " * 70_000}]}}'.encode()
+    assert refusal(CompletionRequest, blank) == refusal(CompletionRequest, b'{"prompt": []}')
 
 
 def test_many_token_ids_that_are_named_are_all_read() -> None:
