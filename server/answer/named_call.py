@@ -7,10 +7,10 @@ function<｜tool▁sep｜>get_weather
 
 import re
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
+from server.answer.call_body import CallBody
 from server.answer.json_value import JsonValue
 from server.answer.loose_object import LooseObject
 from server.answer.parameters import Schemas
@@ -40,39 +40,30 @@ def known_name(name: str, functions: Schemas) -> str:
     return found[0] if found else bare or name
 
 
-class NamedCall:
+class NamedCall(CallBody):
     """Reads one call; up to `MAX_HEAD` characters may come before its arguments."""
 
     def __init__(
         self, functions: Schemas, accepts: Callable[[str], bool], style: NamedStyle
     ) -> None:
-        """Make a reader of one call.
-
-        Args:
-            functions: those of the request.
-            accepts: whether a name may be called.
-            style: what stands around the name.
-        """
-        self._functions = functions
-        self._accepts = accepts
+        """`style` says what stands around the name."""
+        super().__init__(functions, accepts)
         self._style = style
         self._value: JsonValue | LooseObject | None = None
-        self._arguments: list[str] = []
         self._may_be_empty = False
         """The separator has come: this is a call even if no arguments follow."""
-        self.candidate: str | None = None
-        """The name that was read, even if there may still be no call."""
-        self.name: str | None = None
-        self.raw = ""
-        self.state: Literal["open", "done", "broken", "refused"] = "open"
+        self._held = ""
+
+    @property
+    def raw(self) -> str:
+        return self._held
 
     def push(self, text: str) -> str:
-        """Add text; return what comes behind the call, or behind what could be one."""
         if self._value is None:
-            text, self.raw = self.raw + text, ""
+            text, self._held = self._held + text, ""
             start = self._arguments_start(text)
             if start is None and len(text) <= MAX_HEAD:
-                self.raw = text
+                self._held = text
                 return ""
             if start is None or not (text.startswith("{", start) or self._may_be_empty):
                 self.state = "broken"
@@ -90,12 +81,7 @@ class NamedCall:
         if self._value is None and self._may_be_empty:
             self.name = self.candidate
             self._arguments.append("{}")
-            self.raw, self.state = "", "done"
-
-    def take_arguments(self) -> str:
-        """Return the arguments' text that has come since this was last called."""
-        taken, self._arguments = "".join(self._arguments), []
-        return taken
+            self._held, self.state = "", "done"
 
     def _in_arguments(self, value: JsonValue | LooseObject, text: str) -> str:
         if isinstance(value, JsonValue):
