@@ -11,7 +11,7 @@ from fastapi import Response as HttpResponse
 
 from server.access.tenants import SCOPE_KEY
 from server.api.generation import Generation
-from server.api.rendering import event_frames
+from server.api.growing import event_frames
 from server.api.responses.events import ResponseFailed
 from server.api.responses.items import Response, ResponseError
 from server.api.responses.journal import Journal, told

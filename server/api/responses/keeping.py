@@ -11,7 +11,7 @@ import msgspec
 from pydantic import TypeAdapter
 
 from server.api.responses.items import Response
-from server.api.responses.render import ResponseBody, ResponseEvents, renderer
+from server.api.responses.render import ResponseRenderer, renderer
 from server.api.responses.schema import (
     ConversationName,
     InputItem,
@@ -94,7 +94,7 @@ class Keeping:
         self.name = uuid.uuid4().hex
         self.ended = False
         """Whether the final response has been stored."""
-        self._renderer: ResponseBody | ResponseEvents | None = None
+        self._renderer: ResponseRenderer | None = None
         self._own: list[dict[str, Any]] = []
         """The items that the request added, references replaced by what they refer to."""
         conversation = request.conversation
@@ -122,7 +122,7 @@ class Keeping:
 
     def renderer(
         self, body: ResponsesRequest, request: GenerationRequest, table: TokenTable
-    ) -> ResponseBody | ResponseEvents:
+    ) -> ResponseRenderer:
         """Return what shows the answer, which is stored under a name that cannot be guessed."""
         name = self.name if self.keeps else None
         self._renderer = renderer(body, request, table, name)
