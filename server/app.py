@@ -16,8 +16,8 @@ from server.api.completions import endpoint as completions
 from server.api.messages import endpoint as messages
 from server.api.meta import endpoint as meta
 from server.api.openapi import serve_document
-from server.api.responses import conversations, kept
 from server.api.responses import endpoint as responses
+from server.api.responses import stored
 from server.api.services import Services
 from server.api.status import endpoint as status
 from server.api.tokenize import endpoint as tokenize
@@ -67,7 +67,7 @@ def build_app(services: Services) -> FastAPI:
     app.state.services = services
     routers = [*ROUTERS]
     if services.store is not None:
-        routers += [kept.router, conversations.router]
+        routers.append(stored.router)
     if config.http.enable_tokenizer_info_endpoint:
         routers.append(meta.tokenizer_router)
     if access.has_admin:
