@@ -10,6 +10,10 @@ from msgspec import Meta
 from engine.shared.config import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
+class BenchError(Exception):
+    """The run cannot begin or go on; the message says why."""
+
+
 class TargetConfig(Section, frozen=True, kw_only=True):
     """Target"""
 

@@ -6,23 +6,20 @@ from itertools import accumulate
 from pathlib import Path
 
 from engine.shared.extras import install_command
+from server.bench.config import BenchError
 from server.bench.summary import Record, percentile
 
 _BINS = 60
-
-
-class PlotUnavailable(Exception):
-    """matplotlib is not installed."""
 
 
 def check_plotting() -> None:
     """Find out before a run that its plot can be drawn.
 
     Raises:
-        PlotUnavailable: matplotlib is not installed.
+        BenchError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotUnavailable(f"--plot needs matplotlib: {install_command('plot')}")
+        raise BenchError(f"--plot needs matplotlib: {install_command('plot')}")
 
 
 def token_times(record: Record) -> list[float]:

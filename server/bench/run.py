@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from server.bench import worker
-from server.bench.config import BenchConfig
+from server.bench.config import BenchConfig, BenchError
 from server.bench.connection import HttpClient
 from server.bench.datasets import make_prompts, request_body
 from server.bench.server_tokens import ServerTokens
@@ -33,10 +33,6 @@ _STOP_SECONDS = 5.0
 _decode = msgspec.msgpack.Decoder(WorkerMessage).decode
 
 
-class BenchError(Exception):
-    """The run cannot begin or go on; the message says why."""
-
-
 @dataclass
 class Progress:
     """What is known of a run so far."""
@@ -45,8 +41,6 @@ class Progress:
     started_at: float = 0.0
     """Monotonic time of the start of the measurement; 0 before."""
     records: list[Record] = field(default_factory=list)
-    details: dict[str, str] = field(default_factory=dict)
-    """Of every kind of failure, what was said once."""
     running: dict[int, int] = field(default_factory=dict)
     """Requests in flight, by process."""
     tokens: dict[int, int] = field(default_factory=dict)
@@ -119,8 +113,7 @@ async def make_bodies(config: BenchConfig) -> tuple[str, list[bytes]]:
     """Return the model's name and the bodies of all requests, those of the warm-up at the end.
 
     Raises:
-        BenchError: see `request_headers` and `extra_fields`.
-        DatasetError, TargetError: see `datasets.make_prompts`.
+        BenchError: see `request_headers`, `extra_fields` and `datasets.make_prompts`.
     """
     extra = extra_fields(config)
     client = HttpClient(base_address(config.target.address), request_headers(config))
@@ -234,7 +227,6 @@ def run(config: BenchConfig, watch: Watcher) -> Progress:
 
     Raises:
         BenchError: nothing could be measured.
-        DatasetError, TargetError: see `datasets.make_prompts`.
         ValueError: the address of the target is none.
     """
     progress = Progress(planned=config.workload.num_prompts)
@@ -306,7 +298,6 @@ def _collect(
         for index, message in workers.receive(_REFRESH_SECONDS):
             if isinstance(message, Report):
                 progress.records += message.records
-                progress.details |= message.details
                 progress.running[index] = message.running
                 progress.tokens[index] = message.tokens
             elif isinstance(message, Finished):

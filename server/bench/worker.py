@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import signal
 import time
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -14,7 +13,7 @@ import msgspec
 import uvloop
 
 from engine.shared.heap import settle_heap
-from server.bench.client import StreamResult, complete
+from server.bench.client import complete
 from server.bench.connection import HttpClient
 from server.bench.summary import ClientCost, Record, percentile
 
@@ -49,8 +48,6 @@ class Report(msgspec.Struct, tag=True):
     """What happened in one process since its last report."""
 
     records: list[Record]
-    details: dict[str, str]
-    """Of new kinds of failure, what was said."""
     running: int
     tokens: int
     """Output tokens so far; those of running requests by their deltas."""
@@ -103,17 +100,15 @@ class Sender:
         self._start = start
         self._client = HttpClient(plan.url, plan.headers, keep_alive=plan.keep_alive)
         self._records: list[Record] = []
-        self._details: dict[str, str] = {}
-        self._running: dict[int, StreamResult] = {}
+        self._running: dict[int, Record] = {}
         self._ended_tokens = 0
         self.deltas = 0
 
     def report(self) -> Report:
         """Return what is new, and forget it."""
         records, self._records = self._records, []
-        details, self._details = self._details, {}
-        running = sum(result.deltas for result in self._running.values())
-        return Report(records, details, len(self._running), self._ended_tokens + running)
+        running = sum(record.deltas for record in self._running.values())
+        return Report(records, len(self._running), self._ended_tokens + running)
 
     async def run(self) -> None:
         """Send all; requests that still run at the time limit are cut off and recorded as such."""
@@ -156,8 +151,9 @@ class Sender:
 
     async def _send(self, index: int) -> None:
         plan = self._plan
-        started = time.monotonic()
-        result = self._running[index] = StreamResult()
+        record = self._running[index] = Record(
+            index=index, scheduled=plan.schedule[index], started=time.monotonic() - self._start
+        )
         try:
             await complete(
                 self._client,
@@ -165,42 +161,20 @@ class Sender:
                 plan.bodies[index],
                 stream=plan.stream,
                 give_up_after=plan.request_timeout,
-                result=result,
+                record=record,
             )
-        except asyncio.CancelledError:
-            result.error, result.total = "cut_off", time.monotonic() - started
-            raise
         finally:
             del self._running[index]
-            self._keep(index, started, result)
-
-    def _keep(self, index: int, started: float, result: StreamResult) -> None:
-        self._ended_tokens += max(result.tokens, result.deltas)
-        self.deltas += result.deltas
-        if result.error is not None:
-            self._details[result.error] = result.detail
-        self._records.append(
-            Record(
-                index=index,
-                scheduled=self._plan.schedule[index],
-                started=started - self._start,
-                total=result.total,
-                first_token=result.first_token or None,
-                gaps=array("f", result.gaps).tobytes(),
-                prompt_tokens=result.prompt_tokens,
-                output_tokens=result.tokens,
-                status=result.status,
-                finish_reason=result.finish_reason,
-                error=result.error,
-            )
-        )
+            self._ended_tokens += max(record.output_tokens, record.deltas)
+            self.deltas += record.deltas
+            self._records.append(record)
 
 
 async def _warm_up(plan: WorkerPlan) -> WarmedUp:
     client = HttpClient(plan.url, plan.headers, keep_alive=plan.keep_alive)
     slots = asyncio.Semaphore(plan.slots or len(plan.warmups) or 1)
 
-    async def one(body: bytes) -> StreamResult:
+    async def one(body: bytes) -> Record:
         async with slots:
             return await complete(
                 client, plan.path, body, stream=plan.stream, give_up_after=plan.request_timeout
