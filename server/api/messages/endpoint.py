@@ -19,7 +19,7 @@ from server.api.openapi import (
 )
 from server.api.route import ModelRoute, json_response
 from server.api.services import ServicesDep
-from server.api.tokenize.count import count_tokens_of
+from server.api.tokenize import count_tokens_of
 from server.errors import ApiError, MessagesErrorResponse
 from server.http.call import Call
 

@@ -23,7 +23,7 @@ from server.api.responses.render import renderer
 from server.api.responses.schema import ItemReference, ResponsesRequest
 from server.api.route import ModelRoute, json_response
 from server.api.services import Services, ServicesDep
-from server.api.tokenize.count import count_tokens_of
+from server.api.tokenize import count_tokens_of
 from server.errors import ApiError, invalid
 from server.http.call import Call
 from server.store.service import ResponseStore

@@ -16,7 +16,7 @@ from server.api.completions.schema import CompletionRequest
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
 from server.api.responses.parse import _content as content_of
 from server.api.responses.schema import ResponsesRequest
-from server.api.tokenize.schema import DetokenizeRequest
+from server.api.tokenize import DetokenizeRequest
 from server.api.vectors.schema import ClassifyRequest, EmbeddingsRequest
 from server.errors import ApiError
 
