@@ -1,5 +1,6 @@
 """POST /tokenize and /detokenize, and how many tokens a conversation has as the model reads it."""
 
+from collections.abc import Callable
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -11,7 +12,7 @@ from server.api.media import with_counted_images
 from server.api.openapi import ENGINE_ERRORS, json_responses
 from server.api.route import ModelRoute, json_response
 from server.api.services import Services, ServicesDep
-from server.errors import invalid
+from server.errors import ApiError, invalid
 from server.generate.request import Conversation
 from server.generate.specification import conversation_text
 from server.limits import MAX_COUNTED_TOKENS, MAX_MESSAGES, MAX_TEMPLATE, MAX_TOOLS
@@ -124,15 +125,20 @@ async def detokenize(body: DetokenizeRequest, services: ServicesDep) -> Response
     return json_response(DetokenizeResponse(text))
 
 
-async def count_tokens_of(source: Conversation, services: Services, field: str) -> int:
+async def count_tokens_of(
+    source: Conversation, services: Services, field: str, blame: Callable[[ApiError], ApiError]
+) -> int:
     """Return the number of tokens of a conversation, which the field of the request has.
 
     Raises:
-        ApiError: the conversation is wrong, or too long to be counted.
+        ApiError: the conversation is wrong, or too long to be counted, as `blame` tells it.
     """
-    source = await with_counted_images(source, services)
-    text = await conversation_text(source, services.model)
-    return len(await tokenized(text, services, field, add_special_tokens=False))
+    try:
+        source = await with_counted_images(source, services)
+        text = await conversation_text(source, services.model)
+        return len(await tokenized(text, services, field, add_special_tokens=False))
+    except ApiError as error:
+        raise blame(error) from error
 
 
 async def tokenized(

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from server.bench import worker
-from server.bench.config import BenchConfig, BenchError
+from server.bench.config import BenchConfig, BenchError, base_address, request_headers
 from server.bench.connection import HttpClient
 from server.bench.datasets import make_prompts, request_body
 from server.bench.server_tokens import ServerTokens
@@ -71,28 +71,6 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     return [time * stretch for time in times]
 
 
-def base_address(url: str) -> str:
-    """Return an address to which paths like /v1/completions can be appended."""
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def request_headers(config: BenchConfig) -> dict[str, str]:
-    """Return the headers of every request.
-
-    Raises:
-        BenchError: a header is not NAME=VALUE.
-    """
-    headers = {}
-    if config.target.api_key:
-        headers["Authorization"] = f"Bearer {config.target.api_key}"
-    for word in config.target.header:
-        name, separator, value = word.partition("=")
-        if not (name and separator):
-            raise BenchError(f"--header {word}: expected NAME=VALUE")
-        headers[name] = value
-    return headers
-
-
 def extra_fields(config: BenchConfig) -> dict[str, Any]:
     """Return what is merged into every request body.
 
@@ -116,7 +94,7 @@ async def make_bodies(config: BenchConfig) -> tuple[str, list[bytes]]:
         BenchError: see `request_headers`, `extra_fields` and `datasets.make_prompts`.
     """
     extra = extra_fields(config)
-    client = HttpClient(base_address(config.target.address), request_headers(config))
+    client = HttpClient(base_address(config.target), request_headers(config.target))
     try:
         tokens = ServerTokens(client, config.target.model)
         model = await tokens.find_model()
@@ -138,17 +116,7 @@ def make_plans(config: BenchConfig, bodies: list[bytes]) -> list[WorkerPlan]:
     count = min(traffic.processes, limit or traffic.processes)
     return [
         WorkerPlan(
-            url=base_address(config.target.address),
-            path=(
-                "/v1/chat/completions"
-                if config.target.backend == "openai-chat"
-                else "/v1/completions"
-            ),
-            headers=request_headers(config),
-            stream=workload.stream,
-            keep_alive=traffic.keep_alive,
-            request_timeout=config.target.request_timeout,
-            time_limit=traffic.time_limit,
+            config=config,
             bodies=measured,
             schedule=schedule,
             warmups=warmups[index::count],

@@ -14,6 +14,7 @@ import uvloop
 
 from engine.shared.heap import settle_heap
 from server.bench.client import complete
+from server.bench.config import BenchConfig, base_address, request_headers
 from server.bench.connection import HttpClient
 from server.bench.summary import ClientCost, Record, percentile
 
@@ -25,13 +26,7 @@ _TICK_SECONDS = 0.02
 class WorkerPlan:
     """What one sending process has to do."""
 
-    url: str
-    path: str
-    headers: dict[str, str]
-    stream: bool
-    keep_alive: bool
-    request_timeout: float
-    time_limit: float
+    config: BenchConfig
     bodies: list[bytes]
     """Bodies of all requests of the run, whichever process sends them."""
     schedule: list[float]
@@ -42,6 +37,24 @@ class WorkerPlan:
     """Which requests this process sends if there is no limit of concurrency."""
     slots: int | None
     """How many requests it may have in flight; None for no limit."""
+
+    def client(self) -> HttpClient:
+        """Return connections to the server."""
+        target = self.config.target
+        keep_alive = self.config.traffic.keep_alive
+        return HttpClient(base_address(target), request_headers(target), keep_alive=keep_alive)
+
+    async def complete(self, client: HttpClient, body: bytes, record: Record) -> Record:
+        """Send one request; return its record."""
+        target = self.config.target
+        return await complete(
+            client,
+            "/v1/chat/completions" if target.backend == "openai-chat" else "/v1/completions",
+            body,
+            stream=self.config.workload.stream,
+            give_up_after=target.request_timeout,
+            record=record,
+        )
 
 
 class Report(msgspec.Struct, tag=True):
@@ -98,7 +111,7 @@ class Sender:
         self._plan = plan
         self._counter = counter
         self._start = start
-        self._client = HttpClient(plan.url, plan.headers, keep_alive=plan.keep_alive)
+        self._client = plan.client()
         self._records: list[Record] = []
         self._running: dict[int, Record] = {}
         self._ended_tokens = 0
@@ -115,7 +128,7 @@ class Sender:
         plan = self._plan
         limit = asyncio.get_running_loop().time() + (self._start - time.monotonic())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(limit + plan.time_limit):
+            async with asyncio.timeout_at(limit + plan.config.traffic.time_limit):
                 if plan.slots is None:
                     await self._send_when_due()
                 else:
@@ -155,14 +168,7 @@ class Sender:
             index=index, scheduled=plan.schedule[index], started=time.monotonic() - self._start
         )
         try:
-            await complete(
-                self._client,
-                plan.path,
-                plan.bodies[index],
-                stream=plan.stream,
-                give_up_after=plan.request_timeout,
-                record=record,
-            )
+            await plan.complete(self._client, plan.bodies[index], record)
         finally:
             del self._running[index]
             self._ended_tokens += max(record.output_tokens, record.deltas)
@@ -171,14 +177,12 @@ class Sender:
 
 
 async def _warm_up(plan: WorkerPlan) -> WarmedUp:
-    client = HttpClient(plan.url, plan.headers, keep_alive=plan.keep_alive)
+    client = plan.client()
     slots = asyncio.Semaphore(plan.slots or len(plan.warmups) or 1)
 
     async def one(body: bytes) -> Record:
         async with slots:
-            return await complete(
-                client, plan.path, body, stream=plan.stream, give_up_after=plan.request_timeout
-            )
+            return await plan.complete(client, body, Record())
 
     results = await asyncio.gather(*(one(body) for body in plan.warmups))
     client.close()

@@ -26,7 +26,6 @@ from server.api.responses.schema import (
     MessageContent,
     MessageItem,
     ReasoningItem,
-    RefusalContent,
     ResponsesRequest,
     TextFormat,
     ToolSearchCallItem,
@@ -42,6 +41,7 @@ from server.api.responses.tools import (
 from server.errors import ApiError, invalid
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
+from server.schema.messages import RefusalPart
 
 _SERVED_INCLUDES = {"message.output_text.logprobs"}
 _NOTHING_TO_ADD = {
@@ -67,14 +67,11 @@ def parse(
         ApiError: the request is wrong, or asks for what is not served; `param` names the field.
     """
     chat, blame = _as_chat(request, earlier)
-    try:
-        parsed = parse_chat(chat, model, max_model_len, blame)
-        if request.truncation == "auto":
-            (source,) = parsed.conversations
-            parsed.conversations = [msgspec.structs.replace(source, shortened=True)]
-        return parsed
-    except ApiError as error:
-        raise blame(error) from error
+    parsed = parse_chat(chat, model, max_model_len, blame)
+    if request.truncation == "auto":
+        (source,) = parsed.conversations
+        parsed.conversations = [msgspec.structs.replace(source, shortened=True)]
+    return parsed
 
 
 def parse_count(request: ResponsesRequest, earlier: int) -> tuple[Conversation, Blame]:
@@ -264,7 +261,7 @@ def _text(content: str | Sequence[MessageContent]) -> str:
     texts = []
     for part in content:
         match part:
-            case RefusalContent():
+            case RefusalPart():
                 texts.append(part.refusal)
             case MediaPart():
                 texts.append(f"[{part.type} omitted: it cannot be shown to this model]")
@@ -278,7 +275,7 @@ def _check_parts(
 ) -> None:
     for place, part in enumerate([] if isinstance(content, str) else content):
         field = f"input[{index}].content[{place}]"
-        if isinstance(part, RefusalContent) and not may_refuse:
+        if isinstance(part, RefusalPart) and not may_refuse:
             raise invalid(f"{field}: only messages of assistants may have a refusal", field)
         if isinstance(part, MediaPart):
             if may_refuse:
