@@ -9,8 +9,8 @@ from msgspec import UNSET
 from server.answer.json_value import is_object
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from server.api.chat.schema import ChatLogprob
-from server.api.chat.scores import chat_logprobs
 from server.api.growing import Growing
+from server.api.logprobs import chat_logprobs
 from server.api.responses import events
 from server.api.responses.events import ResponseEvent
 from server.api.responses.items import (
