@@ -5,6 +5,7 @@ function<｜tool▁sep｜>get_weather
 {"city": "Oslo"}
 """
 
+import json
 import re
 from collections.abc import Callable
 
@@ -12,12 +13,88 @@ import msgspec
 
 from server.answer.call_body import CallBody
 from server.answer.json_value import JsonValue
-from server.answer.loose_object import LooseObject
 from server.answer.parameters import Schemas
-from server.text.markers import MAX_HEAD
+from server.text.markers import MAX_HEAD, Until, certain_length, find_first
 
 _WORD = re.compile(r"[\w.:/-]+")
 _INDEX = re.compile(r":\d+$")
+# A text that is never closed is scanned once.
+_LOOSE_WORD = re.compile(r"(\"(?:\\.|[^\"\\])*+\"?)|([^\s{}\[\],:\"]+)(\s*:)?")
+
+
+class LooseObject:
+    """Reads an object as Gemma models write it: JSON without quotes, but for a mark around texts.
+
+    {city:<|"|>Oslo<|"|>,days:3}
+    """
+
+    def __init__(self, quote: str) -> None:
+        """`quote` stands around texts."""
+        self._quote = quote
+        self._marks = (quote, "{", "}", "[", "]")
+        self._text: Until | None = None
+        """The text that the object goes on in, if it does."""
+        self._structure: list[str] = []
+        """What has come since the last text."""
+        self._depth = 0
+        self._held = ""
+        self._json: list[str] = []
+        self.done = False
+
+    @property
+    def json(self) -> str:
+        """What has come, as JSON."""
+        return "".join([*self._json, _quoted("".join(self._structure))])
+
+    def push(self, text: str) -> str:
+        """Add text; return what comes behind the object."""
+        held, self._held = self._held + text, ""
+        while held and not self.done:
+            if self._text is not None:
+                found = self._text.push(held)
+                if found is None:
+                    return ""
+                self._json.append(json.dumps(found[0], ensure_ascii=False))
+                held, self._text = found[2], None
+                continue
+            mark = find_first(held, self._marks)
+            if mark is None:
+                length = certain_length(held, self._marks)
+                self._structure.append(held[:length])
+                self._held = held[length:]
+                return ""
+            start, character = mark
+            end = start + len(character)
+            if character == self._quote:
+                self._structure.append(held[:start])
+                self._json.append(_quoted("".join(self._structure)))
+                self._structure, self._text = [], Until([self._quote])
+            else:
+                self._structure.append(held[:end])
+                self._depth += 1 if character in "{[" else -1
+                self.done = not self._depth
+            held = held[end:]
+        return held
+
+
+def _quoted(structure: str) -> str:
+    """Return what stands between texts as JSON: words get quotes, but for JSON's own."""
+
+    def word(match: re.Match[str]) -> str:
+        quoted, text, colon = match.groups()
+        if quoted is not None or (colon is None and _is_json(text)):
+            return match[0]
+        return json.dumps(text, ensure_ascii=False) + (colon or "")
+
+    return _LOOSE_WORD.sub(word, structure)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 class NamedStyle(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,12 +7,13 @@ import msgspec
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from server.answer.injection import told
+from server.answer.tool_choice import ToolUse
 from server.api.media import with_counted_images
 from server.api.openapi import ENGINE_ERRORS, json_responses
 from server.api.route import ModelRoute, json_response
 from server.api.services import Services, ServicesDep
 from server.errors import ApiError, invalid
+from server.generate.prompts import rendered
 from server.generate.request import Conversation
 from server.generate.specification import conversation_text
 from server.limits import MAX_COUNTED_TOKENS, MAX_MESSAGES, MAX_TEMPLATE, MAX_TOOLS
@@ -21,7 +22,6 @@ from server.schema.fields import TokenIds
 from server.schema.messages import ChatMessage
 from server.schema.support import CHAT_TEMPLATE, NO_MEDIA, Rows, different
 from server.schema.tools import Tool
-from server.text.conversation import render_chat
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import check_vocabulary
 
@@ -92,17 +92,15 @@ async def tokenize(body: TokenizeRequest, services: ServicesDep) -> Response:
         if (placeholders := services.model.tokenizer.placeholders) is not None:
             text = placeholders.hide(text)
     else:
-        text = await render_chat(
-            services.model.tokenizer,
-            body.messages,
+        source = Conversation(
+            messages=body.messages,
             template=body.chat_template,
-            templates=services.model.templates,
+            template_arguments=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
-            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
-            told=told if services.model.formats.tells_tools else None,
-            arguments=body.chat_template_kwargs,
         )
+        shown = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+        text = await rendered(source, ToolUse(shown=shown), services.model)
         add_special_tokens = bool(body.add_special_tokens)
     field = "prompt" if body.messages is None else "messages"
     token_ids = await tokenized(text, services, field, add_special_tokens=add_special_tokens)

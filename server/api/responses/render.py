@@ -28,28 +28,15 @@ def growing_response(
     body: ResponsesRequest, request: GenerationRequest, table: TokenTable, name: str | None
 ) -> GrowingResponse:
     """Return the response to a request before there is any output; `name` as in `renderer`."""
-    response = begun_response(
-        body,
-        name or request.request_id,
-        request.created,
-        request.model,
-        temperature=request.sampling.temperature,
-        top_p=request.sampling.top_p,
-    )
+    response = begun_response(body, name or request.request_id, request.created, request.model)
+    response.temperature = request.sampling.temperature
+    response.top_p = request.sampling.top_p
     response.store = name is not None
     tools = {tool.function["name"]: tool for tool in offered_tools(body, 0)}
     return GrowingResponse(response, request, table, tools)
 
 
-def begun_response(
-    request: ResponsesRequest,
-    name: str,
-    created: int,
-    model: str,
-    *,
-    temperature: float,
-    top_p: float,
-) -> Response:
+def begun_response(request: ResponsesRequest, name: str, created: int, model: str) -> Response:
     """Return the response as it is before there is any output."""
 
     def sent(value: Any, default: Any) -> Any:
@@ -67,8 +54,8 @@ def begun_response(
         max_output_tokens=request.max_output_tokens,
         metadata=request.metadata or {},
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        temperature=temperature,
-        top_p=top_p,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
         top_logprobs=request.top_logprobs or 0,
         text=text,
         tool_choice=choice if isinstance(choice, str) else sent(choice, "auto"),
