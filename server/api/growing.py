@@ -44,9 +44,10 @@ class Growing(ABC, Generic[Answer, Item, Event]):
 
     def push(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta."""
-        begin = [] if self._begun else self._begin()
-        self._begun = True
-        return self.frames([*begin, *self._grow(delta)])
+        told = self._grow(delta)
+        if not self._begun:
+            self._begun, told = True, [*self._begin(), *told]
+        return self.frames(told)
 
     def complete(self, usage: Usage) -> Answer:
         """Return the whole answer, of which no more will come."""
@@ -74,6 +75,8 @@ class Growing(ABC, Generic[Answer, Item, Event]):
 
     def _grow(self, delta: Delta) -> list[Event]:
         """Add what is new of the answer; return what there is to tell."""
+        if delta.finish_reason is not None:
+            self._ends(delta)
         return [event for part in self._taken_apart(delta) for event in self._add(part)]
 
     @abstractmethod
@@ -87,6 +90,10 @@ class Growing(ABC, Generic[Answer, Item, Event]):
     @abstractmethod
     def _failed(self, error: ApiError) -> Event:
         """Return the last event of a stream in which something went wrong."""
+
+    @abstractmethod
+    def _ends(self, delta: Delta) -> None:
+        """Note how the answer ends, of which this is the last delta."""
 
     @abstractmethod
     def _add(self, part: Part) -> list[Event]:

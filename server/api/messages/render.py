@@ -54,14 +54,12 @@ class GrowingMessage(Growing[Message, ContentBlock, MessageEvent]):
     def _begin(self) -> list[MessageEvent]:
         return [MessageStart(self.answer)]
 
-    def _grow(self, delta: Delta) -> list[MessageEvent]:
+    def _ends(self, delta: Delta) -> None:
         message = self.answer
-        if delta.finish_reason is not None:
-            reasons: dict[str, StopReason | None] = {"abort": None, "length": "max_tokens"}
-            message.stop_reason = reasons.get(delta.finish_reason, "end_turn")
-            if isinstance(delta.stop_reason, str):
-                message.stop_reason, message.stop_sequence = "stop_sequence", delta.stop_reason
-        return super()._grow(delta)
+        reasons: dict[str | None, StopReason | None] = {"abort": None, "length": "max_tokens"}
+        message.stop_reason = reasons.get(delta.finish_reason, "end_turn")
+        if isinstance(delta.stop_reason, str):
+            message.stop_reason, message.stop_sequence = "stop_sequence", delta.stop_reason
 
     def _end(self) -> list[MessageEvent]:
         message = self.answer

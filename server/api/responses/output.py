@@ -9,7 +9,7 @@ from msgspec import UNSET
 from server.answer.json_value import is_object
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from server.api.chat.schema import ChatLogprob
-from server.api.growing import Growing
+from server.api.growing import Growing, event_frames
 from server.api.logprobs import chat_logprobs
 from server.api.responses import events
 from server.api.responses.events import ResponseEvent
@@ -128,9 +128,10 @@ class GrowingResponse(Growing[Response, OutputItem, ResponseEvent]):
         ]
 
     def _grow(self, delta: Delta) -> list[ResponseEvent]:
-        self._finish_reason = delta.finish_reason
         if delta.logprobs is None:
             return super()._grow(delta)
+        if delta.finish_reason is not None:
+            self._ends(delta)
         if self._reader is None:
             logprobs = self._shown(delta.logprobs)
             return self._add_content(delta.text, logprobs) if delta.text or logprobs else []
@@ -144,6 +145,9 @@ class GrowingResponse(Growing[Response, OutputItem, ResponseEvent]):
             else:
                 told += self._add(part)
         return told
+
+    def _ends(self, delta: Delta) -> None:
+        self._finish_reason = delta.finish_reason
 
     def _end(self) -> list[ResponseEvent]:
         response = self.answer
@@ -163,7 +167,7 @@ class GrowingResponse(Growing[Response, OutputItem, ResponseEvent]):
         for event in told:
             event.sequence_number = self._sequence_number
             self._sequence_number += 1
-        return super().frames(told)
+        return event_frames(told)
 
     def _add(self, part: Part) -> list[ResponseEvent]:
         match part:
