@@ -77,8 +77,8 @@ class TaggedCall(CallBody):
         self._json = JsonValue("{")
         self._is_empty = True
         """Nothing but blanks has come since the name."""
-        self._begun = False
-        """A parameter has come."""
+        self._closing = "{}"
+        """What the end of the call adds to the arguments; empty behind arguments in one piece."""
 
     @property
     def raw(self) -> str:
@@ -159,12 +159,12 @@ class TaggedCall(CallBody):
             self._held = self._held[certain_length(self._held, self._tags) :]
             return False
         start, tag = found
-        if tag == style.parameter:
+        if tag == style.parameter and self._closing:
             self._held = self._held[start + len(tag) :]
-            self._arguments += ["{"] if not self._begun else []
-            self._begun, self._step = True, self._in_parameter
+            self._arguments += ["{"] if self._closing == "{}" else []
+            self._closing, self._step = "}", self._in_parameter
             return True
-        self._arguments.append("}" if self._begun else "{}")
+        self._arguments.append(self._closing)
         self._held = self._held[start + (len(tag) if tag == style.call_end else 0) :]
         self.state = "done"
         return False
@@ -175,18 +175,8 @@ class TaggedCall(CallBody):
         self._arguments.append(self._held[:end])
         self._held = self._held[end:]
         if self._json.done:
-            self._step = self._behind_json
+            self._closing, self._is_empty, self._step = "", False, self._in_call
         return self._json.done
-
-    def _behind_json(self) -> bool:
-        found = find_first(self._held, self._tags)
-        if found is None:
-            self._held = self._held[certain_length(self._held, self._tags) :]
-            return False
-        start, tag = found
-        self._held = self._held[start + (len(tag) if tag == self._style.call_end else 0) :]
-        self.state = "done"
-        return False
 
     def _in_parameter(self) -> bool:
         """In a parameter's name. A line end ends it, too, if a value follows at once."""

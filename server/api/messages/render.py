@@ -122,6 +122,5 @@ def _object(text: str) -> msgspec.Raw | dict[str, object]:
 
 
 def _usage(usage: Usage) -> MessageUsage:
-    details = usage.prompt_tokens_details
-    cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
+    cached = usage.cached_tokens
     return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)

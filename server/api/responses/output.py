@@ -295,12 +295,10 @@ class GrowingResponse(Growing[Response, OutputItem, ResponseEvent]):
         return [] if scores is None else scores.content
 
     def _usage(self, usage: Usage) -> ResponseUsage:
-        details = usage.prompt_tokens_details
-        cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
         reasoning = 0 if self._reader is None else self._reader.reasoning_tokens
         return ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(cached),
+            InputTokensDetails(usage.cached_tokens),
             usage.completion_tokens,
             OutputTokensDetails(reasoning),
             usage.total_tokens,
