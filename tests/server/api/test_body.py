@@ -5,7 +5,6 @@ import json
 from collections.abc import Coroutine
 from typing import Any
 
-import pydantic
 import pydantic_core
 import pytest
 
@@ -19,9 +18,10 @@ from server.api.responses.schema import ResponsesRequest
 from server.api.tokenize import DetokenizeRequest
 from server.api.vectors.schema import ClassifyRequest, EmbeddingsRequest
 from server.errors import ApiError
+from server.schema.body import RequestBody
 
 
-def refusal(model: type[pydantic.BaseModel], body: bytes) -> tuple[str, str | None]:
+def refusal(model: type[RequestBody], body: bytes) -> tuple[str, str | None]:
     with pytest.raises(ApiError) as raised:
         asyncio.run(read_body(model, body))
     return str(raised.value), raised.value.param
@@ -32,7 +32,7 @@ def refusal(model: type[pydantic.BaseModel], body: bytes) -> tuple[str, str | No
 )
 @pytest.mark.parametrize("given", ['"other": 1', '"messages": []', '"model": "m"'])
 def test_a_large_body_without_a_field_is_refused_as_a_small_one(
-    model: type[pydantic.BaseModel], given: str
+    model: type[RequestBody], given: str
 ) -> None:
     large = "[" + "300," * 20_000 + "300]"
     small, padded = f"{{{given}}}", f'{{{given}, "unknown": {large}}}'
@@ -81,12 +81,12 @@ IDS = "[" + "300, " * 20_000 + "7]"
 LISTS = "[" + f"[{'12,' * 2_000}3]," * 20 + "[4]]"
 
 
-def shown_to(model: type[pydantic.BaseModel], monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+def shown_to(model: type[RequestBody], monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Return a list to which every text is added that is validated."""
     seen: list[bytes] = []
     check = model.model_validate_json
 
-    def noted(text: bytes) -> pydantic.BaseModel:
+    def noted(text: bytes) -> RequestBody:
         seen.append(text)
         return check(text)
 
@@ -119,7 +119,7 @@ async def turns_of(reading: Coroutine[Any, Any, object]) -> int:
     ],
 )
 def test_token_ids_are_read_in_parts(
-    monkeypatch: pytest.MonkeyPatch, model: type[pydantic.BaseModel], field: str, text: str
+    monkeypatch: pytest.MonkeyPatch, model: type[RequestBody], field: str, text: str
 ) -> None:
     body = f'{{"model": "m", "{field}": {text}, "unknown": {IDS}}}'.encode()
     monkeypatch.setattr(bodies, "_PART_BYTES", 1000)
@@ -192,7 +192,7 @@ def test_many_token_ids_that_are_named_are_all_read() -> None:
     ],
 )
 def test_an_error_repeats_no_more_than_the_beginning_of_a_long_type(
-    model: type[pydantic.BaseModel], field: str, rest: dict[str, Any]
+    model: type[RequestBody], field: str, rest: dict[str, Any]
 ) -> None:
     long = {"type": "t" * 10_000}
     given = [long] if field == "input" else [{"role": "user", "content": [long]}]
