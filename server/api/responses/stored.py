@@ -15,9 +15,8 @@ from server.api.openapi import ENGINE_ERRORS, json_responses
 from server.api.responses.items import Conversation, Deleted, ItemList, OutputMessage, Response
 from server.api.responses.journal import as_failed, told
 from server.api.responses.keeping import (
+    ID_PREFIXES,
     TOO_MANY_IN_BACKGROUND,
-    is_conversation,
-    is_response,
     kept,
     kept_item,
     now,
@@ -248,7 +247,7 @@ async def _found(
     """
     kind = "response" if "response_id" in request.path_params else "conversation"
     found = None
-    if is_response(id_) if kind == "response" else is_conversation(id_):
+    if id_.startswith(ID_PREFIXES[kind]):
         found = await _asked(services, request, query, id_, *args)
     if found is None or found is False:
         raise _not_found(kind, id_)
