@@ -23,7 +23,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.running_stack import RunningStack
-from server.bench.client import StreamResult, stream_many
+from benchmarks.streams import stream_many
+from server.bench.summary import Record
 
 MODEL = "swell-shakespeare"
 WORDS = ("love", "king", "night", "sword", "honour", "crown", "sweet", "death", "ghost", "rose")
@@ -88,15 +89,15 @@ async def measure(url: str, load: Load) -> Measured:
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, for example: {failed[0]}")
     return Measured(
-        rate=sum(result.tokens for result in results) / elapsed,
-        first_token=statistics.mean(result.first_token for result in results),
+        rate=sum(result.output_tokens for result in results) / elapsed,
+        first_token=statistics.mean(result.first_token or 0.0 for result in results),
         per_token=statistics.mean(_per_token(result) for result in results),
         seconds=statistics.mean(result.total for result in results),
     )
 
 
-def _per_token(result: StreamResult) -> float:
-    return (result.total - result.first_token) / max(1, result.tokens - 1)
+def _per_token(result: Record) -> float:
+    return (result.total - (result.first_token or 0.0)) / max(1, result.output_tokens - 1)
 
 
 def policies(options: argparse.Namespace) -> dict[str, list[str]]:

@@ -30,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.running_stack import RunningStack
-from server.bench.client import StreamResult, complete
+from server.bench.client import complete
 from server.bench.connection import HttpClient
+from server.bench.summary import Record
 
 WORDS = ["love", "death", "king", "crown", "night", "sword", "blood", "fool", "ghost", "storm"]
 OTHERS = 7
@@ -47,13 +48,13 @@ SERVE = ("--data-parallel-size", "2", "--api-server-count", "2")
 class Phase:
     """What became of the requests of one phase."""
 
-    results: dict[str, list[StreamResult]] = field(default_factory=dict)
+    results: dict[str, list[Record]] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
 
     def first_tokens(self, tenants: Sequence[str]) -> list[float]:
         """Return the times to the first token of some tenants' requests, in order."""
         found = [each for tenant in tenants for each in self.results.get(tenant, ())]
-        return sorted(each.first_token for each in found if each.error is None)
+        return sorted(each.first_token or 0.0 for each in found if each.error is None)
 
     def failures(self, tenants: Sequence[str]) -> int:
         """Return how many requests of some tenants failed."""
@@ -95,7 +96,7 @@ def hostile_body(rng: random.Random) -> dict[str, Any]:
 _LONG = text(random.Random(0), 500)
 
 
-async def send(url: str, key: str, body: dict[str, Any], seconds: float) -> StreamResult:
+async def send(url: str, key: str, body: dict[str, Any], seconds: float) -> Record:
     """Stream one completion on a connection of its own."""
     client = HttpClient(url, {"Authorization": f"Bearer {key}"}, keep_alive=False)
     whole = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -107,7 +108,7 @@ async def polite(url: str, tenant: str, phase: Phase, rate: float, until: float)
     """Send requests at random times, however long they take."""
     rng = random.Random(f"{tenant} {until}")
     results = phase.results.setdefault(tenant, [])
-    sent: list[asyncio.Task[StreamResult]] = []
+    sent: list[asyncio.Task[Record]] = []
     while (pause := rng.expovariate(rate)) + time.monotonic() < until:
         await asyncio.sleep(pause)
         sent.append(asyncio.create_task(send(url, tenant, polite_body(rng), 60)))

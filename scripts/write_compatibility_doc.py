@@ -8,7 +8,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from server.api.compatibility import rows_of
-from server.api.responses import conversations
+from server.api.responses import stored
 from server.app import ROUTERS
 
 TARGET = Path(__file__).parent.parent / "docs" / "compatibility.md"
@@ -35,7 +35,7 @@ bodies of the endpoint whose fields a request has.
 def documented() -> dict[type[BaseModel], list[str]]:
     """Return the paths that take each body; those that take several are not among them."""
     found: dict[type[BaseModel], list[str]] = {}
-    for router in (*ROUTERS, conversations.router):
+    for router in (*ROUTERS, stored.router):
         for route in router.routes:
             field = route.body_field if isinstance(route, APIRoute) else None
             body: Any = None if field is None else field.field_info.annotation

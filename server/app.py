@@ -8,19 +8,16 @@ from starlette.exceptions import HTTPException
 
 from engine.shared.version import SWELL_VERSION
 from server.access.guards import install
-from server.api import docs_page, invocations
+from server.api import docs_page, invocations, meta, status, tokenize
 from server.api.admin import endpoint as admin
 from server.api.admin import lora, operators, trainer, weights
 from server.api.chat import endpoint as chat
 from server.api.completions import endpoint as completions
 from server.api.messages import endpoint as messages
-from server.api.meta import endpoint as meta
 from server.api.openapi import serve_document
-from server.api.responses import conversations, kept
 from server.api.responses import endpoint as responses
+from server.api.responses import stored
 from server.api.services import Services
-from server.api.status import endpoint as status
-from server.api.tokenize import endpoint as tokenize
 from server.api.vectors import endpoint as vectors
 from server.api.vectors import scores
 from server.errors import ApiError
@@ -67,7 +64,7 @@ def build_app(services: Services) -> FastAPI:
     app.state.services = services
     routers = [*ROUTERS]
     if services.store is not None:
-        routers += [kept.router, conversations.router]
+        routers.append(stored.router)
     if config.http.enable_tokenizer_info_endpoint:
         routers.append(meta.tokenizer_router)
     if access.has_admin:

@@ -188,7 +188,7 @@ class AsyncLLM:
     async def _parts(self, path: str, fields: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """Call an endpoint as a server would; yield the parts of its answer."""
         body = msgspec.json.encode(fields)
-        parts: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue(1)
+        parts: asyncio.Queue[MutableMapping[str, Any] | Exception] = asyncio.Queue(1)
         sent = False
         left = asyncio.Event()
 
@@ -214,11 +214,22 @@ class AsyncLLM:
             "server": None,
             "state": {},
         }
-        task = asyncio.ensure_future(self._app(scope, receive, parts.put))
+
+        async def serve() -> None:
+            ended = Exception("the endpoint sent no answer")
+            try:
+                await self._app(scope, receive, parts.put)
+            except Exception as error:
+                ended = error
+            await parts.put(ended)
+
+        task = asyncio.ensure_future(serve())
         try:
             status, refusal = 200, b""
             while True:
-                part = await _first(parts.get(), task)
+                part = await parts.get()
+                if isinstance(part, Exception):
+                    raise part
                 if part["type"] == "http.response.start":
                     status = part["status"]
                     continue
@@ -335,22 +346,3 @@ def _check_alone(config: ServeConfig) -> None:
         )
     if config.lora.enable_lora:
         raise settings.SettingsError("enable_lora is for swell serve, whose coordinator loads them")
-
-
-async def _first(
-    wanted: Coroutine[Any, Any, MutableMapping[str, Any]], task: "asyncio.Future[None]"
-) -> MutableMapping[str, Any]:
-    """Return what an endpoint sends next.
-
-    Raises:
-        Exception: it ended without.
-    """
-    part = asyncio.ensure_future(wanted)
-    try:
-        ends: set[asyncio.Future[Any]] = {part, task}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if not part.done():
-            task.result()
-        return await asyncio.wait_for(part, 1.0)  # it may have come together with the end
-    finally:
-        part.cancel()

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from server.bench.client import stream_completion, stream_many
+from benchmarks.streams import stream_completion, stream_many
 from tests.support.commands import SWELL, run_swell
 from tests.support.http import Answer, call, complete, completion, everywhere, fetch
 from tests.support.idle import until_idle
@@ -54,7 +54,7 @@ def test_200_streams_complete_with_exact_counts(stack: RunningStack) -> None:
         bodies, asyncio.run(stream_many(url, bodies, concurrency=200)), strict=True
     ):
         assert result.status == 200
-        assert result.tokens == body["max_tokens"]
+        assert result.output_tokens == body["max_tokens"]
         assert result.finish_reason == "length"
     assert total(stack.url, "routing_decisions_total") - before == 200
     until(lambda: metric(stack.url, "engines_running")[""] == 0, "the engines pause")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from server.bench.client import stream_many
+from benchmarks.streams import stream_many
 from tests.support.http import MODEL, Answer, fetch
 from tests.support.metrics import num_running
 from tests.support.waiting import until
@@ -55,7 +55,7 @@ def test_what_kills_engines_takes_no_innocent_request_with_it(
             answer = await asyncio.to_thread(fetch, f"{url}/v1/completions", killer, timeout=240)
             for result in await streams:
                 assert (result.status, result.finish_reason) == (200, "length")
-                assert result.tokens == INNOCENT_TOKENS
+                assert result.output_tokens == INNOCENT_TOKENS
             return answer
 
         answer = asyncio.run(load())

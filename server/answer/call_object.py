@@ -2,16 +2,18 @@
 
 import json
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
+from server.answer.call_body import CallBody
 from server.answer.json_value import JsonValue, is_unicode, json_text
+from server.answer.parameters import Schemas
 
 _WHITESPACE = " \t\r\n"
 _NAME_KEYS = ("name", "tool_name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-class CallObject:
+class CallObject(CallBody):
     """Reads `{"name": ..., "arguments": {...}}` piece by piece.
 
     The call is known (`name` is set) once both its name and the beginning of its arguments have
@@ -20,36 +22,23 @@ class CallObject:
     """
 
     def __init__(
-        self, *, accepts: Callable[[str], bool] = bool, arguments_required: bool = False
+        self, functions: Schemas, accepts: Callable[[str], bool], *, arguments_required: bool
     ) -> None:
-        """Make a reader of one object.
-
-        Args:
-            accepts: whether a name may be called.
-            arguments_required: an object without arguments is no call.
-        """
-        self._accepts = accepts
+        """With `arguments_required` an object without arguments is no call."""
+        super().__init__(functions, accepts)
         self._arguments_required = arguments_required
         self._expect: Callable[[str, int], int] = self._object_begin
         self._value: JsonValue | None = None
         self._text: list[str] = []
         self._key = ""
-        self.candidate: str | None = None
-        """The name that was read, even if there may still be no call."""
-        self._arguments: list[str] = []
-        """What has come of the arguments and has not been taken."""
         self._has_arguments = False
         self._raw: list[str] = []
-        self.name: str | None = None
-        self.state: Literal["open", "done", "broken", "refused"] = "open"
 
     @property
     def raw(self) -> str:
-        """What was read before the call was known."""
         return "".join(self._raw)
 
     def push(self, text: str) -> str:
-        """Add text; return what comes behind the object, or behind what could be one."""
         position = 0
         while position < len(text) and self.state == "open":
             position = self._expect(text, position)
@@ -58,16 +47,6 @@ class CallObject:
         if self.state == "done" and self.candidate is not None:
             self._end_without_arguments()
         return text[position:]
-
-    def finish(self) -> None:
-        """End: an object that has not ended stays as it is."""
-
-    def take_arguments(self) -> str:
-        """Return the arguments' text that has come since this was last called."""
-        if self.name is None:
-            return ""
-        taken, self._arguments = "".join(self._arguments), []
-        return taken
 
     # Each of these looks at the text from a position on, and returns the next position.
 

@@ -6,10 +6,10 @@ tags, or Python.
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
 
 import msgspec
 
+from server.answer.call_body import CallBody
 from server.answer.call_object import CallObject
 from server.answer.json_value import JsonValue
 from server.answer.parameters import Schemas
@@ -22,40 +22,6 @@ _MAX_NAME = 80
 """Characters of a name without a start before it, and of the blanks behind it."""
 _LAST_WORD = re.compile(rf"([\w.-]{{1,{_MAX_NAME}}})(\s{{0,{_MAX_NAME}}})$")
 _NO_OBJECT = re.compile(r"[^\s\"]")
-
-
-class CallBody(Protocol):
-    """Reads one call.
-
-    Its name is set once it is certain that there is a call. Where it breaks, or whether it is
-    done, does not depend on how the text was cut.
-    """
-
-    name: str | None
-    state: Literal["open", "done", "broken", "refused"]
-    """broken: this is no call; refused: a JSON object, of a function that may not be called."""
-
-    @property
-    def raw(self) -> str:
-        """What was taken before the name was set."""
-        ...
-
-    @property
-    def candidate(self) -> str | None:
-        """The name that was read, even if there may still be no call."""
-        ...
-
-    def push(self, text: str) -> str:
-        """Add text; return what comes behind the call, or behind what could be one."""
-        ...
-
-    def take_arguments(self) -> str:
-        """Return the arguments' text that has come since this was last called."""
-        ...
-
-    def finish(self) -> None:
-        """End: a call whose arguments can only be missing is done."""
-        ...
 
 
 MakeBody = Callable[[Schemas, Callable[[str], bool]], CallBody]
@@ -239,7 +205,7 @@ class CallsParser:
         accepts = self._allows if is_strict else bool
         if self._style.body is None or first == "{":
             required = is_strict and first == "{"
-            self._body = CallObject(accepts=accepts, arguments_required=required)
+            self._body = CallObject(self._schemas, accepts, arguments_required=required)
         else:
             self._body = self._style.body(self._schemas, accepts)
         self._begun = False

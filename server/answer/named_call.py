@@ -5,19 +5,96 @@ function<｜tool▁sep｜>get_weather
 {"city": "Oslo"}
 """
 
+import json
 import re
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
+from server.answer.call_body import CallBody
 from server.answer.json_value import JsonValue
-from server.answer.loose_object import LooseObject
 from server.answer.parameters import Schemas
-from server.text.markers import MAX_HEAD
+from server.text.markers import MAX_HEAD, Until, certain_length, find_first
 
 _WORD = re.compile(r"[\w.:/-]+")
 _INDEX = re.compile(r":\d+$")
+# A text that is never closed is scanned once.
+_LOOSE_WORD = re.compile(r"(\"(?:\\.|[^\"\\])*+\"?)|([^\s{}\[\],:\"]+)(\s*:)?")
+
+
+class LooseObject:
+    """Reads an object as Gemma models write it: JSON without quotes, but for a mark around texts.
+
+    {city:<|"|>Oslo<|"|>,days:3}
+    """
+
+    def __init__(self, quote: str) -> None:
+        """`quote` stands around texts."""
+        self._quote = quote
+        self._marks = (quote, "{", "}", "[", "]")
+        self._text: Until | None = None
+        """The text that the object goes on in, if it does."""
+        self._structure: list[str] = []
+        """What has come since the last text."""
+        self._depth = 0
+        self._held = ""
+        self._json: list[str] = []
+        self.done = False
+
+    @property
+    def json(self) -> str:
+        """What has come, as JSON."""
+        return "".join([*self._json, _quoted("".join(self._structure))])
+
+    def push(self, text: str) -> str:
+        """Add text; return what comes behind the object."""
+        held, self._held = self._held + text, ""
+        while held and not self.done:
+            if self._text is not None:
+                found = self._text.push(held)
+                if found is None:
+                    return ""
+                self._json.append(json.dumps(found[0], ensure_ascii=False))
+                held, self._text = found[2], None
+                continue
+            mark = find_first(held, self._marks)
+            if mark is None:
+                length = certain_length(held, self._marks)
+                self._structure.append(held[:length])
+                self._held = held[length:]
+                return ""
+            start, character = mark
+            end = start + len(character)
+            if character == self._quote:
+                self._structure.append(held[:start])
+                self._json.append(_quoted("".join(self._structure)))
+                self._structure, self._text = [], Until([self._quote])
+            else:
+                self._structure.append(held[:end])
+                self._depth += 1 if character in "{[" else -1
+                self.done = not self._depth
+            held = held[end:]
+        return held
+
+
+def _quoted(structure: str) -> str:
+    """Return what stands between texts as JSON: words get quotes, but for JSON's own."""
+
+    def word(match: re.Match[str]) -> str:
+        quoted, text, colon = match.groups()
+        if quoted is not None or (colon is None and _is_json(text)):
+            return match[0]
+        return json.dumps(text, ensure_ascii=False) + (colon or "")
+
+    return _LOOSE_WORD.sub(word, structure)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 class NamedStyle(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,39 +117,30 @@ def known_name(name: str, functions: Schemas) -> str:
     return found[0] if found else bare or name
 
 
-class NamedCall:
+class NamedCall(CallBody):
     """Reads one call; up to `MAX_HEAD` characters may come before its arguments."""
 
     def __init__(
         self, functions: Schemas, accepts: Callable[[str], bool], style: NamedStyle
     ) -> None:
-        """Make a reader of one call.
-
-        Args:
-            functions: those of the request.
-            accepts: whether a name may be called.
-            style: what stands around the name.
-        """
-        self._functions = functions
-        self._accepts = accepts
+        """`style` says what stands around the name."""
+        super().__init__(functions, accepts)
         self._style = style
         self._value: JsonValue | LooseObject | None = None
-        self._arguments: list[str] = []
         self._may_be_empty = False
         """The separator has come: this is a call even if no arguments follow."""
-        self.candidate: str | None = None
-        """The name that was read, even if there may still be no call."""
-        self.name: str | None = None
-        self.raw = ""
-        self.state: Literal["open", "done", "broken", "refused"] = "open"
+        self._held = ""
+
+    @property
+    def raw(self) -> str:
+        return self._held
 
     def push(self, text: str) -> str:
-        """Add text; return what comes behind the call, or behind what could be one."""
         if self._value is None:
-            text, self.raw = self.raw + text, ""
+            text, self._held = self._held + text, ""
             start = self._arguments_start(text)
             if start is None and len(text) <= MAX_HEAD:
-                self.raw = text
+                self._held = text
                 return ""
             if start is None or not (text.startswith("{", start) or self._may_be_empty):
                 self.state = "broken"
@@ -90,12 +158,7 @@ class NamedCall:
         if self._value is None and self._may_be_empty:
             self.name = self.candidate
             self._arguments.append("{}")
-            self.raw, self.state = "", "done"
-
-    def take_arguments(self) -> str:
-        """Return the arguments' text that has come since this was last called."""
-        taken, self._arguments = "".join(self._arguments), []
-        return taken
+            self._held, self.state = "", "done"
 
     def _in_arguments(self, value: JsonValue | LooseObject, text: str) -> str:
         if isinstance(value, JsonValue):

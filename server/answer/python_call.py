@@ -7,8 +7,8 @@ import ast
 import keyword
 import re
 from collections.abc import Callable
-from typing import Literal
 
+from server.answer.call_body import CallBody
 from server.answer.json_value import json_text
 from server.answer.parameters import Schemas
 from server.answer.python_value import MAX_CHARACTERS, literal, parsed
@@ -37,7 +37,7 @@ def _fixed(match: re.Match[str]) -> str:
     return match[0] + _SUFFIX if match["keyword"] is not None else ""
 
 
-class PythonCall:
+class PythonCall(CallBody):
     """Reads one call, which is known when it is complete.
 
     Since nothing else marks it, its arguments have to be literals. Those without a name are the
@@ -45,25 +45,16 @@ class PythonCall:
     """
 
     def __init__(self, functions: Schemas, accepts: Callable[[str], bool]) -> None:
-        """`accepts` says whether a name may be called."""
-        self._functions = functions
-        self._accepts = accepts
+        super().__init__(functions, accepts)
         self._pieces: list[str] = []
         self._length = 0
         self._scan: _Scan | None = None
-        self._arguments = ""
-        self.candidate: str | None = None
-        """The name that was read, even if there may still be no call."""
-        self.name: str | None = None
-        self.state: Literal["open", "done", "broken", "refused"] = "open"
 
     @property
     def raw(self) -> str:
-        """What was taken."""
         return "".join(self._pieces)
 
     def push(self, text: str) -> str:
-        """Add text; return what comes behind the call, or behind what could be one."""
         if self._scan is None:
             text, self._pieces = self.raw + text, []
             start = self._begin(text)
@@ -84,16 +75,8 @@ class PythonCall:
         arguments = self._parsed("".join(self._pieces[1:])) if is_whole else None
         self.state = "broken" if arguments is None else "done"
         if arguments is not None:
-            self.name, self._arguments = self.candidate, arguments
+            self.name, self._arguments = self.candidate, [arguments]
         return text[end:]
-
-    def finish(self) -> None:
-        """End: a call that has not ended is none."""
-
-    def take_arguments(self) -> str:
-        """Return the arguments' text that has come since this was last called."""
-        taken, self._arguments = self._arguments, ""
-        return taken
 
     def _begin(self, text: str) -> int:
         """Return where the arguments' bracket stands, -1 as long as it does not."""

@@ -9,10 +9,10 @@ Oslo
 
 import re
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
+from server.answer.call_body import CallBody
 from server.answer.json_value import JsonValue
 from server.answer.named_call import known_name
 from server.answer.parameters import Parameters, Schemas
@@ -46,21 +46,13 @@ class TaggedStyle(msgspec.Struct, frozen=True, kw_only=True):
     """One line end at each side of a value is no part of it."""
 
 
-class TaggedCall:
+class TaggedCall(CallBody):
     """Reads one call; its arguments come parameter by parameter."""
 
     def __init__(
         self, functions: Schemas, accepts: Callable[[str], bool], style: TaggedStyle
     ) -> None:
-        """Make a reader of one call.
-
-        Args:
-            functions: those of the request.
-            accepts: whether a name may be called.
-            style: the tags.
-        """
-        self._functions = functions
-        self._accepts = accepts
+        super().__init__(functions, accepts)
         self._style = style
         begins = tuple(filter(None, (*style.starts, style.call)))
         ends = tuple(filter(None, (style.call_end, *style.around)))
@@ -85,21 +77,14 @@ class TaggedCall:
         self._json = JsonValue("{")
         self._is_empty = True
         """Nothing but blanks has come since the name."""
-        self._begun = False
-        """A parameter has come."""
-        self._arguments: list[str] = []
-        self.candidate: str | None = None
-        """The name that was read, even if there may still be no call."""
-        self.name: str | None = None
-        self.state: Literal["open", "done", "broken", "refused"] = "open"
+        self._closing = "{}"
+        """What the end of the call adds to the arguments; empty behind arguments in one piece."""
 
     @property
     def raw(self) -> str:
-        """What was taken before the name was certain."""
         return self._held if self.name is None and self.state == "open" else ""
 
     def push(self, text: str) -> str:
-        """Add text; return what comes behind the call, or behind what could be one."""
         self._held += text
         while self.state == "open" and self._step():
             pass
@@ -113,11 +98,6 @@ class TaggedCall:
         if self._step == self._maybe_end:
             self._end_value()
             self._arguments += [] if self._end == self._style.parameter_end else ["}"]
-
-    def take_arguments(self) -> str:
-        """Return the arguments' text that has come since this was last called."""
-        taken, self._arguments = "".join(self._arguments), []
-        return taken
 
     # Each step takes the next piece off the held text and returns whether there may be another.
 
@@ -179,12 +159,12 @@ class TaggedCall:
             self._held = self._held[certain_length(self._held, self._tags) :]
             return False
         start, tag = found
-        if tag == style.parameter:
+        if tag == style.parameter and self._closing:
             self._held = self._held[start + len(tag) :]
-            self._arguments += ["{"] if not self._begun else []
-            self._begun, self._step = True, self._in_parameter
+            self._arguments += ["{"] if self._closing == "{}" else []
+            self._closing, self._step = "}", self._in_parameter
             return True
-        self._arguments.append("}" if self._begun else "{}")
+        self._arguments.append(self._closing)
         self._held = self._held[start + (len(tag) if tag == style.call_end else 0) :]
         self.state = "done"
         return False
@@ -195,18 +175,8 @@ class TaggedCall:
         self._arguments.append(self._held[:end])
         self._held = self._held[end:]
         if self._json.done:
-            self._step = self._behind_json
+            self._closing, self._is_empty, self._step = "", False, self._in_call
         return self._json.done
-
-    def _behind_json(self) -> bool:
-        found = find_first(self._held, self._tags)
-        if found is None:
-            self._held = self._held[certain_length(self._held, self._tags) :]
-            return False
-        start, tag = found
-        self._held = self._held[start + (len(tag) if tag == self._style.call_end else 0) :]
-        self.state = "done"
-        return False
 
     def _in_parameter(self) -> bool:
         """In a parameter's name. A line end ends it, too, if a value follows at once."""

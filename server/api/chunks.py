@@ -1,5 +1,6 @@
 """The frames of a stream of chunks, as completions and chat completions have it."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -17,25 +18,6 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-class UsageSoFar:
-    """Counts the tokens of each choice of a stream."""
-
-    def __init__(self, prompt_tokens: Sequence[int], choices: int) -> None:
-        """`prompt_tokens` are those of each prompt, `choices` how many each prompt has."""
-        self._prompt_tokens = prompt_tokens
-        self._choices = choices
-        self._counts: dict[int, int] = {}
-
-    def add(self, index: int, tokens: int) -> None:
-        """Count tokens of a choice."""
-        self._counts[index] = self._counts.get(index, 0) + tokens
-
-    def of(self, index: int) -> Usage:
-        """Return the usage of a choice so far."""
-        prompt, count = self._prompt_tokens[index // self._choices], self._counts.get(index, 0)
-        return Usage(prompt, count, prompt + count, UNSET)
-
-
 ShownChoice = ChatChunkChoice | CompletionChoice
 """What a chunk shows of a choice."""
 
@@ -49,19 +31,18 @@ class ChunkFrames:
         options = request.fields.stream_options
         wanted = options is not None and bool(options.include_usage)
         self._include_usage = wanted or request.force_usage
-        self.so_far: UsageSoFar | None = None
-        """Counts what each choice has before any of it is shown, if every chunk tells it."""
-        if options is not None and self._include_usage and options.continuous_usage_stats:
-            lengths = [len(prompt.token_ids) for prompt in request.prompts]
-            self.so_far = UsageSoFar(lengths, request.n)
+        tells_each = options is not None and bool(options.continuous_usage_stats)
+        tells_each &= self._include_usage
+        self.counts: Counter[int] | None = Counter() if tells_each else None
+        """Tokens of each choice, added before they are shown, if every chunk tells them."""
         head = {"id": id_, "object": kind, "created": request.created, "model": request.model}
         self._prefix = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
 
     def chunk(self, choice: ShownChoice) -> bytes:
         """Return the frame of a chunk with one choice."""
-        if self.so_far is not None:
-            return self._with_more(choice, {"usage": self.so_far.of(choice.index)})
+        if self.counts is not None:
+            return self._with_more(choice, {"usage": self._usage(self.counts, choice.index)})
         return self._prefix + _encode(choice) + self._suffix
 
     def chunks(
@@ -71,12 +52,17 @@ class ChunkFrames:
         frames = [self.chunk(choice) for choice in choices]
         if prompt_token_ids is not None:
             more: dict[str, object] = {"prompt_token_ids": prompt_token_ids}
-            if self.so_far is not None:
-                more["usage"] = self.so_far.of(choices[0].index)
+            if self.counts is not None:
+                more["usage"] = self._usage(self.counts, choices[0].index)
             elif self._include_usage:
                 more["usage"] = None
             frames[0] = self._with_more(choices[0], more)
         return b"".join(frames)
+
+    def _usage(self, counts: Counter[int], index: int) -> Usage:
+        """Return the usage of a choice so far."""
+        prompt = len(self._request.prompts[index // self._request.n].token_ids)
+        return Usage(prompt, counts[index], prompt + counts[index], UNSET)
 
     def _with_more(self, choice: ShownChoice, more: dict[str, object]) -> bytes:
         return self._prefix + _encode(choice) + b"]," + _encode(more)[1:] + b"\n\n"

@@ -51,6 +51,7 @@ class GenerationBody(Protocol):
 BeforeEnd = Callable[[Usage], Awaitable[None]]
 
 B = TypeVar("B", bound=GenerationBody)
+T = TypeVar("T")
 
 
 class Generation(Response, Generic[B]):
@@ -165,7 +166,7 @@ class Generation(Response, Generic[B]):
         life = KeepAlive(call, interval) if interval and streams and call.has_client else None
         with CancelOnDisconnect(call.receive), life or nullcontext():
             try:
-                await self._push_in_time(run, output)
+                await in_time(call, services, run.push_to(output))
             except Exception as error:
                 run.close("error")
                 if call.status is None or not streams:
@@ -183,22 +184,6 @@ class Generation(Response, Generic[B]):
                         services.metrics.used("lora", name, *tokens)
                 if services.tracer is not None:
                     services.tracer.record(_ended(call, services, request, run))
-
-    async def _push_in_time(self, run: Run | BeamRun, output: Output) -> None:
-        """Run within `--request-timeout` of the call's arrival.
-
-        Raises:
-            ApiError: it took longer.
-        """
-        seconds = self._services.config.guards.request_timeout
-        if seconds is None:
-            await run.push_to(output)
-            return
-        try:
-            async with asyncio.timeout(self._call.arrived + seconds - time.monotonic()):
-                await run.push_to(output)
-        except TimeoutError:
-            raise timed_out(f"The request took longer than {seconds:g} s.") from None
 
     async def push(self, deltas: Sequence[tuple[int, Delta]], usage: Usage | None) -> None:
         """Show deltas; with `usage` they are the last."""
@@ -218,6 +203,22 @@ class Generation(Response, Generic[B]):
                 await call.send_json(200, await asyncio.to_thread(renderer.finish, usage))
             else:
                 await call.send_json(200, renderer.finish(usage))
+
+
+async def in_time(call: Call, services: Services, running: Awaitable[T]) -> T:
+    """Return what comes within `--request-timeout` of a call's arrival.
+
+    Raises:
+        ApiError: it took longer.
+    """
+    seconds = services.config.guards.request_timeout
+    if seconds is None:
+        return await running
+    try:
+        async with asyncio.timeout(call.arrived + seconds - time.monotonic()):
+            return await running
+    except TimeoutError:
+        raise timed_out(f"The request took longer than {seconds:g} s.") from None
 
 
 def admit(

@@ -3,7 +3,6 @@
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Response
-from pydantic import BaseModel
 
 from server.api.body import fields_of, read_body
 from server.api.chat.endpoint import CHAT_RESPONSES, create_chat_completion
@@ -25,6 +24,7 @@ from server.api.vectors.schema import (
 from server.api.vectors.scores import rerank, score
 from server.errors import invalid
 from server.http.call import Call
+from server.schema.body import RequestBody
 
 AnyRequest = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 
@@ -32,11 +32,11 @@ AnyRequest = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 class InvocationRoute(ModelRoute):
     """An operation whose body is that of the endpoint whose fields it has."""
 
-    async def read(self, call: Call, services: Services) -> BaseModel:
+    async def read(self, call: Call, services: Services) -> RequestBody:
         return await read_body(await _body_type(call.content, services), call.content)
 
 
-async def _body_type(content: bytes, services: Services) -> type[BaseModel]:
+async def _body_type(content: bytes, services: Services) -> type[RequestBody]:
     """Return what a body is, by its fields and by what the model does.
 
     Raises:
@@ -58,7 +58,7 @@ async def _body_type(content: bytes, services: Services) -> type[BaseModel]:
     raise invalid("one of messages, prompt and input is needed", "messages")
 
 
-_OPERATIONS: dict[type[BaseModel], Callable[..., Awaitable[Response]]] = {
+_OPERATIONS: dict[type[RequestBody], Callable[..., Awaitable[Response]]] = {
     ChatCompletionRequest: create_chat_completion,
     CompletionRequest: create_completion,
     ResponsesRequest: create_response,

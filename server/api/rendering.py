@@ -1,9 +1,7 @@
 """What the renderers of all endpoints do, and what they have in common."""
 
-from collections.abc import Iterable
 from typing import Protocol
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.errors import ApiError
@@ -11,8 +9,6 @@ from server.generate.answer import DeltaSum
 from server.generate.fold import Delta
 from server.generate.request import GenerationRequest
 from server.schema.answer import RequestMetrics, Usage
-
-_encode = msgspec.json.Encoder().encode
 
 _LARGE = 2000
 """Tokens and scores of answers from which on JSON is made beside the event loop."""
@@ -31,15 +27,6 @@ def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | U
         mean_itl_ms=timing.decode * 1000 / (tokens - 1) if tokens > 1 else None,
         tokens_per_second=tokens / ran if ran > 0 else None,
     )
-
-
-def event_frames(events: Iterable[msgspec.Struct]) -> bytes:
-    """Return the frames of typed events, which are named by their tags."""
-    frames = []
-    for event in events:
-        tag = str(event.__struct_config__.tag).encode()
-        frames.append(b"event: %b\ndata: %b\n\n" % (tag, _encode(event)))
-    return b"".join(frames)
 
 
 class Renderer(Protocol):

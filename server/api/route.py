@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 from fastapi import Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from server.api.body import read_body
 from server.api.services import Services, services_of
 from server.http.call import Call, CancelOnDisconnect, ClientDisconnected, foreseen
+from server.schema.body import RequestBody
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +70,13 @@ class ApiRoute(APIRoute):
         response: Response = await self.endpoint(**given)
         await response(call.scope, call.receive, call.send)
 
-    async def read(self, call: Call, services: Services) -> BaseModel:
+    async def read(self, call: Call, services: Services) -> RequestBody:
         """Return the validated body of a call.
 
         Raises:
             ApiError: it is wrong.
         """
-        body: BaseModel = await read_body(self._body_type, call.content)
+        body: RequestBody = await read_body(self._body_type, call.content)
         return body
 
 

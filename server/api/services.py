@@ -26,7 +26,7 @@ from server.http.call import BodyLimits
 from server.observe.metrics import FrontEndMetrics
 from server.observe.shared_work import SharedWork
 from server.observe.tracing import RequestTracer
-from server.router.generation_client import GenerationClient
+from server.router.generation_client import GenerationClient, NoEngineAvailable
 from server.store.service import ResponseStore
 from server.text.detokenizer import TokenTable
 from server.text.request_templates import RequestTemplates
@@ -71,6 +71,14 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     def own_models(self) -> set[str]:
         """The names that this server answers to, those of adapters included."""
         return {*self.names, *self.client.adapters.served}
+
+    @property
+    def known_max_model_len(self) -> int | None:
+        """The longest sequence that the engines take; None before the first has joined."""
+        try:
+            return self.client.max_model_len
+        except NoEngineAvailable:
+            return None
 
     def asked_model(self, asked: str | None) -> tuple[str, str]:
         """Return the name to answer with, and the version of the adapter that it means, if any.

@@ -1,49 +1,25 @@
 """One completion as its client sees it: what came, when, and what went wrong."""
 
 import asyncio
-import json
 import time
-from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import urlsplit
+from array import array
 
 import msgspec
 
 from server.bench.connection import BadAnswer, HttpClient
 from server.bench.events import DONE, Chunk, EventParser, decode_chunk
+from server.bench.summary import Record
 
 _DETAIL_LENGTH = 300
-_STREAM_SECONDS = 600
 
 
-@dataclass
-class StreamResult:
-    """What one completion gave; times in seconds from its sending."""
+class _AnswerReader:
+    """Turns the bytes of an answer into what is known of its request."""
 
-    tokens: int = 0
-    """Output tokens, as the server counts them."""
-    prompt_tokens: int = 0
-    deltas: int = 0
-    """Chunks of a stream that held output: a chunk can hold several tokens."""
-    first_token: float = 0.0
-    """Until the first output; 0 if nothing was streamed."""
-    total: float = 0.0
-    status: int = 0
-    finish_reason: str | None = None
-    gaps: list[float] = field(default_factory=list)
-    """Times between deltas."""
-    error: str | None = None
-    """Kind of failure, None for success."""
-    detail: str = ""
-    """What the server or the system said of the failure."""
-
-
-class _StreamReader:
-    """Turns the bytes of an answer into a result."""
-
-    def __init__(self, result: StreamResult, began: float, stream: bool) -> None:
-        self._result = result
-        self._began = self._last = self._previous = began
+    def __init__(self, record: Record, stream: bool) -> None:
+        self.began = self._last = self._previous = time.monotonic()
+        self.gaps = array("f")
+        self._record = record
         self._stream = stream
         self._events = EventParser()
         self._whole: list[bytes] = []
@@ -51,11 +27,11 @@ class _StreamReader:
         self._done = False
 
     def begin(self, status: int) -> None:
-        self._result.status = status
+        self._record.status = status
 
     def data(self, body: bytes, now: float) -> None:
         self._last = now
-        if not self._stream or self._result.status != 200:
+        if not self._stream or self._record.status != 200:
             self._whole.append(body)
             return
         for payload in self._events.feed(body):
@@ -65,11 +41,11 @@ class _StreamReader:
                 self._take(payload, now)
 
     def _take(self, payload: bytes, now: float) -> None:
-        result = self._result
+        record = self._record
         try:
             chunk = decode_chunk(payload)
         except msgspec.DecodeError:
-            result.error = "malformed_answer"
+            record.error = "malformed_answer"
             return
         self._note(chunk)
         if not chunk.choices:
@@ -77,41 +53,41 @@ class _StreamReader:
         self._first_choice = self._first_choice or now
         if not any(choice.shows_output for choice in chunk.choices):
             return
-        result.deltas += 1
-        if not result.first_token:
-            result.first_token = now - self._began
+        record.deltas += 1
+        if record.first_token is None:
+            record.first_token = now - self.began
         else:
-            result.gaps.append(now - self._previous)
+            self.gaps.append(now - self._previous)
         self._previous = now
 
     def _note(self, chunk: Chunk) -> None:
-        result = self._result
+        record = self._record
         for choice in chunk.choices:
-            result.finish_reason = choice.finish_reason or result.finish_reason
+            record.finish_reason = choice.finish_reason or record.finish_reason
         if chunk.usage is not None:
-            result.tokens = chunk.usage.completion_tokens
-            result.prompt_tokens = chunk.usage.prompt_tokens
+            record.output_tokens = chunk.usage.completion_tokens
+            record.prompt_tokens = chunk.usage.prompt_tokens
         if chunk.error is not None:
-            result.error, result.detail = "error_event", str(chunk.error)[:_DETAIL_LENGTH]
+            record.error, record.detail = "error_event", str(chunk.error)[:_DETAIL_LENGTH]
 
     def end(self) -> None:
         """The answer is complete."""
-        result = self._result
-        last = self._last if self._last > self._began else time.monotonic()  # no body
-        result.total = last - self._began
-        if result.status != 200:
-            result.error = f"http_{result.status}"
-            result.detail = b"".join(self._whole)[:_DETAIL_LENGTH].decode(errors="replace")
+        record = self._record
+        last = self._last if self._last > self.began else time.monotonic()  # no body
+        record.total = last - self.began
+        if record.status != 200:
+            record.error = f"http_{record.status}"
+            record.detail = b"".join(self._whole)[:_DETAIL_LENGTH].decode(errors="replace")
         elif not self._stream:
             try:
                 self._note(decode_chunk(b"".join(self._whole)))
             except msgspec.DecodeError:
-                result.error = "malformed_answer"
-        elif not self._done and result.error is None:
-            result.error = "stream_cut"
-        elif not result.first_token and self._first_choice:
+                record.error = "malformed_answer"
+        elif not self._done and record.error is None:
+            record.error = "stream_cut"
+        elif record.first_token is None and self._first_choice:
             # Tokens without a text of their own were drawn all the same.
-            result.first_token = self._first_choice - self._began
+            record.first_token = self._first_choice - self.began
 
 
 async def complete(
@@ -121,32 +97,34 @@ async def complete(
     *,
     stream: bool,
     give_up_after: float,
-    result: StreamResult | None = None,
-) -> StreamResult:
-    """Send one completion and read its answer; failures are part of the result.
+    record: Record | None = None,
+) -> Record:
+    """Send one completion and read its answer; failures are part of the record.
 
     Args:
         body: JSON body, which asks for a stream with usage if `stream`.
         give_up_after: seconds for all of it.
-        result: filled while the answer arrives and returned; a new one if absent.
+        record: filled while the answer arrives and returned; a new one if absent.
     """
-    result = result or StreamResult()
-    began = time.monotonic()
-    reader = _StreamReader(result, began, stream)
+    record = Record() if record is None else record
+    reader = _AnswerReader(record, stream)
     try:
         async with asyncio.timeout(give_up_after):
             await client.request("POST", path, body, reader)
-    except (OSError, BadAnswer) as error:
-        result.error, result.detail = _kind_of(error), str(error)
-    else:
         reader.end()
-        return result
-    result.total = time.monotonic() - began
-    return result
+    except (OSError, BadAnswer, asyncio.CancelledError) as error:
+        record.error, record.detail = _kind_of(error), str(error)
+        record.total = time.monotonic() - reader.began
+        if isinstance(error, asyncio.CancelledError):
+            raise
+    finally:
+        record.gaps = reader.gaps.tobytes()
+    return record
 
 
-def _kind_of(error: Exception) -> str:
+def _kind_of(error: BaseException) -> str:
     for kind, name in (
+        (asyncio.CancelledError, "cut_off"),
         (TimeoutError, "timeout"),
         (ConnectionRefusedError, "connection_refused"),
         (ConnectionError, "connection_lost"),
@@ -155,33 +133,3 @@ def _kind_of(error: Exception) -> str:
         if isinstance(error, kind):
             return name
     return "malformed_answer"
-
-
-async def stream_completion(url: str, body: dict[str, Any]) -> StreamResult:
-    """POST a streaming completion on a connection of its own and read it to its end.
-
-    Raises:
-        ConnectionError: there was no answer, or the stream ended early or with an error.
-    """
-    parts = urlsplit(url)
-    client = HttpClient(f"{parts.scheme}://{parts.netloc}", keep_alive=False)
-    payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    result = await complete(
-        client, parts.path, json.dumps(payload).encode(), stream=True, give_up_after=_STREAM_SECONDS
-    )
-    if result.error is not None and result.status in (0, 200):
-        raise ConnectionError(result.error)
-    return result
-
-
-async def stream_many(
-    url: str, bodies: list[dict[str, Any]], concurrency: int
-) -> list[StreamResult]:
-    """Stream all completions with at most `concurrency` at once, in order."""
-    slots = asyncio.Semaphore(concurrency)
-
-    async def one(body: dict[str, Any]) -> StreamResult:
-        async with slots:
-            return await stream_completion(url, body)
-
-    return list(await asyncio.gather(*(one(body) for body in bodies)))

@@ -2,19 +2,15 @@
 
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
 
 from engine.shared.writable import writable_file
 from server.bench import report
-from server.bench.config import BenchConfig
-from server.bench.datasets import DatasetError
-from server.bench.plot import PlotUnavailable, check_plotting, save_plot
-from server.bench.run import BenchError, Progress, run
-from server.bench.server_tokens import TargetError
+from server.bench.config import BenchConfig, BenchError
+from server.bench.plot import check_plotting, save_plot
+from server.bench.run import Progress, run
 from server.bench.summary import Summary, client_warnings, parse_goodput, summarize
 
 
@@ -31,10 +27,7 @@ def bench(config: BenchConfig) -> int:
             if path is not None:
                 writable_file(path)
         progress = _run(config, console)
-    except TargetError as error:
-        print(f"swell bench: {config.target.address}: {error}", file=sys.stderr)
-        return 1
-    except (BenchError, DatasetError, PlotUnavailable, ValueError, OSError) as error:
+    except (BenchError, ValueError, OSError) as error:
         print(f"swell bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -62,7 +55,7 @@ def _print(config: BenchConfig, progress: Progress, summary: Summary, warnings: 
     for table in report.summary_tables(summary, progress.planned):
         out.print(table)
     if summary.errors:
-        out.print(report.error_table(summary, progress.details))
+        out.print(report.error_table(summary, progress.records))
     out.print(report.client_line(progress), highlight=False)
     for warning in warnings:
         out.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
@@ -77,13 +70,7 @@ def _save(config: BenchConfig, progress: Progress, summary: Summary, warnings: l
 
 
 def _run(config: BenchConfig, console: Console) -> Progress:
-    display = report.LiveDisplay(console, config.workload.num_prompts)
-    watch: Callable[[Progress], None] = display.update
-    if not config.report.progress:
-        return run(config, _ignore)
-    with display if console.is_terminal else nullcontext():
-        return run(config, watch if console.is_terminal else _ignore)
-
-
-def _ignore(progress: Progress) -> None:
-    pass
+    if not (config.report.progress and console.is_terminal):
+        return run(config, lambda _: None)
+    with report.LiveDisplay(console, config.workload.num_prompts) as display:
+        return run(config, display.update)

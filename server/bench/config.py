@@ -10,6 +10,10 @@ from msgspec import Meta
 from engine.shared.config import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
+class BenchError(Exception):
+    """The run cannot begin or go on; the message says why."""
+
+
 class TargetConfig(Section, frozen=True, kw_only=True):
     """Target"""
 
@@ -134,3 +138,25 @@ class BenchConfig(Section, frozen=True, kw_only=True):
     workload: WorkloadConfig = WorkloadConfig()
     traffic: TrafficConfig = TrafficConfig()
     report: ReportConfig = ReportConfig()
+
+
+def base_address(target: TargetConfig) -> str:
+    """Return an address to which paths like /v1/completions can be appended."""
+    return target.address.rstrip("/").removesuffix("/v1")
+
+
+def request_headers(target: TargetConfig) -> dict[str, str]:
+    """Return the headers of every request.
+
+    Raises:
+        BenchError: a header is not NAME=VALUE.
+    """
+    headers = {}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    for word in target.header:
+        name, separator, value = word.partition("=")
+        if not (name and separator):
+            raise BenchError(f"--header {word}: expected NAME=VALUE")
+        headers[name] = value
+    return headers

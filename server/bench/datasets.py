@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from server.bench.config import WorkloadConfig
+from server.bench.config import BenchError, WorkloadConfig
 from server.bench.server_tokens import ServerTokens
 
 _POOL_WORDS = 2000
@@ -17,10 +17,6 @@ _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
 """Conversations outside of these lengths are left out, as is the custom with ShareGPT."""
-
-
-class DatasetError(ValueError):
-    """A dataset cannot be read or holds nothing to ask."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -62,7 +58,7 @@ async def token_pool(workload: WorkloadConfig, tokens: ServerTokens) -> list[int
     """Return the token ids that random prompts are drawn from.
 
     Raises:
-        TargetError: the server has no /tokenize and no vocabulary size was given.
+        BenchError: the server has no /tokenize and no vocabulary size was given.
     """
     if workload.random_vocab_size is not None:
         return list(range(workload.random_vocab_size))
@@ -88,7 +84,7 @@ def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
     """Read a file of prompts: JSON lines with `prompt`, or a prompt per line.
 
     Raises:
-        DatasetError: the file cannot be read, or a JSON line is not of that form.
+        BenchError: the file cannot be read, or a JSON line is not of that form.
     """
     lines = [line for line in _read(path).splitlines() if line.strip()]
     if path.suffix not in (".jsonl", ".json"):
@@ -100,10 +96,10 @@ def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
             content = fields["prompt"]
             wanted = int(fields.get("output_tokens", output_tokens))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DatasetError(f'{path}:{number}: expected {{"prompt": ...}}') from error
+            raise BenchError(f'{path}:{number}: expected {{"prompt": ...}}') from error
         is_ids = isinstance(content, list) and all(isinstance(each, int) for each in content)
         if not (isinstance(content, str) or is_ids) or wanted < 1:
-            raise DatasetError(f"{path}:{number}: prompt must be a text or token ids")
+            raise BenchError(f"{path}:{number}: prompt must be a text or token ids")
         prompts.append(Prompt(content, wanted))
     return prompts
 
@@ -112,14 +108,14 @@ def read_conversations(path: Path) -> list[tuple[str, str]]:
     """Return the first question and answer of every conversation in a ShareGPT file.
 
     Raises:
-        DatasetError: the file is not JSON of that form.
+        BenchError: the file is not JSON of that form.
     """
     try:
         entries = json.loads(_read(path))
     except ValueError as error:
-        raise DatasetError(f"{path}: {error}") from error
+        raise BenchError(f"{path}: {error}") from error
     if not isinstance(entries, list):
-        raise DatasetError(f"{path}: expected a list of conversations")
+        raise BenchError(f"{path}: expected a list of conversations")
     pairs = []
     for entry in entries:
         turns = entry.get("conversations") if isinstance(entry, dict) else None
@@ -141,8 +137,7 @@ async def conversation_prompts(
     """Return up to `count` questions, in an order drawn from the seed.
 
     Raises:
-        DatasetError: see `read_conversations`.
-        TargetError: lengths are needed and the server has no /tokenize.
+        BenchError: see `read_conversations`, or the server has no /tokenize.
     """
     pairs = read_conversations(path)
     random.Random(workload.seed).shuffle(pairs)
@@ -165,10 +160,10 @@ def repeated(prompts: list[Prompt], count: int) -> list[Prompt]:
     """Return `count` prompts, beginning anew when the dataset has fewer.
 
     Raises:
-        DatasetError: there is none.
+        BenchError: there is none.
     """
     if not prompts:
-        raise DatasetError("the dataset holds no usable prompt")
+        raise BenchError("the dataset holds no usable prompt")
     return [prompts[index % len(prompts)] for index in range(count)]
 
 
@@ -181,20 +176,19 @@ async def make_prompts(
         as_text: whether prompts must be text: chat takes no token ids.
 
     Raises:
-        DatasetError: the dataset cannot be read.
-        TargetError: the server does not answer what is needed.
+        BenchError: the dataset cannot be read, or the server does not answer what is needed.
     """
     count = workload.num_prompts + workload.num_warmups
     if workload.dataset_name == "random":
         return await _random_prompts(workload, tokens, count, as_text=as_text)
     if workload.dataset_path is None:
-        raise DatasetError(f"--dataset-name {workload.dataset_name} needs --dataset-path")
+        raise BenchError(f"--dataset-name {workload.dataset_name} needs --dataset-path")
     path = Path(workload.dataset_path)
     if workload.dataset_name == "sharegpt":
         return repeated(await conversation_prompts(workload, path, count, tokens), count)
     prompts = repeated(read_json_lines_or_text(path, workload.custom_output_len), count)
     if as_text and not all(isinstance(prompt.content, str) for prompt in prompts):
-        raise DatasetError(f"{path}: chat takes no token ids")
+        raise BenchError(f"{path}: chat takes no token ids")
     return prompts
 
 
@@ -218,7 +212,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{path}: {error}") from error
+        raise BenchError(f"{path}: {error}") from error
 
 
 def request_body(

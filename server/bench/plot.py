@@ -6,23 +6,20 @@ from itertools import accumulate
 from pathlib import Path
 
 from engine.shared.extras import install_command
+from server.bench.config import BenchError
 from server.bench.summary import Record, percentile
 
 _BINS = 60
-
-
-class PlotUnavailable(Exception):
-    """matplotlib is not installed."""
 
 
 def check_plotting() -> None:
     """Find out before a run that its plot can be drawn.
 
     Raises:
-        PlotUnavailable: matplotlib is not installed.
+        BenchError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotUnavailable(f"--plot needs matplotlib: {install_command('plot')}")
+        raise BenchError(f"--plot needs matplotlib: {install_command('plot')}")
 
 
 def token_times(record: Record) -> list[float]:
@@ -33,17 +30,6 @@ def token_times(record: Record) -> list[float]:
     return list(accumulate(record.inter_token_latencies(), initial=first))
 
 
-def rate_over_time(
-    times: Sequence[float], weights: Sequence[float], duration: float, bins: int
-) -> tuple[list[float], list[float]]:
-    """Return the middles of `bins` equal periods and the weight per second in each."""
-    width = duration / bins if duration > 0 else 1.0
-    sums = [0.0] * bins
-    for time, weight in zip(times, weights, strict=True):
-        sums[min(bins - 1, int(time / width))] += weight
-    return [(index + 0.5) * width for index in range(bins)], [each / width for each in sums]
-
-
 def save_plot(path: Path, records: Sequence[Record], title: str) -> None:
     """Draw latencies and throughput of the successful requests into a PNG file."""
     from matplotlib.figure import Figure
@@ -52,13 +38,13 @@ def save_plot(path: Path, records: Sequence[Record], title: str) -> None:
     figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
     figure.suptitle(f"{len(good)} requests to {title}")
     (throughput, latency), (first, gaps) = figure.subplots(2, 2)
-    duration = max((record.started + record.total for record in good), default=0.0)
-    times, weights = [], []
+    duration = max((record.started + record.total for record in good), default=0.0) or 1.0
+    times, rates = [], []
     for record in good:
         arrivals = token_times(record) or [record.started + record.total]
         times += arrivals
-        weights += [record.output_tokens / len(arrivals)] * len(arrivals)
-    throughput.step(*rate_over_time(times, weights, duration, _BINS), where="mid")
+        rates += [record.output_tokens / len(arrivals) * _BINS / duration] * len(arrivals)
+    throughput.hist(times, _BINS, (0, duration), weights=rates, histtype="step")
     throughput.set(xlabel="seconds", ylabel="output tokens/s", ylim=(0, None))
     latency.plot(
         [record.started for record in good], [1000 * record.total for record in good], ".", ms=3
@@ -68,21 +54,14 @@ def save_plot(path: Path, records: Sequence[Record], title: str) -> None:
         (first, "time to first token, ms", [r.first_token for r in good if r.first_token]),
         (gaps, "between deltas, ms", [g for r in good for g in r.inter_token_latencies()]),
     ):
-        _cumulative(axes, name, sorted(1000 * value for value in values))
+        axes.set(xlabel=name, ylabel="share of all", ylim=(0, 1.02))
+        if not values:
+            axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
+            continue
+        ordered = sorted(1000 * value for value in values)
+        axes.ecdf(ordered)
+        for percent in (50, 99):
+            value = percentile(ordered, percent)
+            axes.axvline(value, ls="--", lw=0.8, color="gray")
+            axes.text(value, 0.02, f" p{percent} {value:.1f}", rotation=90, va="bottom", fontsize=8)
     figure.savefig(path, format="png")
-
-
-def _cumulative(axes: "object", name: str, ordered: list[float]) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
-    axes.set(xlabel=name, ylabel="share of all", ylim=(0, 1.02))
-    if not ordered:
-        axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
-        return
-    shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
-    axes.plot(ordered, shares)
-    for percent in (50, 99):
-        value = percentile(ordered, percent)
-        axes.axvline(value, ls="--", lw=0.8, color="gray")
-        axes.text(value, 0.02, f" p{percent} {value:.1f}", rotation=90, va="bottom", fontsize=8)

@@ -6,6 +6,7 @@ import time
 from array import array
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from server.bench.config import BenchConfig
 from server.bench.run import Progress
-from server.bench.summary import Summary, percentile
+from server.bench.summary import Record, Summary, percentile
 
 _TITLES = {
     "ttft": "first token (TTFT)",
@@ -152,8 +153,9 @@ def client_line(progress: Progress) -> str:
     )
 
 
-def error_table(summary: Summary, details: dict[str, str]) -> Table:
+def error_table(summary: Summary, records: Sequence[Record]) -> Table:
     """Return how often each kind of failure happened, with what was said once."""
+    details = {record.error: record.detail for record in records}
     table = Table("failure", "count", "for example", title="failures", title_justify="left")
     for kind, count in sorted(summary.errors.items()):
         table.add_row(kind, str(count), Text(details.get(kind, "")))

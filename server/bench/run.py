@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from server.bench import worker
-from server.bench.config import BenchConfig
+from server.bench.config import BenchConfig, BenchError, base_address, request_headers
 from server.bench.connection import HttpClient
 from server.bench.datasets import make_prompts, request_body
 from server.bench.server_tokens import ServerTokens
@@ -33,10 +33,6 @@ _STOP_SECONDS = 5.0
 _decode = msgspec.msgpack.Decoder(WorkerMessage).decode
 
 
-class BenchError(Exception):
-    """The run cannot begin or go on; the message says why."""
-
-
 @dataclass
 class Progress:
     """What is known of a run so far."""
@@ -45,8 +41,6 @@ class Progress:
     started_at: float = 0.0
     """Monotonic time of the start of the measurement; 0 before."""
     records: list[Record] = field(default_factory=list)
-    details: dict[str, str] = field(default_factory=dict)
-    """Of every kind of failure, what was said once."""
     running: dict[int, int] = field(default_factory=dict)
     """Requests in flight, by process."""
     tokens: dict[int, int] = field(default_factory=dict)
@@ -77,28 +71,6 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     return [time * stretch for time in times]
 
 
-def base_address(url: str) -> str:
-    """Return an address to which paths like /v1/completions can be appended."""
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def request_headers(config: BenchConfig) -> dict[str, str]:
-    """Return the headers of every request.
-
-    Raises:
-        BenchError: a header is not NAME=VALUE.
-    """
-    headers = {}
-    if config.target.api_key:
-        headers["Authorization"] = f"Bearer {config.target.api_key}"
-    for word in config.target.header:
-        name, separator, value = word.partition("=")
-        if not (name and separator):
-            raise BenchError(f"--header {word}: expected NAME=VALUE")
-        headers[name] = value
-    return headers
-
-
 def extra_fields(config: BenchConfig) -> dict[str, Any]:
     """Return what is merged into every request body.
 
@@ -119,11 +91,10 @@ async def make_bodies(config: BenchConfig) -> tuple[str, list[bytes]]:
     """Return the model's name and the bodies of all requests, those of the warm-up at the end.
 
     Raises:
-        BenchError: see `request_headers` and `extra_fields`.
-        DatasetError, TargetError: see `datasets.make_prompts`.
+        BenchError: see `request_headers`, `extra_fields` and `datasets.make_prompts`.
     """
     extra = extra_fields(config)
-    client = HttpClient(base_address(config.target.address), request_headers(config))
+    client = HttpClient(base_address(config.target), request_headers(config.target))
     try:
         tokens = ServerTokens(client, config.target.model)
         model = await tokens.find_model()
@@ -145,17 +116,7 @@ def make_plans(config: BenchConfig, bodies: list[bytes]) -> list[WorkerPlan]:
     count = min(traffic.processes, limit or traffic.processes)
     return [
         WorkerPlan(
-            url=base_address(config.target.address),
-            path=(
-                "/v1/chat/completions"
-                if config.target.backend == "openai-chat"
-                else "/v1/completions"
-            ),
-            headers=request_headers(config),
-            stream=workload.stream,
-            keep_alive=traffic.keep_alive,
-            request_timeout=config.target.request_timeout,
-            time_limit=traffic.time_limit,
+            config=config,
             bodies=measured,
             schedule=schedule,
             warmups=warmups[index::count],
@@ -234,7 +195,6 @@ def run(config: BenchConfig, watch: Watcher) -> Progress:
 
     Raises:
         BenchError: nothing could be measured.
-        DatasetError, TargetError: see `datasets.make_prompts`.
         ValueError: the address of the target is none.
     """
     progress = Progress(planned=config.workload.num_prompts)
@@ -306,7 +266,6 @@ def _collect(
         for index, message in workers.receive(_REFRESH_SECONDS):
             if isinstance(message, Report):
                 progress.records += message.records
-                progress.details |= message.details
                 progress.running[index] = message.running
                 progress.tokens[index] = message.tokens
             elif isinstance(message, Finished):

@@ -5,16 +5,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from server.bench.config import BenchError
 from server.bench.connection import BadAnswer, HttpClient
 
 T = TypeVar("T")
 
 _TIMEOUT_SECONDS = 60
 _AT_ONCE = 16
-
-
-class TargetError(Exception):
-    """The target cannot be reached or does not answer what was asked; the message says which."""
 
 
 class _Models(msgspec.Struct):
@@ -55,12 +52,12 @@ class ServerTokens:
         """Return the model to ask for: the first that the server lists if none was named.
 
         Raises:
-            TargetError: it lists none.
+            BenchError: it lists none.
         """
         if self.model is None:
             models = await self._ask("GET", "/v1/models", None, _Models)
             if not models.data:
-                raise TargetError("the server lists no model: name one with --model")
+                raise self._failed("the server lists no model: name one with --model")
             self.model = str(models.data[0].get("id"))
         return self.model
 
@@ -68,7 +65,7 @@ class ServerTokens:
         """Return the token ids of a text, without special tokens.
 
         Raises:
-            TargetError: the server has no /tokenize.
+            BenchError: the server has no /tokenize.
         """
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return (await self._ask("POST", "/tokenize", body, _Tokens)).tokens
@@ -77,7 +74,7 @@ class ServerTokens:
         """Return the text of token ids.
 
         Raises:
-            TargetError: the server has no /detokenize.
+            BenchError: the server has no /detokenize.
         """
         body = {"model": self.model, "tokens": token_ids}
         return (await self._ask("POST", "/detokenize", body, _Text)).prompt
@@ -89,12 +86,15 @@ class ServerTokens:
             async with self._slots, asyncio.timeout(_TIMEOUT_SECONDS):
                 await self._client.request(method, path, payload, whole)
         except (OSError, BadAnswer) as error:
-            raise TargetError(f"{method} {path}: {error or type(error).__name__}") from error
+            raise self._failed(f"{method} {path}: {error or type(error).__name__}") from error
         text = b"".join(whole.parts)
         if whole.status != 200:
             reason = text[:200].decode("utf-8", "replace")
-            raise TargetError(f"{method} {path} answered {whole.status}: {reason}")
+            raise self._failed(f"{method} {path} answered {whole.status}: {reason}")
         try:
             return msgspec.json.decode(text, type=answer)
         except msgspec.DecodeError as error:
-            raise TargetError(f"{method} {path}: {error}") from error
+            raise self._failed(f"{method} {path}: {error}") from error
+
+    def _failed(self, why: str) -> BenchError:
+        return BenchError(f"{self._client.url}: {why}")

@@ -13,10 +13,10 @@ SLO_NAMES = ("ttft", "tpot", "e2el")
 class Record(msgspec.Struct):
     """One request as the client saw it; times in seconds."""
 
-    index: int
-    scheduled: float
+    index: int = 0
+    scheduled: float = 0.0
     """When it was due, after the start of the measurement."""
-    started: float
+    started: float = 0.0
     """When it was sent, after the start of the measurement."""
     total: float = 0.0
     """From sending to the last byte."""
@@ -26,10 +26,15 @@ class Record(msgspec.Struct):
     """Times between consecutive deltas, as packed 32-bit floats."""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    """As the server counts them."""
+    deltas: int = 0
+    """Chunks of a stream that held output: a chunk can hold several tokens."""
     status: int = 0
     finish_reason: str | None = None
     error: str | None = None
     """Kind of failure, e.g. `http_503`, `timeout`; None for success."""
+    detail: str = ""
+    """What the server or the system said of the failure."""
 
     @property
     def time_per_output_token(self) -> float | None:

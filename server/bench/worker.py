@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import signal
 import time
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -14,7 +13,8 @@ import msgspec
 import uvloop
 
 from engine.shared.heap import settle_heap
-from server.bench.client import StreamResult, complete
+from server.bench.client import complete
+from server.bench.config import BenchConfig, base_address, request_headers
 from server.bench.connection import HttpClient
 from server.bench.summary import ClientCost, Record, percentile
 
@@ -26,13 +26,7 @@ _TICK_SECONDS = 0.02
 class WorkerPlan:
     """What one sending process has to do."""
 
-    url: str
-    path: str
-    headers: dict[str, str]
-    stream: bool
-    keep_alive: bool
-    request_timeout: float
-    time_limit: float
+    config: BenchConfig
     bodies: list[bytes]
     """Bodies of all requests of the run, whichever process sends them."""
     schedule: list[float]
@@ -44,13 +38,29 @@ class WorkerPlan:
     slots: int | None
     """How many requests it may have in flight; None for no limit."""
 
+    def client(self) -> HttpClient:
+        """Return connections to the server."""
+        target = self.config.target
+        keep_alive = self.config.traffic.keep_alive
+        return HttpClient(base_address(target), request_headers(target), keep_alive=keep_alive)
+
+    async def complete(self, client: HttpClient, body: bytes, record: Record) -> Record:
+        """Send one request; return its record."""
+        target = self.config.target
+        return await complete(
+            client,
+            "/v1/chat/completions" if target.backend == "openai-chat" else "/v1/completions",
+            body,
+            stream=self.config.workload.stream,
+            give_up_after=target.request_timeout,
+            record=record,
+        )
+
 
 class Report(msgspec.Struct, tag=True):
     """What happened in one process since its last report."""
 
     records: list[Record]
-    details: dict[str, str]
-    """Of new kinds of failure, what was said."""
     running: int
     tokens: int
     """Output tokens so far; those of running requests by their deltas."""
@@ -101,26 +111,24 @@ class Sender:
         self._plan = plan
         self._counter = counter
         self._start = start
-        self._client = HttpClient(plan.url, plan.headers, keep_alive=plan.keep_alive)
+        self._client = plan.client()
         self._records: list[Record] = []
-        self._details: dict[str, str] = {}
-        self._running: dict[int, StreamResult] = {}
+        self._running: dict[int, Record] = {}
         self._ended_tokens = 0
         self.deltas = 0
 
     def report(self) -> Report:
         """Return what is new, and forget it."""
         records, self._records = self._records, []
-        details, self._details = self._details, {}
-        running = sum(result.deltas for result in self._running.values())
-        return Report(records, details, len(self._running), self._ended_tokens + running)
+        running = sum(record.deltas for record in self._running.values())
+        return Report(records, len(self._running), self._ended_tokens + running)
 
     async def run(self) -> None:
         """Send all; requests that still run at the time limit are cut off and recorded as such."""
         plan = self._plan
         limit = asyncio.get_running_loop().time() + (self._start - time.monotonic())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(limit + plan.time_limit):
+            async with asyncio.timeout_at(limit + plan.config.traffic.time_limit):
                 if plan.slots is None:
                     await self._send_when_due()
                 else:
@@ -156,55 +164,25 @@ class Sender:
 
     async def _send(self, index: int) -> None:
         plan = self._plan
-        started = time.monotonic()
-        result = self._running[index] = StreamResult()
+        record = self._running[index] = Record(
+            index=index, scheduled=plan.schedule[index], started=time.monotonic() - self._start
+        )
         try:
-            await complete(
-                self._client,
-                plan.path,
-                plan.bodies[index],
-                stream=plan.stream,
-                give_up_after=plan.request_timeout,
-                result=result,
-            )
-        except asyncio.CancelledError:
-            result.error, result.total = "cut_off", time.monotonic() - started
-            raise
+            await plan.complete(self._client, plan.bodies[index], record)
         finally:
             del self._running[index]
-            self._keep(index, started, result)
-
-    def _keep(self, index: int, started: float, result: StreamResult) -> None:
-        self._ended_tokens += max(result.tokens, result.deltas)
-        self.deltas += result.deltas
-        if result.error is not None:
-            self._details[result.error] = result.detail
-        self._records.append(
-            Record(
-                index=index,
-                scheduled=self._plan.schedule[index],
-                started=started - self._start,
-                total=result.total,
-                first_token=result.first_token or None,
-                gaps=array("f", result.gaps).tobytes(),
-                prompt_tokens=result.prompt_tokens,
-                output_tokens=result.tokens,
-                status=result.status,
-                finish_reason=result.finish_reason,
-                error=result.error,
-            )
-        )
+            self._ended_tokens += max(record.output_tokens, record.deltas)
+            self.deltas += record.deltas
+            self._records.append(record)
 
 
 async def _warm_up(plan: WorkerPlan) -> WarmedUp:
-    client = HttpClient(plan.url, plan.headers, keep_alive=plan.keep_alive)
+    client = plan.client()
     slots = asyncio.Semaphore(plan.slots or len(plan.warmups) or 1)
 
-    async def one(body: bytes) -> StreamResult:
+    async def one(body: bytes) -> Record:
         async with slots:
-            return await complete(
-                client, plan.path, body, stream=plan.stream, give_up_after=plan.request_timeout
-            )
+            return await plan.complete(client, body, Record())
 
     results = await asyncio.gather(*(one(body) for body in plan.warmups))
     client.close()

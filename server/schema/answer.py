@@ -28,6 +28,12 @@ class Usage(msgspec.Struct):
     """Not shown where the operator hides it."""
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, as far as that is shown."""
+        details = self.prompt_tokens_details
+        return 0 if isinstance(details, UnsetType) else details.cached_tokens
+
 
 class RequestMetrics(msgspec.Struct):
     """How long the engines took for an answer of one sequence."""

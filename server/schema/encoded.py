@@ -1,6 +1,5 @@
 """Parts of large answers as JSON before the rest is made, so that never all of it is objects."""
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TypeVar, cast
@@ -26,10 +25,3 @@ def encoded_each(items: Sequence[T], show: Callable[[int, T], S]) -> list[S]:
     """Return what encodes to what `show` makes of each item, given with its index."""
     shown = [msgspec.Raw(_encode(show(index, item))) for index, item in enumerate(items)]
     return cast("list[S]", shown)
-
-
-async def encoded(make: Callable[[], msgspec.Struct], *, large: bool) -> bytes:
-    """Return the JSON of an answer, made beside the event loop if it is large."""
-    if not large:
-        return _encode(make())
-    return await asyncio.to_thread(lambda: _encode(make()))

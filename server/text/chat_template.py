@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -25,6 +26,20 @@ RESERVED_ARGUMENTS = frozenset(
 
 class TemplateFailed(ValueError):
     """The template refused the conversation or failed on it; the message says why."""
+
+
+class Rendering(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation, and what else a template is given."""
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool = False
+    """The prompt ends where the last message's content ends."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    arguments: Mapping[str, Any] | None = None
+    images: bool = False
+    """There are marks of images in the texts (`server.text.placeholders`)."""
 
 
 class _GenerationTag(Extension):
@@ -100,65 +115,54 @@ class ChatTemplate:
         self.shows_tools = "tools" in self.source
         """Whether the template does something with tools."""
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        images: bool = False,
-    ) -> str:
-        """Return the prompt for a conversation.
+    def render(self, *attempts: Rendering) -> str:
+        """Return the prompt for the first of several forms of a conversation that is accepted.
 
         A `developer` turn is shown as `system` to templates that do not know the role. System and
         developer turns at the beginning are merged; later ones become the user's where the template
-        shows none. With `continue_final_message` the prompt ends where the last message's content
-        ends. Templates that show no content that is a text get it as a list of parts; so do all
-        that can read one, if there are `images`, whose marks are in the texts then
-        (`server.text.placeholders`).
+        shows none. Templates that show no content that is a text get it as a list of parts; so do
+        all that can read one, if there are images.
 
         Raises:
-            TemplateFailed: the template does not accept the conversation.
+            TemplateFailed: the template accepts none.
         """
-        if self._tool_use is not None and tools:
-            return self._tool_use.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                documents=documents,
-                arguments=arguments,
-                images=images,
-            )
-        turns = _with_one_opening(messages)
+        failure = TemplateFailed("there is nothing to render")
+        for attempt in attempts:
+            try:
+                return self._rendered(attempt)
+            except TemplateFailed as error:
+                failure = error
+        raise failure
+
+    def _rendered(self, given: Rendering) -> str:
+        if self._tool_use is not None and given.tools:
+            return self._tool_use.render(given)
+        turns = _with_one_opening(given.messages)
         later = any(turn["role"] in _SYSTEM for turn in turns[1:])
         if later and not self._shows_later_system:
             turns = _without_later_system(turns)
         if not self._knows_developer:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
-        if continue_final_message:
+        if given.continue_final_message:
             turns[-1]["content"] = (turns[-1].get("content") or "") + _END_OF_FINAL_MESSAGE
-        if self._takes_parts or (images and self._reads_parts):
+        if self._takes_parts or (given.images and self._reads_parts):
             for turn in turns:
-                turn["content"] = content_parts(turn.get("content") or "", images=images)
+                turn["content"] = content_parts(turn.get("content") or "", images=given.images)
         context = {
             **self._special_tokens,
-            **(arguments or {}),
+            **(given.arguments or {}),
             "messages": turns,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
+            "tools": given.tools,
+            "add_generation_prompt": given.add_generation_prompt,
         }
-        if documents is not None:
-            context["documents"] = documents
+        if given.documents is not None:
+            context["documents"] = given.documents
         try:
             text = self._template.render(context)
         except Exception as error:  # templates run expressions over the client's data
             raise TemplateFailed(f"the chat template failed: {error}") from error
-        if not continue_final_message:
+        if not given.continue_final_message:
             return text
         prompt, mark, _ = text.rpartition(_END_OF_FINAL_MESSAGE)
         if not mark:

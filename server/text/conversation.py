@@ -4,18 +4,15 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from server.errors import invalid, too_complex
 from server.json_price import Price, TooCostly, price
 from server.schema.body import JsonObject
 from server.schema.messages import ChatMessage, MediaPart, RefusalPart
-from server.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, TemplateFailed
+from server.text.chat_template import RESERVED_ARGUMENTS, Rendering, TemplateFailed
 from server.text.placeholders import IMAGE, PART
 from server.text.request_templates import RequestTemplates
-from server.text.template_process import Rendering
 from server.text.tokenizer import ServedTokenizer
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -26,16 +23,8 @@ work through each of them, and go over texts fast."""
 _ONLY_ASSISTANTS = "only messages of assistants may have a refusal"
 
 
-class ToolInjector(Protocol):
-    """Puts tools into messages; see `server.answer.injection.told`."""
-
-    def __call__(
-        self,
-        turns: Sequence[JsonObject],
-        tools: Sequence[JsonObject],
-        *,
-        in_system: bool = True,
-    ) -> list[JsonObject]: ...
+ToolInjector = Callable[..., list[JsonObject]]
+"""Puts tools into messages, as `server.answer.injection.told` does."""
 
 
 def _pieces(message: ChatMessage) -> int:
@@ -127,8 +116,8 @@ async def render_chat(
             return await templates.render(template, prepared)
         assert own is not None
         if many:
-            return await asyncio.to_thread(lambda: _rendered(own, attempts()))
-        return _rendered(own, attempts())
+            return await asyncio.to_thread(lambda: own.render(*attempts()))
+        return own.render(*attempts())
     except TemplateFailed as error:
         field = "messages" if template is None else "chat_template"
         raise invalid(f"{field}: {error}", field) from error
@@ -150,17 +139,6 @@ def _check_options(
             f"chat_template_kwargs.{name}: set this as a field of the request",
             "chat_template_kwargs",
         )
-
-
-def _rendered(template: ChatTemplate, attempts: Sequence[Rendering]) -> str:
-    """Return the text of the first attempt that the template accepts."""
-    *others, last = attempts
-    for attempt in others:
-        try:
-            return template.render(**msgspec.structs.asdict(attempt))
-        except TemplateFailed:
-            continue
-    return template.render(**msgspec.structs.asdict(last))
 
 
 def said_last(messages: Sequence[ChatMessage]) -> str:

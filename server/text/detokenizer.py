@@ -16,7 +16,6 @@ from tokenizers.decoders import DecodeStream
 from server.text.markers import certain_length
 from server.text.tokenizer import ServedTokenizer
 
-_REPLACEMENT = "\ufffd"
 _SPACE_MARK = "\u2581"
 # A stream decoder may need a little of what came before to place spaces.
 _CONTEXT_TOKENS = 5

@@ -30,19 +30,6 @@ def certain_length(text: str, markers: Sequence[str]) -> int:
     return certain
 
 
-def split_at(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
-    """Return what is certain before the first marker, the marker, and the rest.
-
-    Without a marker, which is "" then, the rest is what may still become the beginning of one.
-    """
-    found = find_first(text, markers)
-    if found is None:
-        length = certain_length(text, markers)
-        return text[:length], "", text[length:]
-    start, marker = found
-    return text[:start], marker, text[start + len(marker) :]
-
-
 class Until:
     """Text of any length up to the first of some markers, each piece of which is read once."""
 

@@ -8,8 +8,8 @@ import msgspec
 from engine.shared.fair_threads import FairThreads
 from server.helper_process import HelperProcess
 from server.limits import MAX_TEMPLATE_SECONDS
-from server.text.chat_template import TemplateFailed
-from server.text.template_process import Job, Rendered, Rendering
+from server.text.chat_template import Rendering, TemplateFailed
+from server.text.template_process import Job, Rendered
 
 
 class RequestTemplates:

@@ -4,25 +4,12 @@ Templates are programs. Jobs and answers are MessagePack.
 """
 
 import functools
-from typing import Any
 
 import msgspec
 
 from server.helper_process import serve
 from server.limits import MAX_TEMPLATE_MEMORY, MAX_TEMPLATE_OUTPUT, MAX_TEMPLATE_SECONDS
-from server.text.chat_template import ChatTemplate, TemplateFailed
-
-
-class Rendering(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `ChatTemplate.render`."""
-
-    messages: list[dict[str, Any]]
-    add_generation_prompt: bool
-    continue_final_message: bool = False
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
-    arguments: dict[str, Any] | None = None
-    images: bool = False
+from server.text.chat_template import ChatTemplate, Rendering
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -47,21 +34,13 @@ def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 def render(job: Job) -> Rendered:
     """Return the result of a job."""
-    error = "there is nothing to render"
     try:
-        template = _compiled(job.source, tuple(job.special_tokens.items()))
-        for attempt in job.attempts:
-            try:
-                text = template.render(**msgspec.structs.asdict(attempt))
-            except TemplateFailed as failure:
-                error = str(failure)
-                continue
-            if len(text) > MAX_TEMPLATE_OUTPUT:
-                return Rendered(error=f"it wrote more than {MAX_TEMPLATE_OUTPUT} characters")
-            return Rendered(text)
+        text = _compiled(job.source, tuple(job.special_tokens.items())).render(*job.attempts)
     except (ValueError, MemoryError, RecursionError) as failure:
-        error = str(failure) or type(failure).__name__
-    return Rendered(error=error[:500])
+        return Rendered(error=(str(failure) or type(failure).__name__)[:500])
+    if len(text) > MAX_TEMPLATE_OUTPUT:
+        return Rendered(error=f"it wrote more than {MAX_TEMPLATE_OUTPUT} characters")
+    return Rendered(text)
 
 
 def _answer(job: bytes) -> bytes:

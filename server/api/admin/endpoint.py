@@ -3,6 +3,7 @@
 What changes the number of engines is asked of the supervisor, and goes on after the answer.
 """
 
+import msgspec
 from fastapi import APIRouter, Response
 
 from engine.shared.messages import (
@@ -134,13 +135,4 @@ def _scale_status(status: ControlStatus) -> ScaleStatus:
         node.name: NodeScale(node.target, node.capacity, node.phases, node.busy, node.error)
         for node in status.nodes
     }
-    return ScaleStatus(
-        status.data_parallel_size,
-        status.engines,
-        status.busy,
-        status.error,
-        nodes,
-        status.hosts,
-        status.waiting,
-        status.api_servers,
-    )
+    return ScaleStatus(**{**msgspec.structs.asdict(status), "nodes": nodes})

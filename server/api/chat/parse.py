@@ -32,7 +32,12 @@ def parse(
     Raises:
         ApiError: the request is wrong, or asks for too much; `param` names the field.
     """
-    return _parsed(body, [conversation(body)], model, max_model_len, blame=blame)
+    try:
+        return _parsed(body, [conversation(body)], model, max_model_len, blame=blame)
+    except ApiError as error:
+        if blame is None:
+            raise
+        raise blame(error) from error
 
 
 def chat_request(body: dict[str, Any], blame: Blame) -> ChatCompletionRequest:

@@ -25,9 +25,8 @@ from server.api.chat.schema import (
     ChatFields,
     ChatFinishReason,
 )
-from server.api.chat.scores import chat_logprobs, whole_logprobs
 from server.api.chunks import ChunkFrames, error_frames
-from server.api.logprobs import prompt_scores
+from server.api.logprobs import chat_logprobs, prompt_scores, whole_logprobs
 from server.api.rendering import Renderer, WholeBody, timing_shown
 from server.generate.fold import Delta, FinishReason
 from server.generate.request import GenerationRequest
@@ -155,8 +154,8 @@ class ChatChunks:
         """Return the frames of a delta; none if it has no text yet and nothing else to show."""
         first = index not in self._readers
         begun = self._begin(index) if first else b""
-        if self._frames.so_far is not None:
-            self._frames.so_far.add(index, len(delta.token_ids))
+        if self._frames.counts is not None:
+            self._frames.counts[index] += len(delta.token_ids)
         if self._only_text and delta.finish_reason is None and not first:
             content = ChatDelta(content=delta.text)
             choice = ChatChunkChoice(index, content, None, None)

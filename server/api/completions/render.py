@@ -44,8 +44,8 @@ class CompletionChunks:
 
     def push(self, index: int, delta: Delta) -> bytes:
         """Return the frame of a delta; none if it has no text yet and nothing else to show."""
-        if self._frames.so_far is not None:
-            self._frames.so_far.add(index, len(delta.token_ids))
+        if self._frames.counts is not None:
+            self._frames.counts[index] += len(delta.token_ids)
         shown = delta.text or delta.logprobs or delta.finish_reason
         if not shown and not (self._show_ids and delta.token_ids):
             return b""

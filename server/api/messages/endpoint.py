@@ -19,8 +19,8 @@ from server.api.openapi import (
 )
 from server.api.route import ModelRoute, json_response
 from server.api.services import ServicesDep
-from server.api.tokenize.count import count_tokens_of
-from server.errors import ApiError, MessagesErrorResponse
+from server.api.tokenize import count_tokens_of
+from server.errors import MessagesErrorResponse
 from server.http.call import Call
 
 _MESSAGE = event_responses(Message, get_args(MessageEvent), *MODEL_ERRORS)
@@ -44,8 +44,5 @@ async def count_tokens(body: CountTokensRequest, services: ServicesDep) -> Respo
     """Count the tokens of a conversation as the model would read it."""
     services.asked_model(body.model)
     source, blame = parse_count(body)
-    try:
-        count = await count_tokens_of(source, services, "messages")
-    except ApiError as error:
-        raise blame(error) from error
+    count = await count_tokens_of(source, services, "messages", blame)
     return json_response(TokenCount(count))

@@ -43,10 +43,7 @@ def parse(request: MessagesRequest, model: ServedModel, max_model_len: int) -> G
         ApiError: the request is wrong, or asks for what is not served; `param` names the field.
     """
     chat, blame = _as_chat(request)
-    try:
-        return parse_chat(chat, model, max_model_len, blame)
-    except ApiError as error:
-        raise blame(error) from error
+    return parse_chat(chat, model, max_model_len, blame)
 
 
 def parse_count(request: CountTokensRequest) -> tuple[Conversation, Blame]:

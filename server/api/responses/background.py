@@ -11,7 +11,7 @@ from fastapi import Response as HttpResponse
 
 from server.access.tenants import SCOPE_KEY
 from server.api.generation import Generation
-from server.api.rendering import event_frames
+from server.api.growing import event_frames
 from server.api.responses.events import ResponseFailed
 from server.api.responses.items import Response, ResponseError
 from server.api.responses.journal import Journal, told
@@ -45,14 +45,7 @@ async def answer_at_once(
     store, owner = keeping.store, keeping.owner
     if store.jobs.is_full_for(owner):
         raise TOO_MANY_IN_BACKGROUND
-    response = begun_response(
-        request,
-        keeping.name,
-        now(),
-        model,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-    )
+    response = begun_response(request, keeping.name, now(), model)
     response.store = True
     try:
         await keeping.put(response, begins=True)

@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from server.api.responses.items import Compaction, OutputMessage, packed_summary
+from server.api.growing import GrowingBody
+from server.api.responses.items import Compaction, OutputMessage, Response, packed_summary
 from server.api.responses.keeping import item_of, own_items
-from server.api.responses.render import GrowingResponse, ResponseBody
+from server.api.responses.render import growing_response
 from server.api.responses.schema import MessageItem, ResponsesRequest
 from server.generate.request import GenerationRequest
-from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
 _ASKED = (
@@ -31,35 +29,27 @@ def asking_for_summary(request: ResponsesRequest) -> ResponsesRequest:
 
 def compaction_renderer(
     body: ResponsesRequest, request: GenerationRequest, table: TokenTable
-) -> "CompactionBody":
-    """Return what shows the answer to such a request."""
-    growing = GrowingResponse(body, request, table, None)
+) -> GrowingBody[Response]:
+    """Return what shows the answer to such a request: what takes the conversation's place."""
     items = own_items(body)[:-1]
     said = [item for item in items if isinstance(item, MessageItem) and item.role == "user"]
-    return CompactionBody(growing, [item_of(item) for item in said])
+    kept = [item_of(item) for item in said]
+    growing = growing_response(body, request, table, None)
+    return GrowingBody(growing, lambda response: _compaction(response, kept))
 
 
-class CompactionBody(ResponseBody):
-    """Shows a summary, with the messages of users, that replaces the conversation."""
-
-    def __init__(self, growing: GrowingResponse, said: Sequence[dict[str, Any]]) -> None:
-        super().__init__(growing)
-        self._said = said
-
-    def finish(self, usage: Usage) -> bytes:
-        """Return the body."""
-        response = self.complete(usage)
-        messages = [item for item in response.output if isinstance(item, OutputMessage)]
-        summary = "\n".join([part.text for item in messages for part in item.content])
-        packed = {
-            "type": "compaction",
-            "id": response.id.replace("resp_", "cmp_"),
-            "encrypted_content": packed_summary(summary),
-        }
-        made = Compaction(
-            id=response.id,
-            created_at=response.created_at,
-            output=[*self._said, packed],
-            usage=response.usage,
-        )
-        return msgspec.json.encode(made)
+def _compaction(response: Response, said: Sequence[dict[str, Any]]) -> Compaction:
+    """Return a response's text as a summary, behind the messages of users."""
+    messages = [item for item in response.output if isinstance(item, OutputMessage)]
+    summary = "\n".join([part.text for item in messages for part in item.content])
+    packed = {
+        "type": "compaction",
+        "id": response.id.replace("resp_", "cmp_"),
+        "encrypted_content": packed_summary(summary),
+    }
+    return Compaction(
+        id=response.id,
+        created_at=response.created_at,
+        output=[*said, packed],
+        usage=response.usage,
+    )

@@ -23,8 +23,8 @@ from server.api.responses.render import renderer
 from server.api.responses.schema import ItemReference, ResponsesRequest
 from server.api.route import ModelRoute, json_response
 from server.api.services import Services, ServicesDep
-from server.api.tokenize.count import count_tokens_of
-from server.errors import ApiError, invalid
+from server.api.tokenize import count_tokens_of
+from server.errors import invalid
 from server.http.call import Call
 from server.store.service import ResponseStore
 
@@ -65,10 +65,7 @@ async def count_input_tokens(body: ResponsesRequest, call: Call, services: Servi
     services.asked_model(body.model)
     whole, earlier = await _whole_request(body, call, services)
     source, blame = parse_count(whole, earlier)
-    try:
-        count = await count_tokens_of(source, services, "input")
-    except ApiError as error:
-        raise blame(error) from error
+    count = await count_tokens_of(source, services, "input", blame)
     return json_response(items.InputTokens(count))
 
 

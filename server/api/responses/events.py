@@ -13,34 +13,28 @@ class _Event(msgspec.Struct, tag_field="type", kw_only=True):
     """Counts the events of one stream from 0."""
 
 
-class ResponseCreated(_Event, tag="response.created", kw_only=True):
+class _ResponseEvent(_Event, kw_only=True):
+    response: Response
+
+
+class ResponseCreated(_ResponseEvent, tag="response.created"):
     """The first event."""
 
-    response: Response
 
-
-class ResponseInProgress(_Event, tag="response.in_progress", kw_only=True):
+class ResponseInProgress(_ResponseEvent, tag="response.in_progress"):
     """The second event."""
 
-    response: Response
 
-
-class ResponseCompleted(_Event, tag="response.completed", kw_only=True):
+class ResponseCompleted(_ResponseEvent, tag="response.completed"):
     """The last event of a response that was completed."""
 
-    response: Response
 
-
-class ResponseIncomplete(_Event, tag="response.incomplete", kw_only=True):
+class ResponseIncomplete(_ResponseEvent, tag="response.incomplete"):
     """The last event of a response that was cut off."""
 
-    response: Response
 
-
-class ResponseFailed(_Event, tag="response.failed", kw_only=True):
+class ResponseFailed(_ResponseEvent, tag="response.failed"):
     """The last event of a response that failed."""
-
-    response: Response
 
 
 class OutputItemAdded(_Event, tag="response.output_item.added", kw_only=True):
@@ -50,11 +44,8 @@ class OutputItemAdded(_Event, tag="response.output_item.added", kw_only=True):
     item: OutputItem
 
 
-class OutputItemDone(_Event, tag="response.output_item.done", kw_only=True):
+class OutputItemDone(OutputItemAdded, tag="response.output_item.done"):
     """An item is complete."""
-
-    output_index: int
-    item: OutputItem
 
 
 class _ItemEvent(_Event, kw_only=True):
@@ -69,11 +60,8 @@ class ContentPartAdded(_ItemEvent, tag="response.content_part.added", kw_only=Tr
     part: OutputText | ReasoningTextPart
 
 
-class ContentPartDone(_ItemEvent, tag="response.content_part.done", kw_only=True):
+class ContentPartDone(ContentPartAdded, tag="response.content_part.done"):
     """A part of a message, or of reasoning, is complete."""
-
-    content_index: int = 0
-    part: OutputText | ReasoningTextPart
 
 
 class TextDelta(_ItemEvent, tag="response.output_text.delta", kw_only=True):

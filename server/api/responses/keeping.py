@@ -11,7 +11,7 @@ import msgspec
 from pydantic import TypeAdapter
 
 from server.api.responses.items import Response
-from server.api.responses.render import ResponseBody, ResponseEvents, renderer
+from server.api.responses.render import ResponseRenderer, renderer
 from server.api.responses.schema import (
     ConversationName,
     InputItem,
@@ -43,7 +43,9 @@ TOO_MANY_IN_BACKGROUND = ApiError(
 ITEMS = TypeAdapter(list[InputItem])
 _OUTPUT_ITEM = re.compile(r"(?:msg|rs|fc|ctc|lsh|tsc)_([0-9a-f]{32})_\d+")
 
-_ID_PREFIXES = {
+ID_PREFIXES = {"response": "resp_", "conversation": "conv_"}
+"""What ids of records begin with: both kinds are in one table."""
+_ITEM_PREFIXES = {
     "message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs",
     "local_shell_call": "lsh", "tool_search_call": "tsc",
 }  # fmt: skip
@@ -94,7 +96,7 @@ class Keeping:
         self.name = uuid.uuid4().hex
         self.ended = False
         """Whether the final response has been stored."""
-        self._renderer: ResponseBody | ResponseEvents | None = None
+        self._renderer: ResponseRenderer | None = None
         self._own: list[dict[str, Any]] = []
         """The items that the request added, references replaced by what they refer to."""
         conversation = request.conversation
@@ -122,7 +124,7 @@ class Keeping:
 
     def renderer(
         self, body: ResponsesRequest, request: GenerationRequest, table: TokenTable
-    ) -> ResponseBody | ResponseEvents:
+    ) -> ResponseRenderer:
         """Return what shows the answer, which is stored under a name that cannot be guessed."""
         name = self.name if self.keeps else None
         self._renderer = renderer(body, request, table, name)
@@ -152,7 +154,8 @@ class Keeping:
         """Store a response as it is now; `begins`: for the first time, before it is generated."""
         items = []
         if self._conversation is not None and response.status in ("completed", "incomplete"):
-            items = _stored(self._own, response)
+            said = [*self._own, *msgspec.to_builtins(response.output)]
+            items = [Part(id=item["id"], body=msgspec.json.encode(item)) for item in said]
         if self.keeps:
             record = Record(
                 id=response.id,
@@ -176,7 +179,7 @@ class Keeping:
             texts = await self._chain(previous)
         elif self._conversation is not None:
             found = None
-            if is_conversation(self._conversation):
+            if self._conversation.startswith(ID_PREFIXES["conversation"]):
                 found = await kept(
                     self.store.call(SqlBackend.items, self.owner, self._conversation)
                 )
@@ -194,14 +197,14 @@ class Keeping:
         too_long = invalid(
             f"{field}: the earlier responses have more than {MAX_KEPT_LENGTH} bytes", field
         )
-        if not is_response(previous):
+        if not previous.startswith(ID_PREFIXES["response"]):
             raise _gone(previous, field)
         chain = await kept(self.store.call(SqlBackend.chain, self.owner, previous), too_long)
         if chain is None:
             raise _gone(previous, field)
         items: list[Any] = []
         for record in chain:
-            items += _items_of(record)
+            items += [*msgspec.json.decode(record.input), *_output(record)]
             if len(items) > MAX_KEPT_ITEMS:  # before costly work is done on them
                 raise invalid(
                     f"{field}: the earlier responses have more than {MAX_KEPT_ITEMS} items", field
@@ -261,19 +264,9 @@ def item_of(item: Any) -> dict[str, Any]:
     if isinstance(shown.get("content"), str):
         text = "output_text" if shown["role"] == "assistant" else "input_text"
         shown["content"] = [{"type": text, "text": shown["content"]}]
-    prefix = _ID_PREFIXES.get(kind, "item")
+    prefix = _ITEM_PREFIXES.get(kind, "item")
     shown.setdefault("id", f"{prefix}_{uuid.uuid4().hex}")
     return shown
-
-
-def _stored(own: Sequence[dict[str, Any]], response: Response) -> list[Part]:
-    output = [msgspec.to_builtins(item) for item in response.output]
-    return [Part(id=item["id"], body=msgspec.json.encode(item)) for item in (*own, *output)]
-
-
-def _items_of(record: Record) -> list[Any]:
-    given: list[Any] = msgspec.json.decode(record.input)
-    return given + _output(record)
 
 
 def _output(record: Record) -> list[dict[str, Any]]:
@@ -284,16 +277,6 @@ def _gone(name: str, field: str) -> ApiError:
     return ApiError(
         404, f"{field}: {name!r} was not found; it may have expired.", param=field, code="not_found"
     )
-
-
-def is_response(id_: str) -> bool:
-    """Whether an id is one of a response; conversations are in the same table."""
-    return id_.startswith("resp_")
-
-
-def is_conversation(id_: str) -> bool:
-    """Whether an id is one of a conversation."""
-    return id_.startswith("conv_")
 
 
 def now() -> int:

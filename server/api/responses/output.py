@@ -1,6 +1,6 @@
 """From the parts of an answer to output items, and to the events that tell how they grow."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import msgspec
@@ -9,9 +9,13 @@ from msgspec import UNSET
 from server.answer.json_value import is_object
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from server.api.chat.schema import ChatLogprob
+from server.api.growing import Growing, event_frames
+from server.api.logprobs import chat_logprobs
 from server.api.responses import events
 from server.api.responses.events import ResponseEvent
 from server.api.responses.items import (
+    IncompleteDetails,
+    InputTokensDetails,
     ItemStatus,
     OutputCustomToolCall,
     OutputFunctionCall,
@@ -20,20 +24,25 @@ from server.api.responses.items import (
     OutputMessage,
     OutputReasoning,
     OutputText,
+    OutputTokensDetails,
     OutputToolSearchCall,
     ReasoningTextPart,
+    Response,
+    ResponseError,
+    ResponseUsage,
     ShellAction,
 )
 from server.api.responses.tools import OfferedTool
+from server.errors import ApiError
+from server.generate.fold import Delta, FinishReason, ScoredToken
+from server.generate.request import GenerationRequest
+from server.schema.answer import Usage
+from server.text.detokenizer import TokenTable
 
 
 class _Place(TypedDict):
     item_id: str
     output_index: int
-
-
-ScoredPart = tuple[Part, list[ChatLogprob]]
-"""A part of an answer with the log probabilities of its tokens, if they are shown."""
 
 
 class _CustomArguments(msgspec.Struct):
@@ -53,31 +62,119 @@ class _ShellArguments(msgspec.Struct):
         return ShellAction(self.command, self.timeout_ms, self.working_directory)
 
 
-class OutputBuilder:
-    """Builds the output of one response; a state machine without I/O.
+class ContentScores:
+    """Finds the tokens, with their log probabilities, that make up the content of an answer.
 
-    One item is open at a time.
+    Parts are pieces of the answer's text, in order. A part that is not found in the text, because
+    its reader rewrote it, is skipped.
     """
 
-    def __init__(
-        self, suffix: str, new_call_id: Callable[[], str], tools: Mapping[str, OfferedTool]
-    ) -> None:
-        """`suffix` makes the ids of items unique; `tools` are found by their functions' names."""
-        self._suffix = suffix
-        self._tools = tools
-        self._new_call_id = new_call_id
-        self._open: OutputItem | None = None
-        self._text: list[str] = []
-        self._logprobs: list[ChatLogprob] = []
-        self.output: list[OutputItem] = []
+    def __init__(self) -> None:
+        self._text = ""
+        """What no part has been found in yet."""
+        self._begin = 0
+        """Where it begins in the whole text."""
+        self._tokens: list[ScoredToken] = []
+        """Those that begin within it, or behind it."""
 
-    def push(self, part: Part, logprobs: list[ChatLogprob] | None = None) -> list[ResponseEvent]:
-        """Add a part, with the log probabilities of its tokens; return what there is to tell."""
+    def add(self, text: str, tokens: Sequence[ScoredToken]) -> None:
+        """Add text of the answer, and tokens whose texts have come or will come."""
+        self._text += text
+        self._tokens += tokens
+
+    def of(self, part: Part) -> list[ScoredToken]:
+        """Return the tokens that begin in a part's text if it is content; parts come in order."""
+        text = part.name if isinstance(part, CallBegin) else part.text
+        place = self._text.find(text)
+        if place < 0:
+            return []
+        start, end = self._begin + place, self._begin + place + len(text)
+        self._text, self._begin = self._text[place + len(text) :], end
+        found = [token for token in self._tokens if start <= token.text_offset < end]
+        self._tokens = [token for token in self._tokens if token.text_offset >= end]
+        return found if isinstance(part, ContentText) else []
+
+
+class GrowingResponse(Growing[Response, OutputItem, ResponseEvent]):
+    """Fills a response item by item."""
+
+    def __init__(
+        self,
+        response: Response,
+        request: GenerationRequest,
+        table: TokenTable,
+        tools: Mapping[str, OfferedTool],
+    ) -> None:
+        """`response` has no output yet; `tools` are found by the names of their functions."""
+        super().__init__(response, request.plan)
+        self._suffix = response.id.removeprefix("resp_")
+        """Makes the ids of items unique."""
+        self._tools = tools
+        self._request = request
+        self._table = table
+        self._scores = ContentScores()
+        self._logprobs: list[ChatLogprob] = []
+        self._status: ItemStatus = "completed"
+        """Of items that end now."""
+        self._finish_reason: FinishReason | None = None
+        self._sequence_number = 0
+        """Of the next event that is shown."""
+
+    def _begin(self) -> list[ResponseEvent]:
+        response = self.answer
+        return [
+            events.ResponseCreated(response=response),
+            events.ResponseInProgress(response=response),
+        ]
+
+    def _grow(self, delta: Delta) -> list[ResponseEvent]:
+        if delta.logprobs is None:
+            return super()._grow(delta)
+        if delta.finish_reason is not None:
+            self._ends(delta)
+        if self._reader is None:
+            logprobs = self._shown(delta.logprobs)
+            return self._add_content(delta.text, logprobs) if delta.text or logprobs else []
+        told: list[ResponseEvent] = []
+        parts = self._taken_apart(delta)
+        self._scores.add(delta.text, delta.logprobs)
+        for part in parts:
+            scored = self._shown(self._scores.of(part))
+            if isinstance(part, ContentText):
+                told += self._add_content(part.text, scored)
+            else:
+                told += self._add(part)
+        return told
+
+    def _ends(self, delta: Delta) -> None:
+        self._finish_reason = delta.finish_reason
+
+    def _end(self) -> list[ResponseEvent]:
+        response = self.answer
+        match response.status:
+            case "incomplete":
+                return [events.ResponseIncomplete(response=response)]
+            case "failed":
+                return [events.ResponseFailed(response=response)]
+            case _:
+                return [events.ResponseCompleted(response=response)]
+
+    def _failed(self, error: ApiError) -> ResponseEvent:
+        code = error.code or error.kind
+        return events.ErrorEvent(code=code, message=error.message, param=error.param)
+
+    def frames(self, told: Sequence[ResponseEvent]) -> bytes:
+        for event in told:
+            event.sequence_number = self._sequence_number
+            self._sequence_number += 1
+        return event_frames(told)
+
+    def _add(self, part: Part) -> list[ResponseEvent]:
         match part:
             case ReasoningText(text):
                 return self._add_reasoning(text)
             case ContentText(text):
-                return self._add_content(text, logprobs or [])
+                return self._add_content(text, [])
             case CallBegin(_, name):
                 return self._switch(self._call(name))
             case CallArguments(_, text):
@@ -86,23 +183,28 @@ class OutputBuilder:
                     return []  # it is shown in another form, once it is complete
                 return [events.ArgumentsDelta(**self._place(), delta=text)]
 
-    def close(self, parts: Sequence[ScoredPart], status: ItemStatus) -> list[ResponseEvent]:
-        """Add the last parts and end, with an empty message if there is nothing else.
+    def _complete(self, usage: Usage) -> list[ResponseEvent]:
+        """End, with an empty message if there is nothing else."""
+        response, cut_off = self.answer, self._finish_reason != "stop"
+        told = [] if self.items else self._add_content("", [])
+        self._status = "incomplete" if cut_off else "completed"
+        told += self._close_item()
+        response.output = self.items
+        response.usage = self._usage(usage)
+        response.status = "completed"
+        if self._finish_reason == "length":
+            response.status = "incomplete"
+            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        elif cut_off:
+            response.status = "failed"
+            response.error = ResponseError("server_error", "The generation was aborted.")
+        return told
 
-        Returns what there is to tell.
-        """
-        told = [event for part, scores in parts for event in self.push(part, scores)]
-        if not self.output:
-            told += self.push(ContentText(""))
-        return told + self.finish(status)
+    def _opened(self, index: int, item: OutputItem) -> ResponseEvent:
+        return events.OutputItemAdded(output_index=index, item=item)
 
-    def finish(self, status: ItemStatus) -> list[ResponseEvent]:
-        """End the item that is open, if one is; return what there is to tell."""
-        item = self._open
-        if item is None:
-            return []
-        text, self._text = "".join(self._text), []
-        place = self._place()
+    def _closed(self, index: int, item: OutputItem, text: str) -> list[ResponseEvent]:
+        place, status = self._place(), self._status
         told: list[ResponseEvent]
         part: OutputText | ReasoningTextPart
         match item:
@@ -142,8 +244,7 @@ class OutputBuilder:
                 item.arguments = msgspec.json.decode(text) if is_object(text) else {}
                 told = []
         item.status = status
-        self._open = None
-        return [*told, events.OutputItemDone(output_index=place["output_index"], item=item)]
+        return [*told, events.OutputItemDone(output_index=index, item=item)]
 
     def _call(self, name: str) -> OutputItem:
         tool, call_id = self._tools.get(name), self._new_call_id()
@@ -183,19 +284,25 @@ class OutputBuilder:
         self._logprobs += logprobs
         return [*told, events.TextDelta(**self._place(), delta=text, logprobs=logprobs)]
 
-    def _switch(self, item: OutputItem) -> list[ResponseEvent]:
-        told = self.finish("completed")
-        self._open = item
-        self.output.append(item)
-        begun = msgspec.structs.replace(item)
-        return [*told, events.OutputItemAdded(output_index=len(self.output) - 1, item=begun)]
-
     def _place(self) -> _Place:
-        assert self._open is not None
-        return {"item_id": self._open.id, "output_index": len(self.output) - 1}
+        return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
 
     def _id(self, prefix: str) -> str:
-        return f"{prefix}_{self._suffix}_{len(self.output)}"
+        return f"{prefix}_{self._suffix}_{len(self.items)}"
+
+    def _shown(self, tokens: Sequence[ScoredToken] | None) -> list[ChatLogprob]:
+        scores = chat_logprobs(tokens, self._request, self._table)
+        return [] if scores is None else scores.content
+
+    def _usage(self, usage: Usage) -> ResponseUsage:
+        reasoning = 0 if self._reader is None else self._reader.reasoning_tokens
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(usage.cached_tokens),
+            usage.completion_tokens,
+            OutputTokensDetails(reasoning),
+            usage.total_tokens,
+        )
 
 
 def _custom_input(arguments: str) -> str:

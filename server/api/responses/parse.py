@@ -26,7 +26,6 @@ from server.api.responses.schema import (
     MessageContent,
     MessageItem,
     ReasoningItem,
-    RefusalContent,
     ResponsesRequest,
     TextFormat,
     ToolSearchCallItem,
@@ -42,6 +41,7 @@ from server.api.responses.tools import (
 from server.errors import ApiError, invalid
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
+from server.schema.messages import RefusalPart
 
 _SERVED_INCLUDES = {"message.output_text.logprobs"}
 _NOTHING_TO_ADD = {
@@ -67,14 +67,11 @@ def parse(
         ApiError: the request is wrong, or asks for what is not served; `param` names the field.
     """
     chat, blame = _as_chat(request, earlier)
-    try:
-        parsed = parse_chat(chat, model, max_model_len, blame)
-        if request.truncation == "auto":
-            (source,) = parsed.conversations
-            parsed.conversations = [msgspec.structs.replace(source, shortened=True)]
-        return parsed
-    except ApiError as error:
-        raise blame(error) from error
+    parsed = parse_chat(chat, model, max_model_len, blame)
+    if request.truncation == "auto":
+        (source,) = parsed.conversations
+        parsed.conversations = [msgspec.structs.replace(source, shortened=True)]
+    return parsed
 
 
 def parse_count(request: ResponsesRequest, earlier: int) -> tuple[Conversation, Blame]:
@@ -87,25 +84,19 @@ def parse_count(request: ResponsesRequest, earlier: int) -> tuple[Conversation, 
     return conversation(chat), blame
 
 
-_INSTRUCTIONS, _EARLIER, _EMPTY = -1, -2, -3
-"""What stands for the instructions, for items that the request did not send itself, and for the
-turn of the user where there is no input."""
-
-
 def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionRequest, Blame]:
     """Return a chat completion, and what turns errors about it into errors about the request."""
     _check(request)
     goes_on_with = "previous_response_id" if request.conversation is None else "conversation"
     turns = _Turns()
     if request.instructions is not None:
-        turns.say("system", request.instructions, _INSTRUCTIONS)
-    if isinstance(request.input, str):
-        turns.say("user", request.input, 0)
+        turns.say("system", request.instructions, "instructions")
+    given = request.input or ""
+    if isinstance(given, str):
+        turns.say("user", given, "input")
     else:
-        for index, item in enumerate(request.input):
-            turns.add(item, _EARLIER if index < earlier else index - earlier)
-        if not request.input:
-            turns.say("user", "", _EMPTY)
+        for index, item in enumerate(given):
+            turns.add(item, goes_on_with if index < earlier else f"input[{index - earlier}]")
     body: dict[str, Any] = {name: getattr(request, name) for name in PASSED_ON}
     body |= {
         "messages": turns.messages,
@@ -130,7 +121,7 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
     def named(param: str) -> str:
         tool = _TOOL.match(param)
         if tool is None:
-            return _renamed(turns.items, goes_on_with, param)
+            return _renamed(turns.places, param)
         found = offered[int(tool[1])]
         if tool[2] in (".parameters", ".input_grammar"):
             return found.parameters_field
@@ -158,33 +149,32 @@ def _check(request: ResponsesRequest) -> None:
 
 
 class _Turns:
-    """Collects items into messages: what the assistant did in a row is one turn."""
+    """Collects items into messages, each with the field that it is made of.
+
+    What the assistant did in a row is one turn.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.items: list[int] = []
+        self.places: list[str] = []
 
-    def say(self, role: str, content: str | list[dict[str, Any]], index: int) -> None:
+    def say(self, role: str, content: str | list[dict[str, Any]], place: str) -> None:
         """Add a message."""
         self.messages.append({"role": role, "content": content})
-        self.items.append(index)
+        self.places.append(place)
 
-    def add(
-        self,
-        item: InputItem,
-        index: int,
-    ) -> None:
+    def add(self, item: InputItem, place: str) -> None:
         """Add an input item."""
         match item:
             case MessageItem(role="assistant"):
-                _check_parts(item.content, index, may_refuse=True)
-                turn = self._assistant(index, closed_by=("content", "tool_calls"))
+                _check_parts(item.content, place, may_refuse=True)
+                turn = self._assistant(place, closed_by=("content", "tool_calls"))
                 turn["content"] = _text(item.content)
             case MessageItem():
-                _check_parts(item.content, index)
-                self.say(item.role, _content(item.content), index)
+                _check_parts(item.content, place)
+                self.say(item.role, _content(item.content), place)
             case ReasoningItem():
-                turn = self._assistant(index, closed_by=("content", "tool_calls"))
+                turn = self._assistant(place, closed_by=("content", "tool_calls"))
                 thoughts = [part.text for part in item.content or ()]
                 if thoughts:
                     turn["reasoning_content"] = "\n".join(thoughts)
@@ -194,53 +184,52 @@ class _Turns:
                 summary = summary_of(item.encrypted_content)
                 if summary is None:
                     raise invalid(
-                        f"input[{index}]: a conversation that another server has compacted cannot "
-                        "be read",
-                        f"input[{index}]",
+                        f"{place}: a conversation that another server has compacted cannot be read",
+                        place,
                     )
-                self.say("user", f"A summary of the conversation so far:\n{summary}", index)
+                self.say("user", f"A summary of the conversation so far:\n{summary}", place)
             case _:
-                self._add_of_tool(item, index)
+                self._add_of_tool(item, place)
 
-    def _add_of_tool(self, item: InputItem, index: int) -> None:
+    def _add_of_tool(self, item: InputItem, place: str) -> None:
         """Add a call or what came of it; what other servers did is left out."""
         match item:
             case FunctionCallItem():
                 name = function_name(item.name, item.namespace)
-                self._call(item.call_id, name, item.arguments, index)
+                self._call(item.call_id, name, item.arguments, place)
             case CustomToolCallItem():
                 name = function_name(item.name, item.namespace)
-                self._call(item.call_id, name, {CUSTOM_INPUT: item.input}, index)
+                self._call(item.call_id, name, {CUSTOM_INPUT: item.input}, place)
             case LocalShellCallItem():
                 given = {k: v for k, v in item.action.items() if k != "type" and v}
-                self._call(item.call_id or item.id, LOCAL_SHELL, given, index)
+                self._call(item.call_id or item.id, LOCAL_SHELL, given, place)
             case ToolSearchCallItem() if item.call_id is not None:
-                self._call(item.call_id, TOOL_SEARCH, item.arguments, index)
+                self._call(item.call_id, TOOL_SEARCH, item.arguments, place)
             case FunctionCallOutputItem() | CustomToolCallOutputItem():
-                self._result(item.call_id, _content(item.output), index)
+                self._result(item.call_id, _content(item.output), place)
             case LocalShellCallOutputItem():
-                self._result(item.id, item.output, index)
+                self._result(item.id, item.output, place)
             case ToolSearchOutputItem() if item.call_id is not None:
                 names = ", ".join([tool.name or tool.type for tool in item.tools])
-                self._result(item.call_id, f"Found: {names or 'none'}.", index)
+                self._result(item.call_id, f"Found: {names or 'none'}.", place)
 
-    def _call(self, call_id: str | None, name: str | None, arguments: Any, index: int) -> None:
+    def _call(self, call_id: str | None, name: str | None, arguments: Any, place: str) -> None:
         """Add a call to the assistant's turn."""
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
-        self._assistant(index).setdefault("tool_calls", []).append(call)
+        self._assistant(place).setdefault("tool_calls", []).append(call)
 
-    def _result(self, call_id: str, content: str | list[dict[str, Any]], index: int) -> None:
+    def _result(self, call_id: str, content: str | list[dict[str, Any]], place: str) -> None:
         """Add what came of a call."""
-        self.say("tool", content, index)
+        self.say("tool", content, place)
         self.messages[-1]["tool_call_id"] = call_id
 
-    def _assistant(self, index: int, closed_by: tuple[str, ...] = ()) -> dict[str, Any]:
+    def _assistant(self, place: str, closed_by: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the assistant's turn that an item belongs to."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(key in last for key in closed_by):
             self.messages.append({"role": "assistant"})
-            self.items.append(index)
+            self.places.append(place)
         return self.messages[-1]
 
 
@@ -264,7 +253,7 @@ def _text(content: str | Sequence[MessageContent]) -> str:
     texts = []
     for part in content:
         match part:
-            case RefusalContent():
+            case RefusalPart():
                 texts.append(part.refusal)
             case MediaPart():
                 texts.append(f"[{part.type} omitted: it cannot be shown to this model]")
@@ -274,11 +263,11 @@ def _text(content: str | Sequence[MessageContent]) -> str:
 
 
 def _check_parts(
-    content: str | Sequence[MessageContent], index: int, *, may_refuse: bool = False
+    content: str | Sequence[MessageContent], place: str, *, may_refuse: bool = False
 ) -> None:
-    for place, part in enumerate([] if isinstance(content, str) else content):
-        field = f"input[{index}].content[{place}]"
-        if isinstance(part, RefusalContent) and not may_refuse:
+    for index, part in enumerate([] if isinstance(content, str) else content):
+        field = f"{place}.content[{index}]"
+        if isinstance(part, RefusalPart) and not may_refuse:
             raise invalid(f"{field}: only messages of assistants may have a refusal", field)
         if isinstance(part, MediaPart):
             if may_refuse:
@@ -322,23 +311,18 @@ _RENAMED = (
 )
 
 
-def _renamed(items: list[int], goes_on_with: str, param: str) -> str:
+def _renamed(places: Sequence[str], param: str) -> str:
     """Return the field of the request that a field of the chat completion stands for."""
     message = re.match(r"messages(?:\[(\d+)\])?", param)
-    if message is not None:
-        return _input_field(param, items, goes_on_with, message)
-    return renamed(param, _RENAMED)
-
-
-def _input_field(param: str, items: list[int], goes_on_with: str, message: "re.Match[str]") -> str:
-    if message[1] is None or int(message[1]) >= len(items):
+    if message is None:
+        return renamed(param, _RENAMED)
+    if message[1] is None or int(message[1]) >= len(places):
         return "input"
-    index = items[int(message[1])]
-    if index == _EARLIER:
-        return goes_on_with
-    rest = param[message.end() :]
+    place, rest = places[int(message[1])], param[message.end() :]
+    if not place.startswith("input["):
+        return place
     call = re.match(r"\.tool_calls\[(\d+)\]\.function", rest)
-    if call is not None:
-        # Calls are items of their own, which follow the one that the turn began with.
-        return f"input[{index}]{rest[call.end() :]}" if call[1] == "0" else "input"
-    return "instructions" if index == _INSTRUCTIONS else f"input[{index}]{rest}"
+    if call is None:
+        return place + rest
+    # Calls are items of their own, which follow the one that the turn began with.
+    return place + rest[call.end() :] if call[1] == "0" else "input"

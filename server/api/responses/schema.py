@@ -16,6 +16,7 @@ from server.limits import (
 )
 from server.schema.body import JsonObject, Name, RequestBody, part_type, type_of
 from server.schema.fields import DrawingFields, ReasoningEffort, Verbosity
+from server.schema.messages import RefusalPart
 from server.schema.structured import StructuredOutputs
 from server.schema.support import (
     CACHE_HINT,
@@ -55,16 +56,9 @@ class MediaPart(RequestBody):
     )
 
 
-class RefusalContent(RequestBody):
-    """A piece of an assistant's message that said no."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
 MessageContent = Annotated[
     Annotated[ContentPart, Tag("a text")]
-    | Annotated[RefusalContent, Tag("a refusal")]
+    | Annotated[RefusalPart, Tag("a refusal")]
     | Annotated[MediaPart, Tag("media")],
     Discriminator(part_type),
 ]

@@ -1,6 +1,5 @@
 """One way to the engines and back for the endpoints that return vectors or scores."""
 
-import asyncio
 import base64
 import sys
 import time
@@ -11,9 +10,9 @@ from typing import TypeVar
 import msgspec
 from fastapi import Response
 
-from server.api.generation import admit, unsuitable
+from server.api.generation import admit, in_time, unsuitable
 from server.api.services import Services
-from server.errors import ApiError, invalid, timed_out
+from server.errors import ApiError, invalid
 from server.generate.pooling.inputs import Length, PoolingInput
 from server.generate.pooling.model import PoolingModel
 from server.generate.pooling.run import UNSAMPLED, PoolingRequest, PoolingRun
@@ -103,7 +102,7 @@ class PooledCall:
         run = PoolingRun(request, services.client, services.metrics)
         with CancelOnDisconnect(call.receive):
             try:
-                return await _in_time(run, call, services.config.guards.request_timeout)
+                return await in_time(call, services, run.vectors())
             except Exception:
                 run.close("error")
                 raise
@@ -227,13 +226,3 @@ def _length(body: PoolingFields, services: Services) -> Length:
             f"truncate_prompt_tokens: must be -1 or from 1 to {most}", "truncate_prompt_tokens"
         )
     return Length(most, most if keep == -1 else keep, body.truncation_side != "left")
-
-
-async def _in_time(run: PoolingRun, call: Call, most: float | None) -> list[bytes]:
-    if most is None:
-        return await run.vectors()
-    try:
-        async with asyncio.timeout(call.arrived + most - time.monotonic()):
-            return await run.vectors()
-    except TimeoutError:
-        raise timed_out(f"The request took longer than {most:g} s.") from None

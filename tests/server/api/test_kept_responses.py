@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from engine.shared.config import ModelConfig
-from server.api.responses.kept import owner_of, retrieve
+from server.api.responses.stored import _owner, retrieve
 from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
@@ -567,8 +567,8 @@ def test_followers_of_background_responses_are_counted_where_they_are_let_in(
     services: Any = SimpleNamespace(store=store, config=SimpleNamespace(http=http))
 
     def request() -> Request:
-        query = b"stream=true"
-        return Request({"type": "http", "method": "GET", "headers": [], "query_string": query})
+        scope = {"type": "http", "method": "GET", "headers": [], "query_string": b"stream=true"}
+        return Request({**scope, "path_params": {"response_id": "resp_" + "0" * 32}})
 
     async def follow(id_: str) -> Any:
         try:
@@ -577,7 +577,7 @@ def test_followers_of_background_responses_are_counted_where_they_are_let_in(
             return error.status
 
     async def scenario() -> None:
-        owner = owner_of(request())
+        owner = _owner(request())
         body = b'{"background": true, "status": "in_progress"}'
         record = Record(
             id="resp_" + "0" * 32, tenant=owner, created=0.0, status="in_progress", body=body

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from engine.shared.config import ModelConfig
 from server.config import FrontEndConfig
-from server.text.chat_template import ChatTemplate
+from server.text.chat_template import ChatTemplate, Rendering
 from server.text.tokenizer import ServedTokenizer
 from tests.server.answer.test_quoted_lark import PATCH
 from tests.server.conftest import tokenizer_with
@@ -248,7 +248,7 @@ def test_the_strict_template_refuses_what_is_not_merged() -> None:
     """What these tests show would be refused by the template itself."""
     turns = [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, SAY_HI]
     template = ChatTemplate(STRICT, {})
-    assert "a\n\nb" in template.render(turns, add_generation_prompt=True)
+    assert "a\n\nb" in template.render(Rendering(messages=turns, add_generation_prompt=True))
     with pytest.raises(Exception, match="must be at the beginning"):
         template._template.render(messages=turns, tools=json.loads("null"))
 

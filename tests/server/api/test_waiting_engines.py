@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.shared.messages import ControlRequest, ControlStatus
-from server.api.meta import endpoint
+from server.api import meta
 from server.config import FrontEndConfig
 from server.control import SupervisorSilent
 
@@ -33,7 +33,7 @@ class LateControl(MadeUpControl):
 
 def exposed(control: MadeUpControl | None) -> str:
     services: Any = SimpleNamespace(config=FrontEndConfig(), names=("tiny",), control=control)
-    return asyncio.run(endpoint.waiting_engines(services)).decode()
+    return asyncio.run(meta.waiting_engines(services)).decode()
 
 
 def status(**waiting: str) -> ControlStatus:
@@ -49,7 +49,7 @@ def test_engines_that_wait_are_shown_with_what_is_missing() -> None:
 
 
 def test_nothing_is_shown_if_none_waits_or_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "WITHIN", 0.001)
+    monkeypatch.setattr(meta, "WITHIN", 0.001)
     for control in (
         None,
         MadeUpControl(status()),

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from server.bench.client import StreamResult, complete, stream_completion
+from benchmarks.streams import stream_completion
+from server.bench.client import complete
 from server.bench.connection import HttpClient
+from server.bench.summary import Record
 
 pytestmark = pytest.mark.slow  # it opens sockets
 
@@ -80,7 +82,7 @@ def play(
     return asyncio.run(run())
 
 
-async def ask(url: str, times: int = 1, give_up_after: float = 5.0) -> list[StreamResult]:
+async def ask(url: str, times: int = 1, give_up_after: float = 5.0) -> list[Record]:
     client = HttpClient(url, {"X-Test": "yes"})
     try:
         return [
@@ -98,9 +100,9 @@ def test_a_stream_is_counted_and_timed() -> None:
     pieces = [chunk(body[:7]), chunk(body[7:90]), chunk(body[90:]), b"0\r\n\r\n"]
     server, [result] = play([sends(CHUNKED, *pieces)], ask)
     assert (result.error, result.status, result.deltas) == (None, 200, 2)
-    assert (result.tokens, result.prompt_tokens) == (3, 2)
-    assert 0 < result.first_token <= result.total
-    assert len(result.gaps) == 1
+    assert (result.output_tokens, result.prompt_tokens) == (3, 2)
+    assert 0 < (result.first_token or 0) <= result.total
+    assert len(result.inter_token_latencies()) == 1
     assert b"\r\nX-Test: yes\r\n" in server.requests[0]
 
 
@@ -146,7 +148,7 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
 
 
 def test_nobody_listens() -> None:
-    async def refused(url: str) -> StreamResult:
+    async def refused(url: str) -> Record:
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))  # and does not listen
             return (await ask(f"http://127.0.0.1:{held.getsockname()[1]}"))[0]
@@ -158,7 +160,7 @@ def test_nobody_listens() -> None:
 def test_tokens_without_text_still_have_a_first_time() -> None:
     ends = b'data: {"choices":[{"text":"","finish_reason":"length"}]}\n\n'
     _, [result] = play([sends(CHUNKED, chunk(ends + USAGE + DONE), b"0\r\n\r\n")], ask)
-    assert result.first_token > 0
+    assert result.first_token
     assert (result.deltas, result.finish_reason) == (0, "length")
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from server.bench.config import WorkloadConfig
+from server.bench.config import BenchError, WorkloadConfig
 from server.bench.datasets import (
-    DatasetError,
     Prompt,
     conversation_prompts,
     draw_token_prompts,
@@ -102,7 +101,7 @@ def test_files_of_prompts_are_read_and_repeated(tmp_path: Path) -> None:
 def test_a_wrong_line_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "good"}\n' + content)
-    with pytest.raises(DatasetError, match=r"prompts\.jsonl:2"):
+    with pytest.raises(BenchError, match=r"prompts\.jsonl:2"):
         read_json_lines_or_text(path, 1)
 
 
@@ -115,7 +114,7 @@ def test_an_unusable_dataset_is_refused(tmp_path: Path, name: Any, content: str)
     tokens: Any = WordTokens()
     for chosen in (str(path), str(tmp_path / "absent"), None):
         workload = WorkloadConfig(dataset_name=name, dataset_path=chosen)
-        with pytest.raises(DatasetError):
+        with pytest.raises(BenchError):
             asyncio.run(make_prompts(workload, tokens, as_text=False))
 
 

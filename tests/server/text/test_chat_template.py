@@ -1,16 +1,18 @@
 from datetime import datetime
 from typing import Any
 
+import msgspec
 import pytest
 
-from server.text.chat_template import ChatTemplate, TemplateFailed
+from server.text.chat_template import ChatTemplate, Rendering, TemplateFailed
 
 USER = {"role": "user", "content": "hi"}
 
 
 def render(source: str, messages: Any = (USER,), **options: Any) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>"})
-    return template.render(messages, **{"add_generation_prompt": True, **options})
+    given = {"messages": messages, "add_generation_prompt": True, **options}
+    return template.render(Rendering(**given))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_system_messages_reach_templates_that_show_one(
 
 def test_a_conversation_with_tools_has_the_template_for_them() -> None:
     template = ChatTemplate("plain", {}, "{{ tools[0].name }}")
-    assert template.render(turns("u1"), add_generation_prompt=True) == "plain"
-    tools = [{"name": "f"}]
-    assert template.render(turns("u1"), add_generation_prompt=True, tools=tools) == "f"
+    plain = Rendering(messages=turns("u1"), add_generation_prompt=True)
+    assert template.render(plain) == "plain"
+    assert template.render(msgspec.structs.replace(plain, tools=[{"name": "f"}])) == "f"
     assert template.shows_tools

@@ -10,9 +10,8 @@ from server import helper_process
 from server.config import FrontEndConfig, HttpConfig
 from server.limits import MAX_TEMPLATE
 from server.text import request_templates, template_process
-from server.text.chat_template import TemplateFailed
+from server.text.chat_template import Rendering, TemplateFailed
 from server.text.request_templates import RequestTemplates
-from server.text.template_process import Rendering
 
 pytestmark = pytest.mark.slow  # it starts processes
 

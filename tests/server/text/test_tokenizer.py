@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from engine.shared.config import ModelConfig
+from server.text.chat_template import Rendering
 from server.text.tokenizer import ServedTokenizer, TokenizerError
 from tests.server.tokens import id_of
 
@@ -28,8 +29,9 @@ def load(directory: Path, **fields: Any) -> ServedTokenizer:
 
 def render(tokenizer: ServedTokenizer, **options: Any) -> str:
     assert tokenizer.chat_template is not None
+    said = [{"role": "user", "content": "x"}]
     return tokenizer.chat_template.render(
-        [{"role": "user", "content": "x"}], add_generation_prompt=True, **options
+        Rendering(messages=said, add_generation_prompt=True, **options)
     )
 
 

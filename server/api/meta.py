@@ -1,6 +1,7 @@
-"""Models, health, version and metrics."""
+"""Models, health, version and metrics: what the server tells about itself."""
 
 import asyncio
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -8,24 +9,77 @@ from prometheus_client.core import GaugeMetricFamily
 
 from engine.shared.messages import ControlQuery
 from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
-from server.api.meta.schema import (
-    HealthResponse,
-    LoadResponse,
-    Model,
-    ModelList,
-    ServerInfo,
-    TokenizerInfo,
-    VersionResponse,
-)
 from server.api.openapi import json_responses, text_responses
 from server.api.route import ApiRoute, json_response
 from server.api.services import Services, ServicesDep
-from server.api.tokenize.count import known_max_model_len
 from server.config.shown import without_secrets
 from server.control import SupervisorSilent
 from server.errors import ApiError, model_not_found, unavailable
 from server.observe.exposition import text_of
 from server.observe.metrics import CONTENT_TYPE
+
+
+class Model(msgspec.Struct):
+    """A name by which the served model may be called."""
+
+    id: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+    parent: str | None = None
+    tool_call_parser: str | None = None
+    """The format in which the model's tool calls are read; None for models of other servers."""
+    reasoning_parser: str | None = None
+    object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct):
+    """All served names."""
+
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class HealthResponse(msgspec.Struct):
+    """This process lives, or takes traffic."""
+
+    status: str
+
+
+class LoadResponse(msgspec.Struct):
+    """How much the front ends of this node have taken on, as vLLM's servers tell it."""
+
+    server_load: int
+    """Sequences that have not ended."""
+    server_load_tokens: int
+    """Prompt tokens of them that have not been computed."""
+
+
+class ServerInfo(msgspec.Struct):
+    """What the server runs with."""
+
+    version: str
+    config: dict[str, Any]
+    """Settings by section; what is secret is not shown."""
+
+
+class TokenizerInfo(msgspec.Struct):
+    """What there is to know of the served tokenizer."""
+
+    vocab_size: int
+    eos_token_ids: list[int]
+    special_tokens: list[str]
+    chat_template: str | None
+    max_model_len: int | None
+
+
+class VersionResponse(msgspec.Struct):
+    """Version of the distribution, and of the messages that its processes exchange."""
+
+    version: str
+    protocol: int
+
 
 WITHIN = 1.0
 """Seconds that a scrape waits for the supervisor."""
@@ -116,7 +170,7 @@ async def tokenizer_info(services: ServicesDep) -> Response:
         sorted(tokenizer.eos_token_ids),
         list(tokenizer.special_tokens),
         None if template is None else template.source,
-        known_max_model_len(services),
+        services.known_max_model_len,
     )
     return json_response(info)
 
@@ -152,7 +206,7 @@ def _model(services: Services, name: str, path: str | None = None) -> Model:
         owned_by="swell",
         root=services.names[0] if path is None else path,
         parent=None if path is None else services.names[0],
-        max_model_len=known_max_model_len(services),
+        max_model_len=services.known_max_model_len,
         tool_call_parser=services.model.formats.call_parser,
         reasoning_parser=services.model.formats.reasoning_parser,
     )

@@ -1,0 +1,166 @@
+"""Answers of typed items, as responses and messages are: they grow with each delta, and say how."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from server.answer.parts import ContentText, Part
+from server.answer.plan import AnswerPlan
+from server.api.rendering import WholeBody
+from server.errors import ApiError
+from server.generate.fold import Delta
+from server.schema.answer import Usage
+
+Item = TypeVar("Item", bound=msgspec.Struct)
+Event = TypeVar("Event", bound=msgspec.Struct)
+Answer = TypeVar("Answer", bound=msgspec.Struct)
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Growing(ABC, Generic[Answer, Item, Event]):
+    """Fills an answer from deltas, and shows how it grows as a stream of events.
+
+    A state machine without I/O. One item is open at a time; what it says is put into it when it
+    ends.
+    """
+
+    streams, large = True, False
+
+    def __init__(self, answer: Answer, plan: AnswerPlan) -> None:
+        """`answer` is what it is before there is any output."""
+        self.answer = answer
+        self.items: list[Item] = []
+        self._reader = plan.reader()
+        self._new_call_id = plan.new_call_id
+        self._open: Item | None = None
+        self._text: list[str] = []
+        """What has come of the open item."""
+        self._last: list[Event] | None = None
+        """What there is to tell of the end of the answer, once it is complete."""
+        self._begun = False
+
+    def push(self, index: int, delta: Delta) -> bytes:
+        """Return the frames of a delta."""
+        told = self._grow(delta)
+        if not self._begun:
+            self._begun, told = True, [*self._begin(), *told]
+        return self.frames(told)
+
+    def complete(self, usage: Usage) -> Answer:
+        """Return the whole answer, of which no more will come."""
+        if self._last is None:
+            self._last = self._complete(usage)
+        return self.answer
+
+    def finish(self, usage: Usage) -> bytes:
+        """Return the frames behind those of the last delta."""
+        self.complete(usage)
+        return self.frames([*(self._last or ()), *self._end()])
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the last frame of a stream in which something went wrong."""
+        return self.frames([self._failed(error)])
+
+    def whole(self, usage: Usage, delta: Delta) -> Answer:
+        """Return the answer that is one delta."""
+        self._grow(delta)
+        return self.complete(usage)
+
+    def frames(self, told: Sequence[Event]) -> bytes:
+        """Return what shows the next events of the stream."""
+        return event_frames(told)
+
+    def _grow(self, delta: Delta) -> list[Event]:
+        """Add what is new of the answer; return what there is to tell."""
+        if delta.finish_reason is not None:
+            self._ends(delta)
+        return [event for part in self._taken_apart(delta) for event in self._add(part)]
+
+    @abstractmethod
+    def _begin(self) -> list[Event]:
+        """Return the first events of a stream."""
+
+    @abstractmethod
+    def _end(self) -> list[Event]:
+        """Return the last events of a stream, behind those of the last item."""
+
+    @abstractmethod
+    def _failed(self, error: ApiError) -> Event:
+        """Return the last event of a stream in which something went wrong."""
+
+    @abstractmethod
+    def _ends(self, delta: Delta) -> None:
+        """Note how the answer ends, of which this is the last delta."""
+
+    @abstractmethod
+    def _add(self, part: Part) -> list[Event]:
+        """Add a part of the answer; return what there is to tell."""
+
+    @abstractmethod
+    def _opened(self, index: int, item: Item) -> Event:
+        """Return what tells that an item begins."""
+
+    @abstractmethod
+    def _closed(self, index: int, item: Item, text: str) -> list[Event]:
+        """Fill an item with all that it says; return what there is to tell."""
+
+    @abstractmethod
+    def _complete(self, usage: Usage) -> list[Event]:
+        """End the open item and fill the answer; return what there is to tell of the item."""
+
+    def _taken_apart(self, piece: Delta) -> list[Part]:
+        if self._reader is None:
+            return [ContentText(piece.text)] if piece.text else []
+        parts = self._reader.push(piece.text, piece.token_ids)
+        return parts if piece.finish_reason is None else parts + self._reader.finish()
+
+    def _switch(self, item: Item) -> list[Event]:
+        """Begin an item, and end the one before it."""
+        told = self._close_item()
+        self._open = item
+        self.items.append(item)
+        return [*told, self._opened(len(self.items) - 1, msgspec.structs.replace(item))]
+
+    def _close_item(self) -> list[Event]:
+        if self._open is None:
+            return []
+        item, self._open = self._open, None
+        text, self._text = "".join(self._text), []
+        return self._closed(len(self.items) - 1, item, text)
+
+
+def event_frames(events: Iterable[msgspec.Struct]) -> bytes:
+    """Return the frames of typed events, which are named by their tags."""
+    frames = []
+    for event in events:
+        tag = str(event.__struct_config__.tag).encode()
+        frames.append(b"event: %b\ndata: %b\n\n" % (tag, _encode(event)))
+    return b"".join(frames)
+
+
+class GrowingBody(WholeBody, Generic[Answer]):
+    """Shows the sum of deltas as one answer."""
+
+    def __init__(
+        self,
+        growing: Growing[Answer, Any, Any],
+        show: Callable[[Answer], msgspec.Struct] = lambda answer: answer,
+    ) -> None:
+        """`show` makes the body of the answer."""
+        super().__init__(1)
+        self._growing = growing
+        self._show = show
+        self._answer: Answer | None = None
+
+    def complete(self, usage: Usage) -> Answer:
+        """Return the whole answer, of which no more will come."""
+        if self._answer is None:
+            self._answer = self._growing.whole(usage, self.answers()[0])
+        return self._answer
+
+    def finish(self, usage: Usage) -> bytes:
+        """Return the body."""
+        return _encode(self._show(self.complete(usage)))

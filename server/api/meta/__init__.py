@@ -1,1 +1,0 @@
-"""Models, health, version and metrics."""

@@ -1,0 +1,306 @@
+"""/v1/responses/ID and /v1/conversations: what is stored, for the tenant whose it is."""
+
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi import Response as HttpResponse
+from fastapi.responses import StreamingResponse
+
+from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
+from server.api.openapi import ENGINE_ERRORS, json_responses
+from server.api.responses.items import Conversation, Deleted, ItemList, OutputMessage, Response
+from server.api.responses.journal import as_failed, told
+from server.api.responses.keeping import (
+    ID_PREFIXES,
+    TOO_MANY_IN_BACKGROUND,
+    kept,
+    kept_item,
+    now,
+)
+from server.api.responses.schema import (
+    ConversationRequest,
+    InputItem,
+    ItemReference,
+    ItemsRequest,
+    MetadataRequest,
+)
+from server.api.route import ApiRoute, json_response
+from server.api.services import Services, ServicesDep
+from server.errors import ApiError, invalid
+from server.http.call import Call
+from server.limits import MAX_LISTED
+from server.store.records import UNFINISHED, Part, Record
+from server.store.service import ResponseStore
+from server.store.sql import SqlBackend
+
+T = TypeVar("T")
+
+_ERRORS = (400, 401, 404, 503)
+"""Of operations that take no body."""
+_NUMBER = re.compile(r"-1|[0-9]{1,9}")
+_RESPONSE, _CONVERSATION = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
+_SHOWN = json_responses(Response, *_ERRORS)
+_DELETED = json_responses(Deleted, *_ERRORS)
+_CONVERSATION_SHOWN = json_responses(Conversation, *ENGINE_ERRORS)
+_ITEMS_SHOWN = json_responses(ItemList, *ENGINE_ERRORS)
+
+router = APIRouter(route_class=ApiRoute)
+
+
+# -- responses -----------------------------------------------------------------------------------
+
+
+@router.get(_RESPONSE, responses=_SHOWN)
+async def retrieve(response_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+    """Show a response; with `stream` its events, from number `starting_after` + 1 on."""
+    query, store = request.query_params, _store(services)
+    record = await _found(services, request, SqlBackend.get, response_id)
+    if query.get("stream", "false") in ("false", "0"):
+        if "starting_after" in query:
+            raise invalid("starting_after: needs stream", "starting_after")
+        if store.is_abandoned(record.id, record.status, record.beat):
+            return _json(as_failed(record.body))
+        return _json(record.body)
+    if query["stream"] not in ("true", "1"):
+        raise invalid("stream: must be true or false", "stream")
+    if not msgspec.json.decode(record.body, type=_Made).background:
+        raise invalid("stream: only for background responses", "stream")
+    after = query.get("starting_after", "-1")
+    if not _NUMBER.fullmatch(after):
+        raise invalid("starting_after: must be the number of an event", "starting_after")
+    keep_alive = services.config.http.sse_keep_alive
+    frames = told(store, record.tenant, record.id, keep_alive, int(after))
+    if store.followers.exceeded(record.tenant, 1):
+        raise TOO_MANY_IN_BACKGROUND
+    await anext(frames)  # counts the client at once: nothing is awaited before the first item
+    return StreamingResponse(
+        frames, media_type="text/event-stream", headers={"cache-control": "no-cache"}
+    )
+
+
+@router.delete(_RESPONSE, responses=_DELETED)
+async def delete(response_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+    """Delete a response."""
+    await _found(services, request, SqlBackend.delete, response_id)
+    _store(services).jobs.cancel(response_id)
+    return json_response(Deleted(response_id, "response"))
+
+
+@router.post(f"{_RESPONSE}/cancel", responses=_SHOWN)
+async def cancel(response_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+    """Cancel a background response."""
+    record = await _found(services, request, SqlBackend.get, response_id)
+    if not msgspec.json.decode(record.body, type=_Made).background:
+        raise invalid("Only background responses can be cancelled.")
+    if record.status in UNFINISHED:
+        await _asked(services, request, SqlBackend.cancel, record.id)
+        _store(services).jobs.cancel(response_id)
+        shown = msgspec.json.decode(record.body) | {"status": "cancelled"}
+        cancelled = msgspec.structs.replace(
+            record, status="cancelled", body=msgspec.json.encode(shown)
+        )
+        await _asked(services, request, SqlBackend.put, cancelled, only_known=True)
+        # It may have been finished meanwhile.
+        found = await _asked(services, request, SqlBackend.get, record.id)
+        record = cancelled if found is None else found
+    return _json(record.body)
+
+
+@router.get(f"{_RESPONSE}/input_items", responses=json_responses(ItemList, *_ERRORS, 413, 415, 500))
+async def input_items(response_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+    """List the items that a response's request added."""
+    record = await _found(services, request, SqlBackend.get, response_id)
+    items = msgspec.json.decode(record.input, type=list[msgspec.Raw])
+    return json_response(_page(request, items))
+
+
+# -- conversations -------------------------------------------------------------------------------
+
+
+@router.post("/v1/conversations", responses=_CONVERSATION_SHOWN)
+async def create_conversation(
+    body: ConversationRequest, call: Call, services: ServicesDep
+) -> HttpResponse:
+    """Begin a conversation."""
+    items = _kept_items(body.items or [])
+    record = Record(
+        id=f"conv_{uuid.uuid4().hex}",
+        tenant=_owner(call),
+        created=now(),
+        body=msgspec.json.encode(body.metadata or {}),
+    )
+    await _asked(services, call, SqlBackend.put, record)
+    if items:
+        await _asked(services, call, SqlBackend.add, record.id, items)
+    return json_response(_shown(record))
+
+
+@router.get(_CONVERSATION, responses=_CONVERSATION_SHOWN)
+async def retrieve_conversation(
+    conversation_id: str, request: Request, services: ServicesDep
+) -> HttpResponse:
+    """Show a conversation, without its items."""
+    record = await _found(services, request, SqlBackend.get, conversation_id)
+    return json_response(_shown(record))
+
+
+@router.post(_CONVERSATION, responses=_CONVERSATION_SHOWN)
+async def update_conversation(
+    body: MetadataRequest, conversation_id: str, call: Call, services: ServicesDep
+) -> HttpResponse:
+    """Change the metadata of a conversation."""
+    record = await _found(services, call, SqlBackend.get, conversation_id)
+    record = msgspec.structs.replace(record, body=msgspec.json.encode(body.metadata))
+    await _asked(services, call, SqlBackend.put, record, only_known=True)
+    return json_response(_shown(record))
+
+
+@router.delete(_CONVERSATION, responses=_DELETED)
+async def delete_conversation(
+    conversation_id: str, request: Request, services: ServicesDep
+) -> HttpResponse:
+    """Delete a conversation with its items."""
+    await _found(services, request, SqlBackend.delete, conversation_id)
+    return json_response(Deleted(conversation_id, "conversation.deleted"))
+
+
+@router.get(f"{_CONVERSATION}/items", responses=_ITEMS_SHOWN)
+async def list_items(conversation_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+    """List the items of a conversation."""
+    items = await _found(services, request, SqlBackend.items, conversation_id)
+    return json_response(_page(request, [msgspec.Raw(item.body) for item in items]))
+
+
+@router.post(f"{_CONVERSATION}/items", responses=_ITEMS_SHOWN)
+async def add_items(
+    body: ItemsRequest, conversation_id: str, call: Call, services: ServicesDep
+) -> HttpResponse:
+    """Add items to a conversation."""
+    items = _kept_items(body.items)
+    await _found(services, call, SqlBackend.add, conversation_id, items)
+    data = [msgspec.Raw(item.body) for item in items]
+    return json_response(ItemList(data, items[0].id, items[-1].id, has_more=False))
+
+
+@router.get(f"{_CONVERSATION}/items/{{item_id}}", responses=json_responses(OutputMessage, *_ERRORS))
+async def retrieve_item(
+    conversation_id: str, item_id: str, request: Request, services: ServicesDep
+) -> HttpResponse:
+    """Show an item of a conversation."""
+    items = await _found(services, request, SqlBackend.items, conversation_id)
+    for item in items:
+        if item.id == item_id:
+            return _json(item.body)
+    raise _not_found("item", item_id)
+
+
+@router.delete(f"{_CONVERSATION}/items/{{item_id}}", responses=_CONVERSATION_SHOWN)
+async def delete_item(
+    conversation_id: str, item_id: str, request: Request, services: ServicesDep
+) -> HttpResponse:
+    """Delete an item of a conversation."""
+    if not await _asked(services, request, SqlBackend.delete_item, conversation_id, item_id):
+        raise _not_found("item", item_id)
+    return await retrieve_conversation(conversation_id, request, services)
+
+
+# -- what both have in common --------------------------------------------------------------------
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+class _Made(msgspec.Struct):
+    background: bool = False
+
+
+def _owner(request: Request) -> str:
+    """Return the owner whose records a request may access."""
+    tenant: Tenant = request.scope.get(SCOPE_KEY, EVERYBODY)
+    return str(tenant.id)
+
+
+def _store(services: Services) -> ResponseStore:
+    assert services.store is not None, "there are no such operations without it"
+    return services.store
+
+
+async def _asked(
+    services: Services, request: Request, query: Callable[..., T], *args: Any, **options: Any
+) -> T:
+    """Return what the store answers about the records that a request may access."""
+    return await kept(_store(services).call(query, _owner(request), *args, **options))
+
+
+async def _found(
+    services: Services, request: Request, query: Callable[..., T | None], id_: str, *args: Any
+) -> T:
+    """Return the same of the record of a path.
+
+    Raises:
+        ApiError: 404, the tenant has none of this name and kind.
+    """
+    kind = "response" if "response_id" in request.path_params else "conversation"
+    found = None
+    if id_.startswith(ID_PREFIXES[kind]):
+        found = await _asked(services, request, query, id_, *args)
+    if found is None or found is False:
+        raise _not_found(kind, id_)
+    return found
+
+
+def _not_found(kind: str, id_: str) -> ApiError:
+    return ApiError(
+        404, f"The {kind} {id_!r} was not found; it may have expired.", code="not_found"
+    )
+
+
+def _kept_items(items: Sequence[InputItem]) -> list[Part]:
+    for index, item in enumerate(items):
+        if isinstance(item, ItemReference):
+            field = f"items[{index}]"
+            raise invalid(f"{field}: an item of a conversation cannot be a reference", field)
+    return [kept_item(item) for item in items]
+
+
+def _shown(record: Record) -> Conversation:
+    metadata = msgspec.json.decode(record.body, type=dict[str, str])
+    return Conversation(record.id, int(record.created), metadata)
+
+
+def _page(request: Request, items: list[msgspec.Raw]) -> ItemList:
+    """Return the part of a list that a request asks for with `limit`, `order` and `after`.
+
+    Raises:
+        ApiError: they are wrong.
+    """
+    query = request.query_params
+    try:
+        limit = int(query.get("limit", "20"))
+    except ValueError:
+        limit = 0
+    if not 1 <= limit <= MAX_LISTED:
+        raise invalid(f"limit: must be from 1 to {MAX_LISTED}", "limit")
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise invalid("order: must be asc or desc", "order")
+    if order == "desc":
+        items = items[::-1]
+    names = [msgspec.json.decode(item, type=_Named).id for item in items]
+    start = 0
+    if after is not None:
+        if after not in names:
+            raise _not_found("item", after)
+        start = names.index(after) + 1
+    shown, shown_names = items[start : start + limit], names[start : start + limit]
+    first, last = (shown_names[0], shown_names[-1]) if shown else (None, None)
+    return ItemList(shown, first, last, start + limit < len(items))
+
+
+def _json(body: bytes) -> HttpResponse:
+    return HttpResponse(body, media_type="application/json")

@@ -1,1 +1,0 @@
-"""The status page and what it shows."""
