@@ -119,8 +119,9 @@ def _explain(commands: Commands, name: str, unknown: list[str]) -> str:
     flag = next((word.split("=")[0] for word in unknown if word.startswith("-")), None)
     if flag is None:
         return f"unexpected argument {unknown[0]}"
-    if flag in INSTEAD:
-        return f"{flag} is vLLM's: {INSTEAD[flag]}"
+    instead = INSTEAD.get(flag.split(".")[0])
+    if instead is not None:
+        return f"{flag} is vLLM's: {instead}"
     known = [word for s in commands[name].settings for word in _flags_of(s)] + ["--config"]
     meant = suggestion(flag, known)
     others = [

@@ -28,6 +28,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("engine --api-server-count 2", "it is a flag of `swell serve`, `swell api-server`,"),
         ("serve --frobnicate", "unknown flag --frobnicate (`swell serve --help-all` lists all)"),
         ("serve m --num-gpu-blocks-override=9", "is vLLM's: use --num-kv-blocks"),
+        ("serve m --structured-outputs-config.backend xgrammar", "is vLLM's: leave it out"),
         ("serve m --tokenizer other", "--tokenizer is vLLM's: the tokenizer is the model's own"),
         ("engine model another", "swell engine: unexpected argument another"),
         ("serve one --model another", "swell serve: one and --model another: give one of them"),
