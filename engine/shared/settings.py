@@ -150,6 +150,8 @@ def load(
             value, origin = (defaults or {})[setting.name], setting.flag
         else:
             continue
+        if setting.name in _OTHER_NAMES and isinstance(value, str):
+            value = _OTHER_NAMES[setting.name].get(value, value)
         if setting.type is int and isinstance(value, str):
             value = _number_of(value)
         if setting.open is not None and value not in (None, *setting.open.words):
@@ -177,6 +179,8 @@ def _check_plugin(name: object, known: OneOf, origin: str) -> None:
         )
 
 
+_OTHER_NAMES = {"dtype": {"half": "float16", "float": "float32"}}
+"""What else vLLM's users call the values of a setting."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGTmgt])(iB|i|B)?")
 
 

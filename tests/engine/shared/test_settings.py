@@ -43,6 +43,12 @@ def test_switches_lists_and_optional_numbers_are_understood() -> None:
     assert load([], {"SWELL_SERVED_MODEL_NAME": "x,y"}).model.served_model_name == ("x", "y")
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("float", "float32")])
+def test_types_have_the_names_that_vllm_has_for_them_too(name: str, dtype: str) -> None:
+    assert load(["--dtype", name]).model.dtype == dtype
+    assert load([], {"SWELL_DTYPE": name}).model.dtype == dtype
+
+
 def test_an_empty_variable_counts_as_absent() -> None:
     assert load([], {"SWELL_MODEL": ""}).model.model
 
