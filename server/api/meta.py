@@ -72,6 +72,8 @@ class TokenizerInfo(msgspec.Struct):
     special_tokens: list[str]
     chat_template: str | None
     max_model_len: int | None
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    """What transformers calls a tokenizer that is read from tokenizer.json, as all are here."""
 
 
 class VersionResponse(msgspec.Struct):

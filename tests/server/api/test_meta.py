@@ -189,3 +189,4 @@ def test_the_tokenizer_is_shown_where_the_operator_wants_it(
     assert info["vocab_size"] > 0
     assert "<|eos|>" in info["special_tokens"]
     assert "message.role" in info["chat_template"]
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
