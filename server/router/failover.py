@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 
 from server.router.delivery import Delivery
-from server.router.events import Action, Fail, Resumed
+from server.router.events import Action, Count, Fail
 from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.load import Loads
 from server.router.members import EngineLost, Members
@@ -130,7 +130,7 @@ class Failover:
         actions = self._look_at(request, now)
         if actions is not None:
             return actions
-        return [Resumed(request), *self.place_again(request, now)]
+        return [Count("requests_resumed"), *self.place_again(request, now)]
 
     # -- engines that go -------------------------------------------------------------------------
 

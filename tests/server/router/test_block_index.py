@@ -93,10 +93,10 @@ class Engines:
     def follow(self) -> list[KvBlocksWanted]:
         """The front end asks; engines answer if they have something new."""
         asked = self.index.follow(list(self.routes.values()), self.now)
-        for each in asked:
-            self._open[int(each.to)] = each.question
+        for to, question in asked:
+            self._open[int(to)] = question
         self.answer()
-        return [each.question for each in asked]
+        return [question for _, question in asked]
 
     def answer(self) -> None:
         for rank, question in list(self._open.items()):
