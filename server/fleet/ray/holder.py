@@ -3,17 +3,18 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Protocol
 
 import msgspec
 
 from engine.shared.lifeline import CANNOT_START
-from engine.shared.messages import ChildFailed, ChildProgress, ChildStatus
-from server.fleet.child import KEPT_LOG_LINES, Ended, ended
+from engine.shared.messages import ChildFailed, ChildProgress
+from engine.shared.version import SWELL_VERSION
+from server.fleet.child import KEPT_LOG_LINES, Ended, Program, ended
 from server.fleet.ray.cluster import ActorLost, RemoteActor
-from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Exited, Line
-from server.fleet.ray.versions import differences
+from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
 
 logger = logging.getLogger(__name__)
 
@@ -45,33 +46,31 @@ class RayHolder:
 
     def __init__(
         self,
-        name: str,
+        program: Program,
         incarnation: int,
         room: Room,
-        order: Callable[[str], ActorLaunch | ApiServerLaunch],
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
+        order: Callable[[str], ActorLaunch],
         *,
         ends_once: bool,
     ) -> None:
         """Begin to fill a place, within an event loop.
 
         Args:
-            name: the place's.
+            program: the place's, as it would be started on this node.
             room: where its actor goes.
             order: returns what an actor has to start, by the name of its node.
             ends_once: whether a second request to end is not passed on, since the program would
                 then end without draining.
         """
-        self.name = name
+        self.name = program.name
         self.node = ""
         self.last_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
         self._incarnation = incarnation
         self._room = room
         self._order = order
         self._ends_once = ends_once
-        self._on_status = on_status
-        self._on_line = on_line
+        self._on_status = program.on_status
+        self._on_line = program.on_line
         self._actor: RemoteActor | None = None
         self._has_program = False
         self._asked_to_end = False
@@ -159,3 +158,30 @@ class RayHolder:
             self._on_line(line)
         except Exception:  # lines are no reason to lose an engine
             logger.exception("a line of %s cannot be shown", self.name)
+
+
+def differences(there: Mapping[str, str], node: str) -> str | None:
+    """Return what is different on a node, naming both versions; None if nothing is.
+
+    Args:
+        there: what its actor says is installed.
+    """
+    here = {"swell": SWELL_VERSION, "torch": _torch()}
+    found = [
+        f"{name} {there.get(name, 'none')} there, {version} here"
+        for name, version in here.items()
+        # A head node without torch has nothing to compare.
+        if version != "none" and there.get(name) != version
+    ]
+    if not found and there.get("relay", "").startswith("none"):
+        found = [f"no Ray backend there: {there['relay']}"]
+    if not found:
+        return None
+    return f"node {node} has other versions: {'; '.join(found)}. Install the same on all nodes"
+
+
+def _torch() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from engine.shared.config import BUNDLED_MODEL, EngineLaunch
-from engine.shared.messages import ChildProgress, ChildStatus
+from engine.shared.config import EngineLaunch
+from engine.shared.messages import ChildProgress
 from server.config import FrontEndConfig
 from server.fleet.child import Program
 from server.fleet.keeper import Role
 from server.fleet.ray.cluster import Group, RayCluster, RemoteActor
 from server.fleet.ray.holder import LOOK_INTERVAL, RayHolder
-from server.fleet.ray.messages import ActorLaunch, ApiServerLaunch
+from server.fleet.ray.messages import ActorLaunch
 from server.fleet.ray.packing import Packing
 
 PLACE_WITHIN = 3.0
@@ -67,13 +67,7 @@ class Ranks:
         now = time.monotonic()
         return {node for node, until in self._avoided.items() if until > now}
 
-    async def start(
-        self,
-        program: Program,
-        *,
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
-    ) -> RayHolder:
+    async def start(self, program: Program) -> RayHolder:
         """Begin to fill a place, maybe by waiting for room: a `Starter`."""
         launch = program.launch
         assert isinstance(launch, EngineLaunch)
@@ -82,18 +76,15 @@ class Ranks:
 
         def order(node: str) -> ActorLaunch:
             return ActorLaunch(
-                program.name,
-                launch.config,
-                launch.incarnation,
-                {**self.environment, **program.environment, **room.environment},
-                self.cluster_key,
-                node,
-                str(BUNDLED_MODEL),
+                name=program.name,
+                engine=launch.config,
+                incarnation=launch.incarnation,
+                environment={**self.environment, **program.environment, **room.environment},
+                cluster_key=self.cluster_key,
+                node=node,
             )
 
-        return RayHolder(
-            program.name, launch.incarnation, room, order, on_status, on_line, ends_once=False
-        )
+        return RayHolder(program, launch.incarnation, room, order, ends_once=False)
 
 
 class RankRoom:
@@ -253,30 +244,22 @@ def api_server_role(ranks: Ranks, config: FrontEndConfig, node: str, port: int) 
     http = msgspec.structs.replace(config.http, host=node, port=port)
     on_node = msgspec.structs.replace(config, http=http)
 
-    async def start(
-        program: Program,
-        *,
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
-    ) -> RayHolder:
+    async def start(program: Program) -> RayHolder:
         launch = program.launch
-        assert isinstance(launch, ApiServerLaunch)
+        assert isinstance(launch, ActorLaunch)
         room = NodeRoom(ranks.cluster, node)
-        return RayHolder(
-            name, launch.incarnation, room, lambda _: launch, on_status, on_line, ends_once=True
-        )
+        return RayHolder(program, launch.incarnation, room, lambda _: launch, ends_once=True)
 
     return Role(
         name=name,
         module="server",
-        launch=lambda incarnation: ApiServerLaunch(
-            name,
-            on_node,
-            incarnation,
-            ranks.environment,
-            ranks.cluster_key,
-            node,
-            str(BUNDLED_MODEL),
+        launch=lambda incarnation: ActorLaunch(
+            name=name,
+            api_server=on_node,
+            incarnation=incarnation,
+            environment=ranks.environment,
+            cluster_key=ranks.cluster_key,
+            node=node,
         ),
         member=("front_end", -1),
         start=start,
