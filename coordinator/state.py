@@ -21,7 +21,6 @@ from coordinator.events import (
     Action,
     Event,
     FromMember,
-    FromNode,
     Notice,
     PublishOrder,
     PublishView,
@@ -32,12 +31,11 @@ from coordinator.events import (
 from coordinator.expected import Expected
 from coordinator.fleet import FleetOrders
 from coordinator.formation import GroupFormation
-from coordinator.members import Members
-from coordinator.numbers import Numbers
+from coordinator.members import Members, Numbers
 from coordinator.placement import Placement
 from coordinator.publication import Publication
 from coordinator.tenants import TenantUsage
-from coordinator.wave import NEVER, GroupWave, IndependentWave, LockstepWave
+from coordinator.wave import NEVER, IndependentWave, LockstepWave
 from engine.shared.messages import (
     AbsenceReason,
     AdapterSheet,
@@ -96,7 +94,7 @@ class CoordinatorState:
     def __init__(self, parameters: CoordinatorParameters) -> None:
         self._parameters = parameters
         self._members = Members()
-        self._wave: GroupWave = IndependentWave()
+        self._wave: IndependentWave | LockstepWave = IndependentWave()
         self._formation: GroupFormation | None = None
         self._placement = Placement(parameters.member_timeout)
         self._expected = Expected(parameters.expected_engines, parameters.planned_engines)
@@ -128,8 +126,6 @@ class CoordinatorState:
         actions: list[Action] = []
         self._numbers.begin(now)
         match event:
-            case FromNode(sender, report):
-                actions += self._node_report(sender, report, now)
             case FromMember(sender, message):
                 actions += self._from_member(sender, message, now)
             case EngineStats():
@@ -174,8 +170,12 @@ class CoordinatorState:
 
     # -- membership ------------------------------------------------------------------------------
 
-    def _from_member(self, sender: bytes, message: MemberMessage, now: float) -> list[Action]:
+    def _from_member(
+        self, sender: bytes, message: MemberMessage | NodeReport, now: float
+    ) -> list[Action]:
         match message:
+            case NodeReport():
+                return self._node_report(sender, message, now)
             case Hello():
                 return self._hello(sender, message, now)
             case Ready() | Heartbeat() | Draining():
@@ -369,7 +369,7 @@ class CoordinatorState:
         if self._formation is None:
             return []
         known = self._formation.plan
-        orders = self._formation.orders(self._members.standings, now)
+        orders = self._formation.orders(self._members.engines, now)
         actions: list[Action] = [PublishOrder(order) for order in orders]
         for order in orders:
             if known is None or order.topology != known.topology:
