@@ -16,7 +16,7 @@ _LOCK = 0x5357_454C_4C
 
 
 class PostgresDatabase:
-    """A connection that is reopened when it is lost; see `server.store.sql.Database`.
+    """A connection that is reopened when it is lost; methods raise `BackendFailed`.
 
     Its tables are in a schema of its own, `swell`.
 
@@ -65,7 +65,10 @@ class PostgresDatabase:
         return True
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
-        """Execute a statement; outside a transaction, on a new connection if this one is lost."""
+        """Execute a statement whose values are `?`.
+
+        Outside a transaction that is done on a new connection if this one is lost.
+        """
         # No text here has a NUL, which the database does not take.
         sent = [each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in values]
         text = statement.replace("?", "%s").encode()

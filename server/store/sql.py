@@ -1,8 +1,7 @@
 """Records in an SQL database that several front ends share."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from server.limits import MAX_CHAIN, MAX_KEPT_BATCHES, MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.store.records import (
@@ -15,6 +14,10 @@ from server.store.records import (
     StoreFull,
     TooLong,
 )
+
+if TYPE_CHECKING:
+    from server.store.postgres import PostgresDatabase
+    from server.store.sqlite import SqliteDatabase
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS tenants (tenant TEXT PRIMARY KEY, bytes BIGINT NOT NULL);
@@ -47,41 +50,11 @@ _ONE = "tenant = ? AND id = ?"
 
 
 class Rows(Protocol):
-    """The result of a statement."""
-
-    @property
-    def rowcount(self) -> int: ...
+    """The result of a statement, of either library."""
 
     def fetchone(self) -> Any: ...
 
     def fetchall(self) -> list[Any]: ...
-
-
-class Database(Protocol):
-    """A connection to a database, used by one thread at a time.
-
-    Every method raises `BackendFailed` if the database does not do it.
-    """
-
-    def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
-        """Execute a statement whose values are `?`, in the transaction if there is one."""
-        ...
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """Make changes atomically; no other process makes any at the same time."""
-        ...
-
-    def has_room(self, size: int) -> bool:
-        """Whether the file system has room for this many bytes more."""
-        ...
-
-    def now(self) -> float:
-        """Return seconds on a clock that all processes share and that never jumps."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection."""
-        ...
 
 
 class SqlBackend:
@@ -92,7 +65,7 @@ class SqlBackend:
     and `BackendFailed`.
 
     Args:
-        database: has the tables.
+        database: has the tables; used by one thread at a time.
         max_bytes: of all records.
         max_age: seconds for which a record is kept after its last use.
         evicted: is told why something was deleted: age, limit or disk.
@@ -100,7 +73,7 @@ class SqlBackend:
 
     def __init__(
         self,
-        database: Database,
+        database: "SqliteDatabase | PostgresDatabase",
         max_bytes: int,
         max_age: float,
         evicted: Callable[[str], None] = lambda _: None,
