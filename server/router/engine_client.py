@@ -35,7 +35,7 @@ from server.router.events import CallOverdue, EngineHello, Event, FollowBlocks, 
 from server.router.generation_client import NoEngineAvailable
 from server.router.router import Router
 from server.router.shell import ClientMetrics, RouterShell
-from server.router.token_stream import RequestStream
+from server.router.token_stream import RequestStream, Unread
 
 logger = logging.getLogger(__name__)
 
@@ -183,11 +183,16 @@ class EngineClient:
     def stats_age(self) -> dict[int, float]:
         return self._router.members.stats_age(time.monotonic())
 
-    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> RequestStream:
+    def submit(
+        self,
+        message: AddRequest,
+        pinned_rank: int | None = None,
+        unread: Unread | None = None,
+    ) -> RequestStream:
         """Route one sequence to an engine and return its stream."""
         if self._draining:
             raise _shutting_down()
-        return self._shell.submit(message, pinned_rank)
+        return self._shell.submit(message, pinned_rank, unread)
 
     async def call_utility(
         self,

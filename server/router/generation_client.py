@@ -1,18 +1,19 @@
 """What the HTTP layer needs of the client that reaches the engines; tests give it a fake."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.shared.messages import (
     AdapterOutcome,
     AddRequest,
     ClusterView,
     FleetWish,
-    RequestOutput,
     UtilityResult,
     UtilityValue,
 )
 from server.router.adapters import Adapters
-from server.router.engine_times import EngineTimes
+
+if TYPE_CHECKING:
+    from server.router.token_stream import RequestStream, Unread
 
 
 class NoEngineAvailable(Exception):
@@ -29,36 +30,6 @@ class ReaderTooSlow(Exception):
 
 class KillsEngines(Exception):
     """The request killed the engines that ran it, or may have: it must not be sent again."""
-
-
-class TokenStream(Protocol):
-    """The tokens of one request, in order, from whichever engine runs it."""
-
-    @property
-    def id(self) -> int:
-        """What engines call the sequence."""
-        ...
-
-    @property
-    def times(self) -> EngineTimes:
-        """Which engine runs it, and how long the request took there and in earlier engines."""
-        ...
-
-    async def next(self) -> RequestOutput:
-        """Wait for and return everything new since the last call, merged into one output.
-
-        The output with a `finish_reason` is the last one.
-
-        Raises:
-            NoEngineAvailable: the request was lost with its engine and nothing can take it over.
-            KillsEngines: it is, or must be assumed to be, the reason.
-            ReaderTooSlow: the outputs were not read for so long that the request was aborted.
-        """
-        ...
-
-    def close(self) -> None:
-        """Forget the request, aborting it in its engine if it has not finished; idempotent."""
-        ...
 
 
 class GenerationClient(Protocol):
@@ -170,8 +141,15 @@ class GenerationClient(Protocol):
         """
         ...
 
-    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> TokenStream:
+    def submit(
+        self,
+        message: AddRequest,
+        pinned_rank: int | None = None,
+        unread: "Unread | None" = None,
+    ) -> "RequestStream":
         """Route one sequence to an engine, the pinned one if there is one; return its stream.
+
+        Sequences that share `unread` are read together.
 
         The router sets the message's `id`, `front_end` and `wave`.
 

@@ -36,7 +36,7 @@ from server.router.events import (
 from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.request import RoutedRequest
 from server.router.router import Router
-from server.router.token_stream import RequestStream
+from server.router.token_stream import RequestStream, Unread
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +83,18 @@ class RouterShell:
 
     # -- requests and calls ----------------------------------------------------------------------
 
-    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> RequestStream:
+    def submit(
+        self,
+        message: AddRequest,
+        pinned_rank: int | None = None,
+        unread: Unread | None = None,
+    ) -> RequestStream:
         """Route one sequence to an engine and return its stream.
 
         Raises:
             NoEngineAvailable: no engine, or not the wished one, is there.
         """
-        stream = RequestStream(message, self._close, pinned_rank)
+        stream = RequestStream(message, self._close, pinned_rank, unread)
         self._streams[stream.request] = stream
         try:
             self.handle(Submit(stream.request))

@@ -80,9 +80,9 @@ class Client:
             self._send()
             return
         try:
-            while (output := self._stream.take()) is not None:
+            while taken := self._stream.unread.take():
                 assert not self.has_ended, f"{self.ask.name}: told more after its end"
-                self._parts.append(output)
+                self._parts += [output for _, output in taken]
         except (NoEngineAvailable, KillsEngines, ReaderTooSlow) as error:
             self.error = str(error)
         if self.has_ended or self.error is not None:
