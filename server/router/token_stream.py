@@ -66,6 +66,8 @@ class Unread:
     async def next(self) -> list[tuple[int, RequestOutput]]:
         """Wait for and return some of what is new, each with the number of its sequence.
 
+        None comes twice.
+
         Raises:
             NoEngineAvailable, KillsEngines, ReaderTooSlow: a sequence has ended without its last
                 token.
@@ -85,7 +87,9 @@ class Unread:
     def take(self) -> list[tuple[int, RequestOutput]]:
         """Return what `next` does, without waiting: nothing if there is nothing yet."""
         ready, taken, total = self._ready, list[tuple[int, RequestOutput]](), 0
-        while ready and total < _TAKEN:
+        for _ in range(len(ready)):
+            if total >= _TAKEN:
+                break
             stream = next(iter(ready))
             del ready[stream]
             output, has_more = stream.take()
@@ -176,8 +180,8 @@ class RequestStream:
             KillsEngines: it is, or must be assumed to be, the reason.
             ReaderTooSlow: the outputs were not read for so long that the request was aborted.
         """
-        outputs = [output for _, output in await self.unread.next()]
-        return outputs[0] if len(outputs) == 1 else merge(outputs)
+        [(_, output)] = await self.unread.next()
+        return output
 
     def close(self) -> None:
         """Forget the request, aborting it if it has not finished; idempotent."""
