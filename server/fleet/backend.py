@@ -3,8 +3,6 @@
 import logging
 from pathlib import Path
 
-import msgspec
-
 from engine.shared.cpu.lists import CpuList
 from engine.shared.cpu.plan import BadCpuBind
 from server.config import ServeConfig
@@ -49,8 +47,7 @@ class ProcessBackend:
 
     def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
         """Return the place of one engine of this node."""
-        executor = msgspec.structs.replace(config.executor, cpu_bind=self._cpus.of_engine(place))
-        config = msgspec.structs.replace(config, executor=executor)
+        config = config.changed(executor={"cpu_bind": self._cpus.of_engine(place)})
         return engine_role(config, place, numbered=numbered)
 
     def api_server_role(self, config: ServeConfig, node: str, port: int) -> Role | None:

@@ -65,8 +65,7 @@ class Supervisor:
         self._console = console
         self._node = node
         config, leads, self._is_alone, is_new = backend.joined
-        cluster = msgspec.structs.replace(config.cluster, socket_dir=str(self._node.path))
-        self._config = msgspec.structs.replace(config, cluster=cluster)
+        self._config = config.changed(cluster={"socket_dir": str(self._node.path)})
         self._listener: socket.socket | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         self._registration: zmq.Socket[bytes] | None = None

@@ -101,16 +101,14 @@ class RayBackend:
             own.touch(mode=0o600)
             own.write_text(secrets.token_hex(32))
             key_file = str(own)
-        cluster = msgspec.structs.replace(
-            config.cluster,
-            coordinator=join_host_port(host, port),
-            cluster_key_file=key_file,
-            node=self._own_name,
+        return config.changed(
+            cluster={
+                "coordinator": join_host_port(host, port),
+                "cluster_key_file": key_file,
+                "node": self._own_name,
+            },
+            parallel={"data_parallel_size_local": None, "data_parallel_start_rank": 0},
         )
-        parallel = msgspec.structs.replace(
-            config.parallel, data_parallel_size_local=None, data_parallel_start_rank=0
-        )
-        return msgspec.structs.replace(config, cluster=cluster, parallel=parallel)
 
     def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
         """Return the place of a rank; all are numbered here."""

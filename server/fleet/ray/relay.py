@@ -97,10 +97,10 @@ def settled(config: Config, bundled_model: str, key: int | None, node: str) -> C
         node: this node's name.
     """
     path = None if key is None else f"/proc/self/fd/{key}"
-    cluster = msgspec.structs.replace(
-        config.cluster, cluster_key_file=path, socket_dir=None, node=node, advertise_host=None
-    )
-    model = config.model
-    if model.model == bundled_model:
-        model = msgspec.structs.replace(model, model=str(BUNDLED_MODEL))
-    return msgspec.structs.replace(config, cluster=cluster, model=model)
+    model = config.model.model
+    return config.changed(
+        cluster={
+            "cluster_key_file": path, "socket_dir": None, "node": node, "advertise_host": None
+        },
+        model={"model": str(BUNDLED_MODEL) if model == bundled_model else model},
+    )  # fmt: skip

@@ -8,8 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-import msgspec
-
 from engine.shared.config import EngineLaunch
 from engine.shared.messages import ChildProgress
 from server.config import FrontEndConfig
@@ -240,8 +238,7 @@ class ApiServerHolder(RayHolder):
 def api_server_role(ranks: Ranks, config: FrontEndConfig, node: str, port: int) -> Role:
     """Return the place of an API server on a node, by the node's name, which is its address."""
     name = f"api on {node}"
-    http = msgspec.structs.replace(config.http, host=node, port=port)
-    on_node = msgspec.structs.replace(config, http=http)
+    on_node = config.changed(http={"host": node, "port": port})
 
     async def start(program: Program) -> RayHolder:
         assert isinstance(program.launch, ActorLaunch)
