@@ -134,8 +134,10 @@ class CoordinatorState:
                 self._wave_report(event)
             case WakeUp():
                 self._publication.changed |= self._wave.notice(event)
-            case AdapterWish() | FleetWish():
-                actions += self._wished(event)
+            case AdapterWish():
+                self._adapters.wished(event)
+            case FleetWish():
+                actions += self._order_fleet(self._fleet.wished(event))
             case AdaptersInUse(front_end, incarnation):
                 self._adapters.front_end_has((front_end, incarnation), event)
             case TenantsInUse(front_end, incarnation):
@@ -154,11 +156,6 @@ class CoordinatorState:
         actions += [PublishOrder(order) for order in self._wave.orders(now)]
         return actions + self._publish_if_due(now)
 
-    def _node_report(self, sender: bytes, report: NodeReport, now: float) -> list[Action]:
-        if report.wish is not None and report.wish.size is not None:
-            self._expected.planned = None  # an operator has chosen another number
-        return self._placement.report(sender, report, now)
-
     def next_deadline(self, now: float) -> float:
         """Return when `Tick` has to be handled at the latest."""
         return min(
@@ -175,7 +172,9 @@ class CoordinatorState:
     ) -> list[Action]:
         match message:
             case NodeReport():
-                return self._node_report(sender, message, now)
+                if message.wish is not None and message.wish.size is not None:
+                    self._expected.planned = None  # an operator has chosen another number
+                return self._placement.report(sender, message, now)
             case Hello():
                 return self._hello(sender, message, now)
             case Ready() | Heartbeat() | Draining():
@@ -350,12 +349,6 @@ class CoordinatorState:
         self._ordered_sheet = sheet
         self._publication.urgent = True
         return [PublishOrder(HoldAdapters(self._parameters.epoch, sheet))]
-
-    def _wished(self, wish: AdapterWish | FleetWish) -> list[Action]:
-        if isinstance(wish, FleetWish):
-            return self._order_fleet(self._fleet.wished(wish))
-        self._adapters.wished(wish)
-        return []
 
     def _order_fleet(self, is_new: bool) -> list[Action]:
         """Tell everybody what operators want, if that has changed."""

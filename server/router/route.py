@@ -50,10 +50,6 @@ class Route:
         stats = self.stats
         return self.is_open and not (stats is not None and stats.halted)
 
-    def has_adapter(self, version: str) -> bool:
-        """Whether it can compute with a version; "" is none."""
-        return not version or version in self.entry.adapters
-
     @property
     def takes_images(self) -> bool:
         """Whether requests may show it images."""
@@ -62,7 +58,7 @@ class Route:
     def can_serve(self, message: AddRequest) -> bool:
         """Whether it is able to compute a request."""
         seen = self.takes_images or not message.encoder_inputs
-        return seen and self.has_adapter(message.adapter)
+        return seen and (not message.adapter or message.adapter in self.entry.adapters)
 
     def has_resident(self, version: str) -> bool:
         """Whether its steps are computed with a version already."""
