@@ -1,6 +1,6 @@
 """What the HTTP layer needs of the client that reaches the engines; tests give it a fake."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from engine.shared.messages import (
     AdapterOutcome,
@@ -11,9 +11,7 @@ from engine.shared.messages import (
     UtilityValue,
 )
 from server.router.adapters import Adapters
-
-if TYPE_CHECKING:
-    from server.router.token_stream import RequestStream, Unread
+from server.router.token_stream import RequestStream, Unread
 
 
 class NoEngineAvailable(Exception):
@@ -22,10 +20,6 @@ class NoEngineAvailable(Exception):
 
 class NoSuchEngine(NoEngineAvailable):
     """The requested engine does not exist and is not expected (HTTP 400)."""
-
-
-class ReaderTooSlow(Exception):
-    """The client did not read what was generated; the request was aborted."""
 
 
 class KillsEngines(Exception):
@@ -145,8 +139,8 @@ class GenerationClient(Protocol):
         self,
         message: AddRequest,
         pinned_rank: int | None = None,
-        unread: "Unread | None" = None,
-    ) -> "RequestStream":
+        unread: Unread | None = None,
+    ) -> RequestStream:
         """Route one sequence to an engine, the pinned one if there is one; return its stream.
 
         Sequences that share `unread` are read together.

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from engine.shared.messages import AddRequest, RequestOutput
 from server.limits import MAX_UNREAD
 from server.router.engine_times import EngineTimes
-from server.router.generation_client import ReaderTooSlow
 from server.router.request import RoutedRequest
 
 _MERGED = 64
@@ -14,6 +13,10 @@ _MERGED = 64
 
 _TAKEN = 1024
 """Tokens and scores that are taken at a time: rendering them takes a few milliseconds."""
+
+
+class ReaderTooSlow(Exception):
+    """The client did not read what was generated; the request was aborted."""
 
 
 class Unread:

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import psycopg
 
-from server.store.records import BackendFailed
-from server.store.sql import TABLES, Rows
+from server.store.records import TABLES, BackendFailed, Rows
 
 _WAIT = 10
 """Seconds for which a front end waits for a connection, a lock or a statement."""

@@ -1,7 +1,7 @@
 """Records in an SQL database that several front ends share."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from server.limits import MAX_CHAIN, MAX_KEPT_BATCHES, MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.store.records import (
@@ -11,6 +11,7 @@ from server.store.records import (
     Part,
     Progress,
     Record,
+    Rows,
     StoreFull,
     TooLong,
 )
@@ -19,24 +20,6 @@ if TYPE_CHECKING:
     from server.store.postgres import PostgresDatabase
     from server.store.sqlite import SqliteDatabase
 
-TABLES = """
-CREATE TABLE IF NOT EXISTS tenants (tenant TEXT PRIMARY KEY, bytes BIGINT NOT NULL);
-CREATE TABLE IF NOT EXISTS records (
-    tenant TEXT NOT NULL, id TEXT NOT NULL, created DOUBLE PRECISION NOT NULL,
-    used DOUBLE PRECISION NOT NULL, status TEXT NOT NULL, previous TEXT, conversation TEXT,
-    beat BIGINT NOT NULL, cancelled INTEGER NOT NULL DEFAULT 0, size BIGINT NOT NULL,
-    PRIMARY KEY (tenant, id)
-);
-CREATE INDEX IF NOT EXISTS records_by_use ON records (tenant, used);
-CREATE INDEX IF NOT EXISTS records_by_age ON records (used);
-CREATE TABLE IF NOT EXISTS parts (
-    tenant TEXT NOT NULL, record TEXT NOT NULL, position BIGINT NOT NULL, id TEXT NOT NULL,
-    body {BYTES} NOT NULL,
-    PRIMARY KEY (tenant, record, position),
-    FOREIGN KEY (tenant, record) REFERENCES records (tenant, id) ON DELETE CASCADE
-);
-"""
-"""Texts of any length are in `parts`, as every change of a row writes all of it."""
 _INPUT, _BODY = -2, -1
 """Positions of a record's own texts."""
 _COLUMNS = "id, tenant, created, status, previous, conversation, beat"
@@ -47,14 +30,6 @@ _TEXT = (
 _SELECT = f"SELECT {_COLUMNS}, {_TEXT.format(_INPUT)}, {_TEXT.format(_BODY)} FROM records"
 _LENGTH = "SELECT sum(length(body)) FROM parts WHERE tenant = ? AND record = ? AND position < 0"
 _ONE = "tenant = ? AND id = ?"
-
-
-class Rows(Protocol):
-    """The result of a statement, of either library."""
-
-    def fetchone(self) -> Any: ...
-
-    def fetchall(self) -> list[Any]: ...
 
 
 class SqlBackend:

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from server.store.records import BackendFailed, DiskFull
-from server.store.sql import TABLES, Rows
+from server.store.records import TABLES, BackendFailed, DiskFull, Rows
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from engine.executor.simulated import _token_logprob
 from engine.shared.messages import AddRequest, RequestOutput
-from server.router.generation_client import KillsEngines, NoEngineAvailable, ReaderTooSlow
-from server.router.token_stream import RequestStream, merge
+from server.router.generation_client import KillsEngines, NoEngineAvailable
+from server.router.token_stream import ReaderTooSlow, RequestStream, merge
 from tests.faults.front import Front
 from tests.faults.oracle import VOCABULARY, answer
 from tests.faults.plan import Ask

@@ -6,8 +6,7 @@ import pytest
 
 from engine.shared.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprob
 from server.limits import MAX_UNREAD
-from server.router.generation_client import ReaderTooSlow
-from server.router.token_stream import RequestStream, Unread, merge, weight
+from server.router.token_stream import ReaderTooSlow, RequestStream, Unread, merge, weight
 
 SCORE = TokenLogprob(-0.1, 1, list(range(20)), [-0.1] * 20)
 
