@@ -254,7 +254,7 @@ class FrontEnd:
         if self.blocks is None:
             return []
         routes = self._members.routes.values()
-        return [(int(each.to), each.question) for each in self.blocks.follow(routes, now)]
+        return [(int(to), question) for to, question in self.blocks.follow(routes, now)]
 
     def send(self, request: AddRequest) -> EngineLoad:
         """Choose an engine, count the request as sent there, and return what it was chosen for."""

@@ -11,7 +11,6 @@ knows none and goes on from the newest sheet that members bring when they regist
 """
 
 from collections.abc import Collection
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -33,13 +32,6 @@ Process = tuple[int, int]
 """Rank or number of a member, and its incarnation."""
 
 
-class _Known(NamedTuple):
-    """What a front end has said last."""
-
-    revision: int
-    in_use: frozenset[str]
-
-
 class AdapterRegistry:
     """The sheet of one cluster, and how far engines and front ends are with it."""
 
@@ -47,7 +39,8 @@ class AdapterRegistry:
         self.sheet: AdapterSheet | None = None
         """None before any member has brought one: no engine has adapters, or none is back yet."""
         self._held: dict[Process, dict[int, HeldAdapter]] = {}
-        self._known: dict[Process, _Known] = {}
+        self._known: dict[Process, AdaptersInUse] = {}
+        """What each front end has said last."""
         self._left_at: dict[int, int] = {}
         """The revision from which on an entry is leaving, by its serial."""
         self._awaited: dict[int, int] = {}
@@ -86,7 +79,7 @@ class AdapterRegistry:
 
     def front_end_has(self, front_end: Process, message: AdaptersInUse) -> None:
         """A front end knows a revision, and has requests with these versions."""
-        self._known[front_end] = _Known(message.revision, frozenset(message.versions))
+        self._known[front_end] = message
 
     def wished(self, wish: AdapterWish) -> None:
         """A request to load or unload an adapter, which is repeated until it is answered."""
@@ -197,7 +190,8 @@ class AdapterRegistry:
         known = (self._known.get(front_end) for front_end in self._front_ends)
         since = self._left_at.get(entry.serial, 0)
         return any(
-            each is None or each.revision < since or entry.version in each.in_use for each in known
+            each is None or each.revision < since or entry.version in each.versions
+            for each in known
         )
 
     def _settle(self) -> None:

@@ -17,18 +17,10 @@ from engine.shared.messages import (
 
 @dataclass(frozen=True)
 class FromMember:
-    """A message on the registration socket; `sender` is where the answer goes."""
+    """A message of a member or a node on the registration socket; the answer goes to `sender`."""
 
     sender: bytes
-    message: MemberMessage
-
-
-@dataclass(frozen=True)
-class FromNode:
-    """The same of a node's supervisor."""
-
-    sender: bytes
-    report: NodeReport
+    message: MemberMessage | NodeReport
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = FromMember | FromNode | EngineReport | FrontEndNotice | Subscribed | Tick
+Event = FromMember | EngineReport | FrontEndNotice | Subscribed | Tick
 
 
 @dataclass(frozen=True)

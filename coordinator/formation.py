@@ -9,8 +9,9 @@ coordinator that has just been started learns from the statuses what its predece
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from coordinator.members import Member
 from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 
 REPEAT_INTERVAL = 0.1
@@ -28,13 +29,6 @@ MAX_PAUSE = 5.0
 NEVER = float("inf")
 
 Regroup = Literal["shrink", "wait"]
-
-
-class Standing(NamedTuple):
-    """One engine that is there: which process, and where it stands, if it has got that far."""
-
-    incarnation: int
-    group_status: GroupStatus | None
 
 
 class GroupFormation:
@@ -57,7 +51,7 @@ class GroupFormation:
         self._unseen: set[int] = set()
         """Members of a predecessor's plan that have not registered here yet."""
         self._unseen_until = NEVER
-        self._engines: Mapping[int, Standing] = {}
+        self._engines: Mapping[int, Member] = {}
         self._left_at: float | None = None
         """When members of the plan were first seen to have left it, though all are there."""
         self._plan_at = 0.0
@@ -73,7 +67,7 @@ class GroupFormation:
         """An engine left on purpose and for good: its rank is not waited for."""
         self._expected.discard(rank)
 
-    def orders(self, engines: Mapping[int, Standing], now: float) -> list[FormGroup]:
+    def orders(self, engines: Mapping[int, Member], now: float) -> list[FormGroup]:
         """Return what to publish at `now` (seconds, monotonic), given all engines."""
         self._engines = engines
         self._learn(now)

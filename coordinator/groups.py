@@ -14,7 +14,6 @@ from coordinator.events import (
     Action,
     Event,
     FromMember,
-    FromNode,
     Notice,
     PublishOrder,
     PublishView,
@@ -31,6 +30,7 @@ from engine.shared.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    NodeReport,
     ProcessEntry,
     Ready,
     Refused,
@@ -92,7 +92,7 @@ class EngineGroups:
         if self._began_at is None:
             self._began_at = now
         match event:
-            case FromNode(sender, report):
+            case FromMember(sender, NodeReport() as report):
                 return self._in_group(report.group, sender, event, now)
             case FromMember(sender, Hello() as hello):
                 return self._hello(sender, hello, event, now)

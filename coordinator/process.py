@@ -15,7 +15,6 @@ from coordinator.events import (
     Action,
     Event,
     FromMember,
-    FromNode,
     Notice,
     PublishOrder,
     PublishView,
@@ -159,11 +158,7 @@ class Coordinator:
     def _events(self, readable: dict[object, int]) -> Iterator[Event]:
         if self.registration in readable:
             while (received := self._members.receive()) is not None:
-                sender, message = received
-                if isinstance(message, NodeReport):
-                    yield FromNode(sender, message)
-                else:
-                    yield FromMember(sender, message)
+                yield FromMember(*received)
         if self.output in readable:
             while (received := self._reports.receive()) is not None:
                 yield received[1]

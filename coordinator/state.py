@@ -21,7 +21,6 @@ from coordinator.events import (
     Action,
     Event,
     FromMember,
-    FromNode,
     Notice,
     PublishOrder,
     PublishView,
@@ -32,12 +31,11 @@ from coordinator.events import (
 from coordinator.expected import Expected
 from coordinator.fleet import FleetOrders
 from coordinator.formation import GroupFormation
-from coordinator.members import Members
-from coordinator.numbers import Numbers
+from coordinator.members import Members, Numbers
 from coordinator.placement import Placement
 from coordinator.publication import Publication
 from coordinator.tenants import TenantUsage
-from coordinator.wave import NEVER, GroupWave, IndependentWave, LockstepWave
+from coordinator.wave import NEVER, IndependentWave, LockstepWave
 from engine.shared.messages import (
     AbsenceReason,
     AdapterSheet,
@@ -96,7 +94,7 @@ class CoordinatorState:
     def __init__(self, parameters: CoordinatorParameters) -> None:
         self._parameters = parameters
         self._members = Members()
-        self._wave: GroupWave = IndependentWave()
+        self._wave: IndependentWave | LockstepWave = IndependentWave()
         self._formation: GroupFormation | None = None
         self._placement = Placement(parameters.member_timeout)
         self._expected = Expected(parameters.expected_engines, parameters.planned_engines)
@@ -128,8 +126,6 @@ class CoordinatorState:
         actions: list[Action] = []
         self._numbers.begin(now)
         match event:
-            case FromNode(sender, report):
-                actions += self._node_report(sender, report, now)
             case FromMember(sender, message):
                 actions += self._from_member(sender, message, now)
             case EngineStats():
@@ -138,8 +134,10 @@ class CoordinatorState:
                 self._wave_report(event)
             case WakeUp():
                 self._publication.changed |= self._wave.notice(event)
-            case AdapterWish() | FleetWish():
-                actions += self._wished(event)
+            case AdapterWish():
+                self._adapters.wished(event)
+            case FleetWish():
+                actions += self._order_fleet(self._fleet.wished(event))
             case AdaptersInUse(front_end, incarnation):
                 self._adapters.front_end_has((front_end, incarnation), event)
             case TenantsInUse(front_end, incarnation):
@@ -158,11 +156,6 @@ class CoordinatorState:
         actions += [PublishOrder(order) for order in self._wave.orders(now)]
         return actions + self._publish_if_due(now)
 
-    def _node_report(self, sender: bytes, report: NodeReport, now: float) -> list[Action]:
-        if report.wish is not None and report.wish.size is not None:
-            self._expected.planned = None  # an operator has chosen another number
-        return self._placement.report(sender, report, now)
-
     def next_deadline(self, now: float) -> float:
         """Return when `Tick` has to be handled at the latest."""
         return min(
@@ -174,8 +167,14 @@ class CoordinatorState:
 
     # -- membership ------------------------------------------------------------------------------
 
-    def _from_member(self, sender: bytes, message: MemberMessage, now: float) -> list[Action]:
+    def _from_member(
+        self, sender: bytes, message: MemberMessage | NodeReport, now: float
+    ) -> list[Action]:
         match message:
+            case NodeReport():
+                if message.wish is not None and message.wish.size is not None:
+                    self._expected.planned = None  # an operator has chosen another number
+                return self._placement.report(sender, message, now)
             case Hello():
                 return self._hello(sender, message, now)
             case Ready() | Heartbeat() | Draining():
@@ -351,12 +350,6 @@ class CoordinatorState:
         self._publication.urgent = True
         return [PublishOrder(HoldAdapters(self._parameters.epoch, sheet))]
 
-    def _wished(self, wish: AdapterWish | FleetWish) -> list[Action]:
-        if isinstance(wish, FleetWish):
-            return self._order_fleet(self._fleet.wished(wish))
-        self._adapters.wished(wish)
-        return []
-
     def _order_fleet(self, is_new: bool) -> list[Action]:
         """Tell everybody what operators want, if that has changed."""
         self._publication.urgent |= is_new
@@ -369,7 +362,7 @@ class CoordinatorState:
         if self._formation is None:
             return []
         known = self._formation.plan
-        orders = self._formation.orders(self._members.standings, now)
+        orders = self._formation.orders(self._members.engines, now)
         actions: list[Action] = [PublishOrder(order) for order in orders]
         for order in orders:
             if known is None or order.topology != known.topology:

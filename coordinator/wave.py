@@ -9,7 +9,7 @@ The number is a logical clock: it only grows, and a larger one that a member bri
 restart of the coordinator is adopted.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engine.shared.messages import EngineStats, StartDpWave, StartWave, WakeUp, WaveComplete
 
@@ -19,55 +19,25 @@ ORDER_INTERVAL = 0.025
 NEVER = float("inf")
 
 
-class GroupWave(Protocol):
+class _Wave:
     """The wave of all engines together. Methods that return a bool say whether a view is due."""
-
-    wave: int
-    wakeups: dict[str, int]
-    """How often the group went from paused to running, by whose message the coordinator had first:
-    "front_end" (always so for independent engines) or "engine"."""
-
-    @property
-    def running(self) -> bool:
-        """Whether engines have said that they run."""
-        ...
-
-    @property
-    def orders_due(self) -> float:
-        """When `orders` has something to say at the latest."""
-        ...
-
-    def adopt(self, wave: int) -> None:
-        """Take over a wave number that a member remembers."""
-        ...
-
-    def take_members(self, ranks: frozenset[int]) -> None:
-        """Take the ranks of all engines that take part now."""
-        ...
-
-    def stats(self, stats: EngineStats) -> bool:
-        """Take an engine's stats."""
-        ...
-
-    def report(self, report: StartWave | WaveComplete) -> bool:
-        """Take an engine's report of a start or an end."""
-        ...
-
-    def notice(self, notice: WakeUp) -> bool:
-        """A front end sent a request to an engine that it believes to be paused."""
-        ...
-
-    def orders(self, now: float) -> list[StartDpWave]:
-        """Return what to send to the engines at `now` (seconds, monotonic)."""
-        ...
-
-
-class IndependentWave:
-    """Derives (wave, running) from which engines have work."""
 
     def __init__(self) -> None:
         self.wave = 0
         self.wakeups = {"front_end": 0, "engine": 0}
+        """How often the group went from paused to running, by whose message the coordinator had
+        first: "front_end" (always so for independent engines) or "engine"."""
+
+    def adopt(self, wave: int) -> None:
+        """Take over a wave number that a member remembers."""
+        self.wave = max(self.wave, wave)
+
+
+class IndependentWave(_Wave):
+    """Derives (wave, running) from which engines have work."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._busy: set[int] = set()
         self._steps: dict[int, int] = {}
         """The newest step of each engine, by rank."""
@@ -75,19 +45,20 @@ class IndependentWave:
 
     @property
     def running(self) -> bool:
+        """Whether engines have said that they run."""
         return bool(self._busy)
 
     @property
     def orders_due(self) -> float:
+        """When `orders` has something to say at the latest."""
         return NEVER
 
-    def adopt(self, wave: int) -> None:
-        self.wave = max(self.wave, wave)
-
     def take_members(self, ranks: frozenset[int]) -> None:
+        """Take the ranks of all engines that take part now."""
         self._settle(self._busy & ranks)
 
     def stats(self, stats: EngineStats) -> bool:
+        """Take an engine's stats."""
         own = {stats.rank}
         has_work = stats.waiting + stats.running > 0
         known = self._steps.get(stats.rank, stats.step)
@@ -99,13 +70,16 @@ class IndependentWave:
         return self._settle(self._busy | own if has_work else self._busy - own)
 
     def report(self, report: StartWave | WaveComplete) -> bool:
+        """Take an engine's report of a start or an end."""
         self.adopt(report.wave)
         return isinstance(report, StartWave) and self._forward(report.rank)
 
     def notice(self, notice: WakeUp) -> bool:
+        """A front end sent a request to an engine that it believes to be paused."""
         return self._forward(notice.rank)
 
     def orders(self, now: float) -> list[StartDpWave]:
+        """Return what to send to the engines at `now` (seconds, monotonic)."""
         queued, self._queued = self._queued, []
         return queued
 
@@ -134,7 +108,7 @@ class Clock(NamedTuple):
     wave: int
 
 
-class LockstepWave:
+class LockstepWave(_Wave):
     """Follows a lockstep group by evidence and wakes it by level.
 
     Evidence is what engines say of themselves: (clock, running). For one engine it only grows:
@@ -144,8 +118,7 @@ class LockstepWave:
     """
 
     def __init__(self) -> None:
-        self.wave = 0
-        self.wakeups = {"front_end": 0, "engine": 0}
+        super().__init__()
         self._clock = Clock(0, 0)
         self._members: frozenset[int] = frozenset()
         self._started: set[int] = set()
@@ -158,16 +131,16 @@ class LockstepWave:
 
     @property
     def running(self) -> bool:
+        """Whether engines have said that they run."""
         return bool(self._started)
 
     @property
     def orders_due(self) -> float:
+        """When `orders` has something to say at the latest."""
         return self._order_at if self._needs_order() else NEVER
 
-    def adopt(self, wave: int) -> None:
-        self.wave = max(self.wave, wave)
-
     def take_members(self, ranks: frozenset[int]) -> None:
+        """Take the ranks of all engines that take part now."""
         was_needed = self._needs_order()
         self._members = ranks
         self._started &= ranks
@@ -177,15 +150,18 @@ class LockstepWave:
             self._order_now(excluded_rank=-1)
 
     def stats(self, stats: EngineStats) -> bool:
+        """Take an engine's stats."""
         clock = Clock(stats.topology, stats.wave)
         return self._observe(stats.rank, clock, stats.wave_running, stats.hold_epoch)
 
     def report(self, report: StartWave | WaveComplete) -> bool:
+        """Take an engine's report of a start or an end."""
         starts = isinstance(report, StartWave)
         clock = Clock(report.topology, report.wave if starts else report.wave + 1)
         return self._observe(report.rank, clock, starts, report.hold_epoch)
 
     def notice(self, notice: WakeUp) -> bool:
+        """A front end sent a request to an engine that it believes to be paused."""
         # What a front end wanted in an earlier wave, its request itself has seen or will see to.
         is_late = notice.wave < self.wave
         if self.running or self._wanted or is_late or self._is_held():
@@ -197,6 +173,7 @@ class LockstepWave:
         return True
 
     def orders(self, now: float) -> list[StartDpWave]:
+        """Return what to send to the engines at `now` (seconds, monotonic)."""
         if not self._needs_order() or now < self._order_at:
             return []
         order = StartDpWave(self.wave, self._excluded_rank, self._hold_epoch, self._clock.topology)

@@ -62,11 +62,9 @@ def _other_node(config: EngineConfig) -> int:
 
     number = config.parallel.node_rank
     name_process(f"node {number}", config.log.log_level, config.log.log_format)
-    parallel = msgspec.structs.replace(
-        config.parallel, data_parallel_size_local=1, data_parallel_rank_local=0
-    )
+    alone = {"data_parallel_size_local": 1, "data_parallel_rank_local": 0}
     try:
-        config = of_engine_alone(msgspec.structs.replace(config, parallel=parallel))
+        config = of_engine_alone(config.changed(parallel=alone))
     except BadCpuBind as error:
         print(f"swell cannot start: {error}", file=sys.stderr)
         return 1
@@ -89,8 +87,7 @@ def _engine(config: EngineConfig) -> int:
     if config.parallel.node_rank:
         return _other_node(config)
     if config.parallel.data_parallel_size_local is None:
-        parallel = msgspec.structs.replace(config.parallel, data_parallel_size_local=1)
-        config = msgspec.structs.replace(config, parallel=parallel)
+        config = config.changed(parallel={"data_parallel_size_local": 1})
     lifeline = Lifeline(None)
     try:
         config = of_engine_alone(config)
@@ -106,8 +103,7 @@ def _api_server(config: ApiServerConfig) -> int:
 
         return front_end.run_standalone(config.front_end())
     if config.cluster.coordinator is None:
-        cluster = msgspec.structs.replace(config.cluster, coordinator=DEFAULT_COORDINATOR)
-        config = msgspec.structs.replace(config, cluster=cluster)
+        config = config.changed(cluster={"coordinator": DEFAULT_COORDINATOR})
     return _serve(config.node())
 
 

@@ -65,13 +65,14 @@ from server.router.load_table import LoadTable
 from server.router.router import Router, build_router
 from server.router.routing import build_policy
 from server.store.service import ResponseStore
-from server.store.sql import Database, SqlBackend
+from server.store.sql import SqlBackend
 from server.store.sqlite import SqliteDatabase
 from server.text.sampling_defaults import BadGenerationConfig
 from server.text.tokenizer import ServedTokenizer, TokenizerError
 from server.upstreams.routes import BadModelRoutes, ModelRoutes
 
 if TYPE_CHECKING:
+    from server.store.postgres import PostgresDatabase
     from server.upstreams.forwarder import Forwarder
 
 logger = logging.getLogger(__name__)
@@ -288,7 +289,7 @@ class FrontEnd:
         config = self._config.store
         if config.response_store == "none":
             return None
-        database: Database
+        database: SqliteDatabase | PostgresDatabase
         if config.is_postgres:
             database = _postgres(config.response_store)
         elif config.response_store == "node":
@@ -419,7 +420,7 @@ def _forwarder(routes: str | None, metrics: FrontEndMetrics) -> "Forwarder | Non
     return Forwarder(ModelRoutes(routes), metrics)
 
 
-def _postgres(url: str) -> Database:
+def _postgres(url: str) -> "PostgresDatabase":
     """Return a PostgreSQL database for responses.
 
     Raises:

@@ -102,8 +102,7 @@ class AsyncLLM:
         tokenizer = await asyncio.to_thread(
             ServedTokenizer.load, directory, config.model, placeholders_of(processor)
         )
-        parallel = msgspec.structs.replace(config.parallel, data_parallel_size_local=1)
-        engine_config = msgspec.structs.replace(config.engine(), parallel=parallel)
+        engine_config = config.engine().changed(parallel={"data_parallel_size_local": 1})
         loop = asyncio.get_running_loop()
         engine = await asyncio.to_thread(LocalEngine, engine_config, loop)
         front_end = config.front_end()

@@ -32,7 +32,7 @@ from engine.shared.messages import (
 )
 from server.router.adapters import Adapters
 from server.router.generation_client import NoEngineAvailable
-from server.router.token_stream import RequestStream
+from server.router.token_stream import RequestStream, Unread
 
 _FRONT_END = 0
 _INCARNATION = 1
@@ -206,11 +206,16 @@ class LocalEngine:
     async def order_fleet(self, wish: FleetWish, within: float = 120.0) -> list[UtilityResult]:
         raise NoEngineAvailable("There is no fleet: call the utilities of the engine.")
 
-    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> RequestStream:
+    def submit(
+        self,
+        message: AddRequest,
+        pinned_rank: int | None = None,
+        unread: Unread | None = None,
+    ) -> RequestStream:
         self.check_takes_requests()
         self._next_id += 1
         message = msgspec.structs.replace(message, id=self._next_id, front_end=_FRONT_END)
-        stream = RequestStream(message, self._close, pinned_rank)
+        stream = RequestStream(message, self._close, pinned_rank, unread)
         stream.times.sent(0, time.monotonic())
         self._streams[message.id] = stream
         self._inbox.put(message)

@@ -1,7 +1,5 @@
 """Binds the processes of an engine to the CPUs that were chosen for them. No torch."""
 
-import msgspec
-
 from engine.executor.layout import Layout
 from engine.shared.config import EngineConfig
 from engine.shared.cpu.machine import bind_process
@@ -26,5 +24,4 @@ def bound(config: EngineConfig, rank: int = 0) -> EngineConfig:
     number = Layout.of(config.parallel).number(rank)
     if number < len(lists) and bind_process(lists[number]):
         return config
-    executor = msgspec.structs.replace(config.executor, cpu_bind="none")
-    return msgspec.structs.replace(config, executor=executor)
+    return config.changed(executor={"cpu_bind": "none"})

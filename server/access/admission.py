@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from server.access.admission_table import NOTHING, AdmissionTable, Totals
+from server.access.admission_table import NOTHING, AdmissionTable, Room, Totals
 from server.access.tenants_elsewhere import TenantsElsewhere
 from server.config import OverloadConfig, TenantConfig
 
@@ -177,9 +177,7 @@ class Admission:
         def room(totals: Totals, own: Totals) -> bool:
             return self._limit(totals, own, others, requests, tokens) is None
 
-        if not table.try_add(requests, tokens, room, place) and not (
-            table.drop_dead() and table.try_add(requests, tokens, room, place)
-        ):
+        if not self._try_add(requests, tokens, room, place):
             raise self._overloaded(requests, tokens, now, place)
         return Reservation(self, requests, tokens, place)
 
@@ -189,17 +187,20 @@ class Admission:
         Raises:
             Overloaded: they do not fit.
         """
-
         others = self._others(place, now)
 
         def room(totals: Totals, own: Totals) -> bool:
             return self._limit_of_tokens(totals, own, others, tokens) is None
 
-        table = self.table
-        if not table.try_add(0, more, room, place) and not (
-            table.drop_dead() and table.try_add(0, more, room, place)
-        ):
+        if not self._try_add(0, more, room, place):
             raise self._overloaded(0, tokens, now, place)
+
+    def _try_add(self, requests: int, tokens: int, room: Room, place: int) -> bool:
+        """Add to the table if there is room, at the latest without front ends that have died."""
+        table = self.table
+        return table.try_add(requests, tokens, room, place) or (
+            table.drop_dead() and table.try_add(requests, tokens, room, place)
+        )
 
     # What is larger than a whole queue is taken when nothing else is there, unless it would shut
     # other tenants out. The slots are counted only when they matter.

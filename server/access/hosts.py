@@ -73,15 +73,11 @@ def known_hosts(config: FrontEndConfig) -> KnownHosts | None:
 def unknown_host(hosts: KnownHosts, scope: Scope) -> ApiError | None:
     """Return why a request for a host does not get in, None if the host is known."""
     for name, value in scope["headers"]:
-        if name == b"host" and not hosts.knows(value.decode("latin-1")):
-            return _unknown(value.decode("latin-1"))
+        if name == b"host" and not hosts.knows(host := value.decode("latin-1")):
+            return ApiError(
+                403,
+                f"This server does not know the host {host!r}. Its operator can allow it with "
+                "--allowed-hosts, or set an API key.",
+                code="unknown_host",
+            )
     return None
-
-
-def _unknown(host: str) -> ApiError:
-    return ApiError(
-        403,
-        f"This server does not know the host {host!r}. Its operator can allow it with "
-        "--allowed-hosts, or set an API key.",
-        code="unknown_host",
-    )

@@ -7,10 +7,8 @@ until then several nodes may each give a tenant what is left. Without a coordina
 count for `MAX_AGE` seconds.
 """
 
-from collections.abc import Iterable
-
 from engine.shared.messages import ClusterView, TenantsInUse, TenantUse
-from server.access.admission_table import AdmissionTable, Totals
+from server.access.admission_table import NOTHING, AdmissionTable, Totals
 
 MAX_TENANTS = 1024
 """Tenants that a front end tells of: those with the most sequences."""
@@ -23,8 +21,6 @@ REPEAT_INTERVAL = 1.0
 
 MAX_AGE = 10.0
 """Seconds for which the coordinator's sums count; it sends at least every three."""
-
-_NOTHING = Totals(0, 0)
 
 
 class TenantsElsewhere:
@@ -54,8 +50,8 @@ class TenantsElsewhere:
     def of(self, place: int, now: float) -> Totals:
         """Return what the tenant of a place holds elsewhere, at `now` (seconds, monotonic)."""
         if now - self._used_at > MAX_AGE:
-            return _NOTHING
-        return self._used.get(self._ids.get(place, -1), _NOTHING)
+            return NOTHING
+        return self._used.get(self._ids.get(place, -1), NOTHING)
 
     def take(self, view: ClusterView, now: float) -> None:
         """Take the coordinator's newest view."""
@@ -63,7 +59,7 @@ class TenantsElsewhere:
         used: dict[int, Totals] = {}
         for each in view.tenants or ():
             if each.table != self._table.name:
-                known = used.get(each.tenant, _NOTHING)
+                known = used.get(each.tenant, NOTHING)
                 used[each.tenant] = Totals(
                     known.requests + each.sequences, known.tokens + each.tokens
                 )
@@ -83,13 +79,9 @@ class TenantsElsewhere:
         uses = []
         for place, tenant in list(self._ids.items()):
             own = self._table.own(place)
-            if own == _NOTHING:
+            if own == NOTHING:
                 del self._ids[place]
             else:
                 uses.append(TenantUse(self._table.name, tenant, own.requests, own.tokens))
-        return heaviest(uses)
-
-
-def heaviest(uses: Iterable[TenantUse]) -> list[TenantUse]:
-    """Return the uses with the most sequences, `MAX_TENANTS` at most."""
-    return sorted(uses, key=lambda use: (-use.sequences, use.tenant))[:MAX_TENANTS]
+        uses.sort(key=lambda use: (-use.sequences, use.tenant))
+        return uses[:MAX_TENANTS]

@@ -25,7 +25,7 @@ from server.generate.answer import BestOf
 from server.generate.beam_run import BeamRun
 from server.generate.fold import Delta
 from server.generate.model import ServedModel
-from server.generate.pooling.model import PoolingModel
+from server.generate.pooling.inputs import PoolingModel
 from server.generate.request import GenerationRequest
 from server.generate.run import Output, Run
 from server.generate.specification import specify

@@ -20,7 +20,7 @@ from server.control import SupervisorControl
 from server.errors import model_not_found
 from server.generate.grammar_check import GrammarCheck
 from server.generate.model import ServedModel
-from server.generate.pooling.model import PoolingModel
+from server.generate.pooling.inputs import PoolingModel
 from server.http.body_budget import BodyBudget
 from server.http.call import BodyLimits
 from server.observe.metrics import FrontEndMetrics

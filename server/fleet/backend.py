@@ -2,14 +2,11 @@
 
 import logging
 from pathlib import Path
-from typing import Protocol
-
-import msgspec
 
 from engine.shared.cpu.lists import CpuList
 from engine.shared.cpu.plan import BadCpuBind
 from server.config import ServeConfig
-from server.fleet.joining import Joining, joining
+from server.fleet.joining import joining
 from server.fleet.keeper import Role
 from server.fleet.node_resources import plan_cpus
 from server.fleet.places import engine_role
@@ -21,38 +18,11 @@ class CannotServe(Exception):
     """Engines cannot be run as the settings ask; the message is for people."""
 
 
-class Backend(Protocol):
-    """Makes the places of engines; what happens in them is the supervisor's policy."""
-
-    @property
-    def joined(self) -> Joining:
-        """The node's place in its cluster, with the settings that follow from it."""
-
-    @property
-    def has_all(self) -> bool:
-        """Whether the engines of all nodes are here, so that no other supervisor has a share."""
-
-    @property
-    def cpus_of_others(self) -> CpuList:
-        """CPUs of this node's front ends and coordinator; empty: any."""
-
-    def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
-        """Return the place of one engine."""
-
-    def api_server_role(self, config: ServeConfig, node: str, port: int) -> Role | None:
-        """Return the place of an API server on another node; None: there are such places nowhere.
-
-        Args:
-            node: name of a node on which an engine is.
-            port: where it listens, on the node's address.
-        """
-
-    def close(self) -> None:
-        """Free what was reserved for engines, all of which have ended."""
-
-
 class ProcessBackend:
-    """Engines as processes of this node."""
+    """Makes the places of engines as processes of this node.
+
+    What happens in them is the supervisor's policy. `server.fleet.ray.backend` has the other kind.
+    """
 
     def __init__(self, config: ServeConfig, directory: Path) -> None:
         """Make it; raises what `joining` does.
@@ -61,25 +31,23 @@ class ProcessBackend:
             CannotServe: the lists of `--cpu-bind` do not fit the machine or the engines.
         """
         self.joined = joining(config, f"ipc://{directory}/coordinator")
+        """The node's place in its cluster, with the settings that follow from it."""
         self.has_all = self.joined.is_alone
+        """Whether the engines of all nodes are here, so that no other supervisor has a share."""
         config = self.joined.config
         others = config.supervisor.api_server_count + (1 if self.joined.leads else 0)
         try:
             self._cpus = plan_cpus(config.engine(), others=others)
         except BadCpuBind as error:
             raise CannotServe(str(error)) from error
+        self.cpus_of_others: CpuList = self._cpus.others
+        """CPUs of this node's front ends and coordinator; empty: any."""
         if not self._cpus.engines:
             logger.debug("engines run on any CPU: %s", self._cpus.reason)
 
-    @property
-    def cpus_of_others(self) -> CpuList:
-        """CPUs of this node's front ends and coordinator; empty: any."""
-        return self._cpus.others
-
     def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
         """Return the place of one engine of this node."""
-        executor = msgspec.structs.replace(config.executor, cpu_bind=self._cpus.of_engine(place))
-        config = msgspec.structs.replace(config, executor=executor)
+        config = config.changed(executor={"cpu_bind": self._cpus.of_engine(place)})
         return engine_role(config, place, numbered=numbered)
 
     def api_server_role(self, config: ServeConfig, node: str, port: int) -> Role | None:

@@ -13,9 +13,9 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
@@ -49,6 +49,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """Variables added to those that it inherits."""
     inherit: Sequence[int] = ()
     """File descriptors that stay open in it, under the same numbers; on this node only."""
+    on_status: Callable[[ChildStatus], None]
+    """Called for every status that it reports."""
+    on_line: Callable[[str], None]
+    """Called for every line that it prints."""
 
 
 class Ended(NamedTuple):
@@ -96,41 +100,52 @@ class Holder(Protocol):
         """End it at once."""
 
 
-class Starter(Protocol):
-    """Starts a holder for a place."""
+Starter = Callable[[Program], Awaitable[Holder]]
+"""Starts a program for a place; raises OSError if nothing can be started."""
 
-    async def __call__(
-        self,
-        program: Program,
-        *,
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
-    ) -> Holder:
-        """Start a program; what it reports and prints is passed on as it comes.
+
+class ForkedProcess:
+    """A child of this process that a template has forked, like `asyncio.subprocess.Process`."""
+
+    def __init__(self, pid: int) -> None:
+        """Watch a child of this process, within an event loop.
 
         Raises:
-            OSError: nothing could be started.
+            OSError: it is not a child, or there is no descriptor left.
         """
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdout: asyncio.StreamReader | None = None
+        self._descriptor = os.pidfd_open(pid)
+        self._over = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
 
-
-class Process(Protocol):
-    """What is needed of a child process: `asyncio.subprocess.Process` has it."""
-
-    stdout: asyncio.StreamReader | None
-
-    @property
-    def pid(self) -> int:
-        """Its id."""
-
-    @property
-    def returncode(self) -> int | None:
-        """Its exit code, negative: the signal; None while it runs."""
+    async def read_from(self, pipe: BinaryIO) -> None:
+        """Have `stdout` read from a pipe, which this object owns from now on."""
+        reader = asyncio.StreamReader(MAX_LOG_LINE)
+        self.stdout = reader
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
 
     async def wait(self) -> int:
         """Return the exit code once it has ended."""
+        await self._over.wait()
+        assert self.returncode is not None
+        return self.returncode
 
-    def send_signal(self, signal: int) -> None:
-        """Send it a signal."""
+    def send_signal(self, signum: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signum)
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._over.set()
 
 
 class Child:
@@ -138,7 +153,9 @@ class Child:
 
     node = ""
 
-    def __init__(self, name: str, process: Process, ours: socket.socket) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process | ForkedProcess, ours: socket.socket
+    ) -> None:
         self.name = name
         self.pid = process.pid
         self.last_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
@@ -147,18 +164,8 @@ class Child:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(
-        cls,
-        program: Program,
-        *,
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
-    ) -> "Child":
+    async def start(cls, program: Program) -> "Child":
         """Run a program and hand it its launch parameters over its lifeline: a `Starter`.
-
-        Args:
-            on_status: called for every status the child reports.
-            on_line: called for every line that the child prints.
 
         Raises:
             OSError: the process cannot be created (no interpreter, memory or process id).
@@ -186,21 +193,16 @@ class Child:
         finally:
             theirs.close()
         child = cls(program.name, process, ours)
-        child.follow(program.launch, on_status, on_line)
+        child.follow(program)
         return child
 
-    def follow(
-        self,
-        launch: Any,
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
-    ) -> None:
+    def follow(self, program: Program) -> None:
         """Hand the process its launch parameters, and pass on what it reports and prints."""
         self._lifeline.setblocking(False)
         self._tasks = [
-            asyncio.create_task(self._hand_over(pack_frame(launch))),
-            asyncio.create_task(self._read_status(on_status)),
-            asyncio.create_task(self._read_log(on_line)),
+            asyncio.create_task(self._hand_over(pack_frame(program.launch))),
+            asyncio.create_task(self._read_status(program.on_status)),
+            asyncio.create_task(self._read_log(program.on_line)),
         ]
 
     async def _hand_over(self, launch: bytes) -> None:

@@ -14,8 +14,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +24,7 @@ from engine.shared.logs import relay_line
 from engine.shared.messages import ChildReady, ChildStatus
 from engine.shared.template import FORK, MAX_ANSWER_BYTES, ForkReply, TemplateLaunch
 from server.config import ServeConfig
-from server.fleet.child import MAX_LOG_LINE, Child, Program
+from server.fleet.child import Child, ForkedProcess, Program
 from server.fleet.keeper import Role
 from server.fleet.node_resources import visible_devices
 
@@ -114,20 +114,18 @@ async def begin_templates(
     for wanted, roles in ((kinds.engines, engines), (kinds.front_ends, front_ends)):
         if not wanted:
             continue
-        first = roles[0]
+        first, template = roles[0], Template(len(roles))
+        name = f"template of {first.module}"
         program = Program(
-            name=f"template of {first.module}",
+            name=name,
             module=f"{first.module}.template_main",
             launch=None,
             environment=first.environment,
             inherit=first.inherit,
+            on_status=template.on_status,
+            on_line=functools.partial(relay_line, name, config.log.log_format),
         )
-        template = Template(len(roles))
-        await template.begin(
-            program,
-            launches[0].config if roles is engines else None,
-            functools.partial(relay_line, program.name, config.log.log_format),
-        )
+        await template.begin(program, launches[0].config if roles is engines else None)
         for role in roles:
             role.start = template.start
         begun.append(template)
@@ -146,50 +144,6 @@ def adopting_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-class ForkedProcess:
-    """A child of this process that a template has forked: a `server.fleet.child.Process`."""
-
-    def __init__(self, pid: int) -> None:
-        """Watch a child of this process, within an event loop.
-
-        Raises:
-            OSError: it is not a child, or there is no descriptor left.
-        """
-        self.pid = pid
-        self.returncode: int | None = None
-        self.stdout: asyncio.StreamReader | None = None
-        self._descriptor = os.pidfd_open(pid)
-        self._over = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
-
-    async def read_from(self, pipe: BinaryIO) -> None:
-        """Have `stdout` read from a pipe, which this object owns from now on."""
-        reader = asyncio.StreamReader(MAX_LOG_LINE)
-        self.stdout = reader
-        await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), pipe
-        )
-
-    async def wait(self) -> int:
-        """Return the exit code once it has ended."""
-        await self._over.wait()
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, signum: int) -> None:
-        """Send it a signal, unless it has ended."""
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, signum)
-
-    def _reap(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._descriptor)
-        os.close(self._descriptor)
-        _, status = os.waitpid(self.pid, 0)
-        self.returncode = os.waitstatus_to_exitcode(status)
-        self._over.set()
 
 
 # -- a template ----------------------------------------------------------------------------------
@@ -216,24 +170,19 @@ class Template:
         self._decided = asyncio.Event()
         """Set once it is known whether it is usable: it has loaded, or never will."""
 
-    async def begin(
-        self, program: Program, engine: EngineConfig | None, on_line: Callable[[str], None]
-    ) -> None:
+    async def begin(self, program: Program, engine: EngineConfig | None) -> None:
         """Start the process, which loads its libraries while the caller goes on.
 
         Args:
             program: its module, and what its forks inherit; its launch is made here.
             engine: settings of the engines that will be forked, if it is theirs.
-            on_line: called for every line that it prints.
         """
         with self._its_end as connection:
             launch = TemplateLaunch(program.name, connection.fileno(), engine)
             inherit = [*program.inherit, connection.fileno()]
             try:
                 child = await Child.start(
-                    msgspec.structs.replace(program, launch=launch, inherit=inherit),
-                    on_status=self._on_status,
-                    on_line=on_line,
+                    msgspec.structs.replace(program, launch=launch, inherit=inherit)
                 )
             except OSError as error:
                 logger.warning("%s cannot be started: %s", program.name, error)
@@ -247,13 +196,7 @@ class Template:
         """Its process id; 0 if it does not run."""
         return self._child.pid if self._child is not None and self._child.alive else 0
 
-    async def start(
-        self,
-        program: Program,
-        *,
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
-    ) -> Child:
+    async def start(self, program: Program) -> Child:
         """Fork a program's process, or start it without the template if it cannot: a `Starter`.
 
         Raises:
@@ -274,12 +217,12 @@ class Template:
                 logger.warning("%s loads its libraries itself: %s", program.name, error)
                 self._give_up()
             else:
-                child.follow(program.launch, on_status, on_line)
+                child.follow(program)
                 self._forks_left -= 1
                 if not self._forks_left:
                     self._give_up()
                 return child
-        return await Child.start(program, on_status=on_status, on_line=on_line)
+        return await Child.start(program)
 
     async def close(self) -> None:
         """End it, and wait until it has ended. Its forks do not notice."""
@@ -287,7 +230,8 @@ class Template:
         if self._ended is not None:
             await self._ended
 
-    def _on_status(self, status: ChildStatus) -> None:
+    def on_status(self, status: ChildStatus) -> None:
+        """The process says something of itself."""
         if isinstance(status, ChildReady) and not self._decided.is_set():
             self._decide(usable=True)
 

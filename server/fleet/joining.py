@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import msgspec
-
 from engine.shared.addresses import join_host_port, resolve
 from server.config import ServeConfig
 
@@ -42,15 +40,16 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
     if nodes.headless:
         if address is None and coordinator is None:
             raise BadNode("--headless needs --data-parallel-address, the head node to join")
-        config = _replace(config, "supervisor", api_server_count=0)
         patience = max(config.cluster.join_timeout, config.supervisor.startup_timeout)
-        config = _replace(config, "cluster", join_timeout=patience)
+        config = config.changed(
+            supervisor={"api_server_count": 0}, cluster={"join_timeout": patience}
+        )
     if coordinator is not None:
         return Joining(config, leads=False, is_alone=False)
     if address is None:
-        config = _replace(config, "cluster", coordinator=local_address)
+        config = config.changed(cluster={"coordinator": local_address})
         if config.parallel.rank_on_node(0) is None:
-            config = _replace(config, "parallel", data_parallel_start_rank=0)
+            config = config.changed(parallel={"data_parallel_start_rank": 0})
         return Joining(config, leads=True, is_alone=True)
     if not nodes.headless:
         rank = config.parallel.data_parallel_rank or config.parallel.data_parallel_start_rank
@@ -63,7 +62,7 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
             )
         address = _own_address(address)
     coordinator = join_host_port(address, nodes.data_parallel_rpc_port)
-    config = _replace(config, "cluster", coordinator=coordinator)
+    config = config.changed(cluster={"coordinator": coordinator})
     return Joining(config, leads=not nodes.headless, is_alone=False)
 
 
@@ -93,8 +92,3 @@ def _own_address(name: str) -> str:
         return resolve(name)[1][0]
     except OSError as error:
         raise OSError(f"--data-parallel-address {name} cannot be resolved: {error}") from error
-
-
-def _replace(config: ServeConfig, section: str, **settings: object) -> ServeConfig:
-    changed = msgspec.structs.replace(getattr(config, section), **settings)
-    return msgspec.structs.replace(config, **{section: changed})

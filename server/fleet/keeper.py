@@ -321,12 +321,10 @@ class Keeper:
             launch=role.launch(role.incarnation),
             environment=role.environment,
             inherit=role.inherit,
-        )
-        role.holder = await role.start(
-            program,
             on_status=on_status,
             on_line=functools.partial(relay_line, role.name, self._log_format),
         )
+        role.holder = await role.start(program)
 
     def _explain(self, role: Role, end: Ended) -> str:
         if end.code == CANNOT_START and role.failure is not None:

@@ -4,8 +4,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from engine.shared.config import EngineConfig
 from engine.shared.cpu.machine import read_topology
 from engine.shared.cpu.plan import CpuPlan, Wish, make_plan
@@ -81,5 +79,4 @@ def of_engine_alone(config: EngineConfig) -> EngineConfig:
         BadCpuBind: the lists of `--cpu-bind` do not fit the machine or the engines.
     """
     own = plan_cpus(config).of_engine(config.parallel.number_on_node)
-    executor = msgspec.structs.replace(config.executor, cpu_bind=own)
-    return msgspec.structs.replace(config, executor=executor)
+    return config.changed(executor={"cpu_bind": own})

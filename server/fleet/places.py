@@ -6,8 +6,6 @@ import mmap
 import os
 from pathlib import Path
 
-import msgspec
-
 from coordinator.config import CoordinatorLaunch
 from engine.shared.config import EngineLaunch
 from engine.shared.cpu.lists import CpuList
@@ -85,16 +83,15 @@ def engine_role(config: ServeConfig, place: int, *, numbered: bool = True) -> Ro
     """
     engine = config.engine()
     rank = engine.parallel.rank_on_node(place) if numbered else None
-    parallel = msgspec.structs.replace(
-        engine.parallel,
-        data_parallel_rank=rank,
-        data_parallel_rank_local=place,
-        data_parallel_size_local=engine.parallel.engines_on_node,
+    port = engine.health.health_port
+    of_rank = engine.changed(
+        parallel={
+            "data_parallel_rank": rank,
+            "data_parallel_rank_local": place,
+            "data_parallel_size_local": engine.parallel.engines_on_node,
+        },
+        health={"health_port": None if port is None else port + place},
     )
-    health = engine.health
-    if health.health_port is not None:
-        health = msgspec.structs.replace(health, health_port=health.health_port + place)
-    of_rank = msgspec.structs.replace(engine, parallel=parallel, health=health)
     return Role(
         name=f"engine {place if rank is None else rank}",
         module="engine",

@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -26,7 +26,7 @@ from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
 from engine.shared.transport import Inbox, Transport, make_context
 from server.config import ServeConfig
-from server.fleet.backend import Backend, CannotServe, ProcessBackend
+from server.fleet.backend import CannotServe, ProcessBackend
 from server.fleet.child import watch_children_without_threads
 from server.fleet.forking import Template, begin_templates
 from server.fleet.joining import BadNode, check_span
@@ -35,6 +35,9 @@ from server.fleet.node_link import NodeLink
 from server.fleet.node_resources import engine_capacity, visible_devices
 from server.fleet.places import control_address, coordinator_role, front_end_roles
 from server.fleet.scaling import EngineScaler, NodeApiServers
+
+if TYPE_CHECKING:
+    from server.fleet.ray.backend import RayBackend
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,9 @@ MEND_INTERVAL = 1.0
 class Supervisor:
     """Starts a coordinator, engines and front ends, and keeps each place filled."""
 
-    def __init__(self, backend: Backend, console: Console, node: NodeDirectory) -> None:
+    def __init__(
+        self, backend: "ProcessBackend | RayBackend", console: Console, node: NodeDirectory
+    ) -> None:
         """Make a supervisor whose processes share the files in `node`, which it keeps whole.
 
         Its engines are where `backend` has them.
@@ -60,8 +65,7 @@ class Supervisor:
         self._console = console
         self._node = node
         config, leads, self._is_alone, is_new = backend.joined
-        cluster = msgspec.structs.replace(config.cluster, socket_dir=str(self._node.path))
-        self._config = msgspec.structs.replace(config, cluster=cluster)
+        self._config = config.changed(cluster={"socket_dir": str(self._node.path)})
         self._listener: socket.socket | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         self._registration: zmq.Socket[bytes] | None = None
@@ -403,7 +407,7 @@ async def _run(config: ServeConfig, console: Console) -> int:
         return 1
 
 
-def _backend_for(config: ServeConfig, directory: Path) -> Backend:
+def _backend_for(config: ServeConfig, directory: Path) -> "ProcessBackend | RayBackend":
     """Return the backend that the settings name; the one that needs Ray is imported on demand.
 
     Args:

@@ -9,7 +9,8 @@ from server.generate.request import GenerationRequest, Prompt
 from server.generate.run import Output, first_token
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
-from server.router.generation_client import GenerationClient, TokenStream
+from server.router.generation_client import GenerationClient
+from server.router.token_stream import RequestStream
 from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
@@ -35,7 +36,7 @@ class BeamRun:
         self._client = client
         self._table = table
         self._metrics = metrics
-        self._streams: set[TokenStream] = set()
+        self._streams: set[RequestStream] = set()
         self._timers: list[SequenceTimer] = []
         self._unfinished: list[SequenceTimer] = []
         self._num_sent = 0
@@ -102,7 +103,7 @@ class BeamRun:
             self._num_tokens += len(beam.token_ids)
         return best
 
-    def _begin(self, params: PromptParams, stream: TokenStream) -> list[SequenceTimer]:
+    def _begin(self, params: PromptParams, stream: RequestStream) -> list[SequenceTimer]:
         timers = []
         for _ in range(self._request.n):
             first = not self._timers
@@ -112,7 +113,7 @@ class BeamRun:
             timers.append(timer)
         return timers
 
-    def _submit(self, prompt: Prompt, beam: Beam, sampling: SamplingParams) -> TokenStream:
+    def _submit(self, prompt: Prompt, beam: Beam, sampling: SamplingParams) -> RequestStream:
         request = self._request
         self._num_sent += 1
         name = f"{request.request_id}-{self._num_sent}"
@@ -123,7 +124,7 @@ class BeamRun:
         self._streams.add(stream)
         return stream
 
-    async def _next(self, stream: TokenStream) -> RequestOutput:
+    async def _next(self, stream: RequestStream) -> RequestOutput:
         """Wait for a beam's next token."""
         try:
             while True:

@@ -7,7 +7,7 @@ import msgspec
 from server.answer.formats import AnswerFormats
 from server.errors import invalid
 from server.generate.grammar_check import GrammarCheck
-from server.generate.pooling.model import PoolingModel
+from server.generate.pooling.inputs import PoolingModel
 from server.text.request_templates import RequestTemplates
 from server.text.tokenizer import ServedTokenizer
 

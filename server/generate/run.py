@@ -1,7 +1,6 @@
 """All sequences of one request, from their submission to the last delta."""
 
 import asyncio
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -10,12 +9,12 @@ import msgspec
 from engine.shared.messages import RequestOutput
 from server.generate.fold import ChoiceFold, Delta, PromptEcho
 from server.generate.request import GenerationRequest, Prompt
-from server.generate.unread import Arrivals, parts
 from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
 from server.router.engine_times import EngineVisit
-from server.router.generation_client import GenerationClient, TokenStream
+from server.router.generation_client import GenerationClient
+from server.router.token_stream import RequestStream, Unread
 from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
@@ -60,15 +59,12 @@ class Run:
         self._table = table
         self._metrics = metrics
         self._unfinished = request.num_sequences
-        self._streams: list[TokenStream] = []
+        self._streams: list[RequestStream] = []
         self._folds: list[ChoiceFold] = []
         self._timers: list[SequenceTimer] = []
         self.finish_reasons: list[str] = []
         """Why each sequence ended, as far as they have."""
-        self._parts: deque[RequestOutput] = deque()
-        """Of a single sequence: what has been read and is still to be folded."""
-        self._arrivals: Arrivals | None = None
-        """Of several sequences."""
+        self._unread = Unread()
 
     async def push_to(self, output: Output) -> None:
         """Submit every sequence, and push everything that is generated to `output`.
@@ -108,39 +104,24 @@ class Run:
                 )
                 self._timers.append(timer)
 
-    def _submit(self, prompt: Prompt) -> TokenStream:
+    def _submit(self, prompt: Prompt) -> RequestStream:
         request, index = self._request, len(self._streams)
         sampling, name, group = request.sampling, request.request_id, 0
         if index:
             sampling = msgspec.structs.replace(sampling, seed=_seed(sampling.seed, index))
             name, group = f"{name}-{index}", self._streams[0].id
         message = request.message(name, prompt.token_ids, sampling, group, prompt.encoder_inputs)
-        stream = self._client.submit(message, request.pinned_rank)
+        stream = self._client.submit(message, request.pinned_rank, self._unread)
         self._streams.append(stream)
         return stream
 
     async def _next(self) -> list[tuple[int, Delta]]:
         """Wait for and return everything new, as (sequence, delta)."""
-        if len(self._streams) == 1:
-            if self._parts:
-                await asyncio.sleep(0)
-                return [(0, self._fold(0, self._parts.popleft()))]
-            first, *more = parts(await self._streams[0].next())
-            self._parts.extend(more)
-            return [(0, self._fold(0, first))]
-        if self._arrivals is None:
-            self._arrivals = Arrivals(self._streams)
         return [
             (index, self._fold(index, output))
-            for index, output in await self._arrivals.next()
+            for index, output in await self._unread.next()
             if not self._folds[index].finished
         ]
-
-    def _stop(self) -> None:
-        if self._arrivals is not None:
-            self._arrivals.close()
-        for stream in self._streams:
-            stream.close()
 
     def _fold(self, index: int, output: RequestOutput) -> Delta:
         fold, timer = self._folds[index], self._timers[index]
@@ -156,8 +137,6 @@ class Run:
             self.finish_reasons.append(delta.finish_reason)
             if not index:
                 request.timing = timer.timing
-            if self._arrivals is not None:
-                self._arrivals.ended(index)
             self._streams[index].close()
         return delta
 
@@ -188,7 +167,8 @@ class Run:
 
     def close(self, reason: str = "abort") -> None:
         """Abort what still runs, counting it as ended for `reason`; idempotent."""
-        self._stop()
+        for stream in self._streams:
+            stream.close()
         for fold, timer in zip(self._folds, self._timers, strict=True):
             if not fold.finished:
                 fold.finished = True

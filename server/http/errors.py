@@ -15,12 +15,8 @@ from engine.shared.fair_threads import QueueFull
 from server.access.admission import Overloaded
 from server.errors import RETRY_AFTER_SECONDS, ApiError, invalid, kills_engines, unavailable
 from server.generate.fold import NoRoomInEngine, RequestRefused
-from server.router.generation_client import (
-    KillsEngines,
-    NoEngineAvailable,
-    NoSuchEngine,
-    ReaderTooSlow,
-)
+from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
+from server.router.token_stream import ReaderTooSlow
 
 
 def too_many_requests(error: Overloaded) -> ApiError:

@@ -200,7 +200,12 @@ class FrontEndMetrics:
         """Return what makes the text of `render` as of now; it may be called in another thread."""
         self._sequences.flush()
         engines = self._engines(client, None)
-        own = [] if self.store_usage is None else self._store_gauges(*self.store_usage())
+        own = []
+        if self.store_usage is not None:
+            kept, most = self.store_usage()
+            text = "Bytes of kept responses and conversations."
+            own.append(self._gauge("response_store_bytes", text, kept))
+            own.append(self._gauge("response_store_limit_bytes", "Bytes that may be kept.", most))
         if self.index_size is not None:
             text = "KV blocks of engines that this API server knows of, for prefix-aware routing."
             own.append(self._gauge("routing_index_blocks", text, self.index_size()))
@@ -220,12 +225,6 @@ class FrontEndMetrics:
         if view is None or all(entry.rank != rank for entry in view.engines):
             return None
         return text_of(self._engines(client, rank).collect())
-
-    def _store_gauges(self, kept: int, most: int) -> list[Metric]:
-        return [
-            self._gauge("response_store_bytes", "Bytes of kept responses and conversations.", kept),
-            self._gauge("response_store_limit_bytes", "Bytes that may be kept.", most),
-        ]
 
     def _gauge(self, name: str, text: str, value: int) -> Metric:
         gauge = GaugeMetricFamily(self._prefix + name, text, labels=("model_name",))

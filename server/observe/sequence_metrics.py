@@ -1,30 +1,184 @@
-"""How long sequences take and how they end: as their tokens reach the front end, and in engines."""
+"""How long sequences take and how they end: as their tokens reach the front end, and in engines.
+
+They are series of the engine that ran a sequence. Names, labels and meanings are vLLM's; bounds are
+vLLM's and some smaller ones. docs/metrics.md says where a meaning needs more words.
+"""
 
 import time
+from bisect import bisect_left
+from collections import Counter as Tally
+from typing import Any
+
+from prometheus_client import Counter, Histogram
 
 from engine.shared.messages import RequestTiming
-from server.observe.engine_series import EngineSeries, SequenceFamilies
-from server.observe.metric_factory import MetricFactory
+from server.observe.metric_factory import COUNT_BUCKETS, MetricFactory
 from server.router.engine_times import EngineTimes, EngineVisit
 
 _FLUSH_AFTER = 0.25
 """Seconds for which what is counted may wait to be handed over in bulk."""
+
+_LATENCY_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKEN_LATENCY_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_BUCKETS = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_PHASE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, *_REQUEST_BUCKETS[1:])
+_N_BUCKETS = (1, 2, 5, 10, 20)
+_PREEMPTION_BUCKETS = (0, 1, 2, 3, 4, 5, 10, 20)
+
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": (
+        "Time from a request's arrival to its first token.", _LATENCY_BUCKETS,
+    ),
+    "inter_token_latency_seconds": (
+        "Time between the tokens of a sequence as they reach the front end.",
+        _TOKEN_LATENCY_BUCKETS,
+    ),
+    "request_time_per_output_token_seconds": (
+        "Mean time per token of a sequence after its first.", _TOKEN_LATENCY_BUCKETS,
+    ),
+    "e2e_request_latency_seconds": (
+        "Time from a request's arrival to its last token.", _REQUEST_BUCKETS,
+    ),
+    "request_queue_time_seconds": (
+        "Time that a sequence waited in its engine to be scheduled first.", _PHASE_BUCKETS,
+    ),
+    "request_prefill_time_seconds": (
+        "Time in the engine from being scheduled first to the first token.", _PHASE_BUCKETS,
+    ),
+    "request_decode_time_seconds": (
+        "Time in the engine from the first token to the last.", _PHASE_BUCKETS,
+    ),
+    "request_inference_time_seconds": (
+        "Time in the engine from being scheduled first to the last token.", _PHASE_BUCKETS,
+    ),
+    "request_prompt_tokens": ("Prompt tokens per sequence.", COUNT_BUCKETS),
+    "request_prefill_kv_computed_tokens": (
+        "Prompt tokens per sequence that the prefix cache did not have.", COUNT_BUCKETS,
+    ),
+    "request_num_preemptions": ("Preemptions per sequence.", _PREEMPTION_BUCKETS),
+    "request_generation_tokens": ("Tokens generated per sequence.", COUNT_BUCKETS),
+    "request_max_num_generation_tokens": (
+        "Tokens of the longest sequence of a prompt.", COUNT_BUCKETS,
+    ),
+    "request_params_max_tokens": (
+        "The parameter max_tokens of a sequence; where it was not given, what is left of the "
+        "context.",
+        COUNT_BUCKETS,
+    ),
+    "request_params_n": ("The parameter n of a prompt.", _N_BUCKETS),
+}  # fmt: skip
+
+
+_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "prompt_tokens": ("Prompt tokens of sequences that got their first token.", "", ("",)),
+    "prompt_tokens_cached": ("Those of them that the prefix cache had.", "", ("",)),
+    "prompt_tokens_by_source": (
+        "Prompt tokens computed, and found.", "source", ("local_compute", "local_cache_hit"),
+    ),
+    "generation_tokens": ("Tokens generated.", "", ("",)),
+    "request_success": (
+        "Sequences that ended, by reason.", "finished_reason",
+        ("stop", "length", "abort", "error"),
+    ),
+}  # fmt: skip
+"""Help of each counter, its label besides the engine, and the values of that."""
+
+
+class Distribution:
+    """A histogram whose observations are counted here and handed over in bulk.
+
+    One observation of a memory-mapped histogram costs microseconds, and a sequence makes a dozen.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_histogram", "_sum")
+
+    def __init__(self, histogram: Histogram, bounds: tuple[float, ...]) -> None:
+        self._histogram: Any = histogram  # its parts have no public names
+        self._bounds = bounds
+        self._counts: dict[int, int] = {}
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value, or several that are equal."""
+        index = bisect_left(self._bounds, value)
+        self._counts[index] = self._counts.get(index, 0) + count
+        self._sum += value * count
+
+    def flush(self) -> None:
+        """Make everything counted visible to scrapes of any process."""
+        if not self._counts:
+            return
+        for index, count in self._counts.items():
+            self._histogram._buckets[index].inc(count)
+        self._histogram._sum.inc(self._sum)
+        self._counts.clear()
+        self._sum = 0.0
+
+
+class EngineSeries:
+    """The series of one engine, all at zero in the beginning."""
+
+    def __init__(self, metrics: "SequenceMetrics", rank: int) -> None:
+        self.histograms = {
+            name: Distribution(family.child(rank), _HISTOGRAMS[name][1])
+            for name, family in metrics.histograms.items()
+        }
+        self.pending: Tally[tuple[str, str]] = Tally()
+        """What the counters have not got yet, by name and label."""
+        self._counters: dict[tuple[str, str], Counter] = {
+            (name, value): family.child(rank, *filter(None, (value,)))
+            for name, family in metrics.counters.items()
+            for value in _COUNTERS[name][2]
+        }
+
+    def flush(self) -> None:
+        """Make everything counted visible to scrapes of any process."""
+        for distribution in self.histograms.values():
+            distribution.flush()
+        for key, count in self.pending.items():
+            self._counters[key].inc(count)
+        self.pending.clear()
+
+    def prompt(self, tokens: int, cached: int) -> None:
+        """Count a prompt, some of whose tokens the prefix cache had."""
+        cached = min(cached, tokens)  # a counter would not take what an engine may have said
+        pending = self.pending
+        pending["prompt_tokens", ""] += tokens
+        pending["prompt_tokens_cached", ""] += cached
+        pending["prompt_tokens_by_source", "local_compute"] += tokens - cached
+        pending["prompt_tokens_by_source", "local_cache_hit"] += cached
 
 
 class SequenceMetrics:
     """Metrics of sequences by engine, whatever request they belong to."""
 
     def __init__(self, factory: MetricFactory) -> None:
-        self._families = SequenceFamilies(factory)
+        self.counters = {
+            name: factory.counter(name, text, "engine", *filter(None, (label,)))
+            for name, (text, label, _) in _COUNTERS.items()
+        }
+        self.histograms = {
+            name: factory.histogram(name, text, buckets, "engine")
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
         self._series: dict[int, EngineSeries] = {}
         self._unfinished = 0
         self._flushed_at = 0.0
 
     def of_engine(self, rank: int) -> EngineSeries:
-        """Return the series of an engine; the first time they are made, all at zero."""
+        """Return the series of an engine, which are made the first time."""
         known = self._series.get(rank)
         if known is None:
-            known = self._series[rank] = EngineSeries(self._families, rank)
+            known = self._series[rank] = EngineSeries(self, rank)
         return known
 
     def began(self) -> None:
@@ -112,10 +266,12 @@ class SequenceTimer:
             series, now = self._current(), time.monotonic()
             if self._num_tokens == 0:
                 self._first = now
-                waited, prompt_tokens = now - self._arrived, self._params.prompt_tokens
-                series.first_tokens(count, waited, prompt_tokens, cached)
+                series.histograms["time_to_first_token_seconds"].observe(now - self._arrived)
+                series.prompt(self._params.prompt_tokens, cached)
             else:
-                series.more_tokens(count, now - self._last)
+                each = (now - self._last) / count
+                series.histograms["inter_token_latency_seconds"].observe(each, count)
+            series.pending["generation_tokens", ""] += count
             self._last = now
             self._num_tokens += count
             self._metrics.tick(now)
@@ -125,7 +281,7 @@ class SequenceTimer:
     def pooled(self, cached: int) -> None:
         """The engine sent the sequence's vector; it had found `cached` of its tokens."""
         self._cached = cached
-        self._current().prompt_computed(self._params.prompt_tokens, cached)
+        self._current().prompt(self._params.prompt_tokens, cached)
         self.finished("stop")
 
     @property
@@ -141,17 +297,27 @@ class SequenceTimer:
     def finished(self, reason: str) -> None:
         """The sequence ended, for whatever reason."""
         series, params, now = self._current(), self._params, time.monotonic()
-        self.timing = self._times.ended(now)
-        series.ended(
-            reason,
-            waited=now - self._arrived,
-            prompt_tokens=params.prompt_tokens,
-            cached=self._cached,
-            num_tokens=self._num_tokens,
-            max_tokens=params.max_tokens,
-            decoding=self._last - self._first,
-            timing=self.timing,
-        )
-        if params.ended(self._num_tokens):
-            series.prompt_ended(params.n, params.longest)
+        histograms, count = series.histograms, self._num_tokens
+        timing = self.timing = self._times.ended(now)
+        series.pending["request_success", reason] += 1
+        histograms["e2e_request_latency_seconds"].observe(now - self._arrived)
+        histograms["request_prompt_tokens"].observe(params.prompt_tokens)
+        histograms["request_generation_tokens"].observe(count)
+        histograms["request_params_max_tokens"].observe(params.max_tokens)
+        if count > 1:
+            decoding = (self._last - self._first) / (count - 1)
+            histograms["request_time_per_output_token_seconds"].observe(decoding)
+        if timing is not None:
+            if count == 0:  # the token that was drawn was not asked for
+                series.prompt(params.prompt_tokens, self._cached)
+            computed = max(0, params.prompt_tokens - self._cached)
+            histograms["request_prefill_kv_computed_tokens"].observe(computed)
+            histograms["request_num_preemptions"].observe(timing.preemptions)
+            histograms["request_queue_time_seconds"].observe(timing.queue)
+            histograms["request_prefill_time_seconds"].observe(timing.prefill)
+            histograms["request_decode_time_seconds"].observe(timing.decode)
+            histograms["request_inference_time_seconds"].observe(timing.prefill + timing.decode)
+        if params.ended(count):
+            histograms["request_params_n"].observe(params.n)
+            histograms["request_max_num_generation_tokens"].observe(params.longest)
         self._metrics.ended(now)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from engine.shared.block_names import ROOT_DIGEST, adapter_root, block_digest, short_name, shown_in
 from engine.shared.messages import ALL_BLOCKS, AddRequest, KvBlocks, KvBlocksWanted
-from server.router.events import Follow
 from server.router.route import Engine, Route
 
 ASK_AGAIN = 5.0
@@ -50,12 +49,12 @@ class BlockIndex:
         """Return how many names are kept now."""
         return sum(len(each.names) for each in self._held.values())
 
-    def follow(self, routes: Collection[Route], now: float) -> list[Follow]:
-        """Return the questions to the engines that are there; forget those that are not."""
+    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
+        """Return what to ask the engines that are there, by identity; forget those that are not."""
         there = {route.engine for route in routes}
         self._held = {rank: each for rank, each in self._held.items() if each.engine in there}
         return [
-            Follow(route.identity, KvBlocksWanted(self._front_end, held.number))
+            (route.identity, KvBlocksWanted(self._front_end, held.number))
             for route in routes
             if route.identity is not None and (held := self._due(route, now)) is not None
         ]

@@ -6,9 +6,9 @@ earlier engine or connection still sends for it are ignored.
 
 import msgspec
 
-from engine.shared.messages import AddRequest, StepOutputs, WakeUp
+from engine.shared.messages import AbortRequests, AddRequest, StepOutputs, WakeUp
 from server.router.block_index import BlockIndex
-from server.router.events import Abort, Action, Deliver, Notify, PrefixFound, Send, Woken
+from server.router.events import Action, Count, Deliver, Notify, Send, Tell, Woken
 from server.router.load import Loads
 from server.router.members import Members
 from server.router.request import RoutedRequest
@@ -146,13 +146,13 @@ class Delivery:
         route = None if engine is None else self._members.find(*engine)
         if route is None or route.identity is None:
             return []
-        return [Abort(route.identity, ids)]
+        return [Tell(route.identity, AbortRequests(ids))]
 
     def leave(self, request: RoutedRequest) -> list[Action]:
         """Abort a request on an engine that may only be silent, to save it the work."""
         assert request.engine is not None, f"request {request.id} is on no engine that it can leave"
         identity = self._members.last_identity(request.engine)
-        return [] if identity is None else [Abort(identity, [request.id])]
+        return [] if identity is None else [Tell(identity, AbortRequests([request.id]))]
 
     # -- back ------------------------------------------------------------------------------------
 
@@ -176,8 +176,9 @@ class Delivery:
                 if output.timing is not None:
                     request.times.said(output.timing, now, last=output.finish_reason is not None)
                     if request.expected_cached is not None:
-                        expected = request.expected_cached
-                        found.append(PrefixFound(expected, output.num_cached_tokens))
+                        expected, cached = request.expected_cached, output.num_cached_tokens
+                        found.append(Count("routing_expected_cached_tokens", expected))
+                        found.append(Count("routing_found_cached_tokens", cached))
                         request.expected_cached = None
                 if output.finish_reason is not None:
                     del in_flight[output.id]

@@ -6,6 +6,7 @@ Structs and not dataclasses: several are made for every request, one for every s
 import msgspec
 
 from engine.shared.messages import (
+    AbortRequests,
     AddRequest,
     ClusterView,
     EngineDead,
@@ -13,6 +14,7 @@ from engine.shared.messages import (
     KvBlocksWanted,
     RequestOutput,
     RouteHello,
+    RouteTaken,
     StepOutputs,
     UtilityCall,
     UtilityResult,
@@ -94,25 +96,11 @@ class Send(msgspec.Struct, frozen=True):
     """Why the request goes to this engine, for the routing metric."""
 
 
-class Abort(msgspec.Struct, frozen=True):
-    """Have an engine drop requests, if it is there."""
+class Tell(msgspec.Struct, frozen=True):
+    """Tell an engine something, if it is there."""
 
     to: bytes
-    ids: list[int]
-
-
-class Confirm(msgspec.Struct, frozen=True):
-    """Tell an engine, on the connection that it asked on, that requests are sent to it."""
-
-    to: bytes
-    session: int
-
-
-class Follow(msgspec.Struct, frozen=True):
-    """Ask an engine which KV blocks it holds, if it is there."""
-
-    to: bytes
-    question: KvBlocksWanted
+    message: AbortRequests | RouteTaken | KvBlocksWanted
 
 
 class Deliver(msgspec.Struct, frozen=True):
@@ -147,10 +135,11 @@ class Notify(msgspec.Struct, frozen=True):
     notice: WakeUp
 
 
-class Resumed(msgspec.Struct, frozen=True):
-    """For the metrics: a request goes on after its engine was lost."""
+class Count(msgspec.Struct, frozen=True):
+    """Add to a counter of the metrics."""
 
-    request: RoutedRequest
+    name: str
+    by: int = 1
 
 
 class Woken(msgspec.Struct, frozen=True):
@@ -159,18 +148,4 @@ class Woken(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class PrefixFound(msgspec.Struct, frozen=True):
-    """For the metrics: how many tokens of a prompt an engine had cached, and what was expected."""
-
-    expected: int
-    found: int
-
-
-class IndexLost(msgspec.Struct, frozen=True):
-    """For the metrics: an engine named all of its KV blocks anew: a reset, or changes were lost."""
-
-
-Action = (
-    Deliver | Send | Abort | Confirm | Fail | Refuse | CallResult | Notify | Resumed | Woken
-    | Follow | PrefixFound | IndexLost
-)  # fmt: skip
+Action = Deliver | Send | Tell | Fail | Refuse | CallResult | Notify | Count | Woken

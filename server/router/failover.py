@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 
 from server.router.delivery import Delivery
-from server.router.events import Action, Fail, Resumed
+from server.router.events import Action, Count, Fail
 from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.load import Loads
 from server.router.members import EngineLost, Members
@@ -130,7 +130,7 @@ class Failover:
         actions = self._look_at(request, now)
         if actions is not None:
             return actions
-        return [Resumed(request), *self.place_again(request, now)]
+        return [Count("requests_resumed"), *self.place_again(request, now)]
 
     # -- engines that go -------------------------------------------------------------------------
 
@@ -144,7 +144,9 @@ class Failover:
         engine = lost.engine
         stranded = self._delivery.running_on(engine)
         if stranded:
-            logger.warning("engine %d is out of reach: moving %d requests", *_count(lost, stranded))
+            logger.warning(
+                "engine %d is out of reach: moving %d requests", engine[0], len(stranded)
+            )
         actions: list[Action] = []
         for request in stranded:
             actions += self._delivery.leave(request)
@@ -159,7 +161,7 @@ class Failover:
         engine = lost.engine
         stranded = self._delivery.running_on(engine)
         if stranded:
-            logger.warning("engine %d has gone: moving %d requests", *_count(lost, stranded))
+            logger.warning("engine %d has gone: moving %d requests", engine[0], len(stranded))
         actions: list[Action] = []
         for request in list(self._delivery.in_flight.values()):
             ran_there, suspicion = request.engine == engine, request.suspicion
@@ -208,7 +210,7 @@ class Failover:
             what = "request %s was in flight on %d engines that died: it has to run alone"
             logger.warning(what, name, deaths, extra={"request_id": name})
             actions = self._delivery.abort([request.id], request.engine)
-            probation.add(request, now)
+            probation.suspects[request] = now
             self._take_off(request, now)
             return actions
         if request.suspicion.tries >= MAX_TRIES:
@@ -273,7 +275,3 @@ class Failover:
         assert ended, f"request {request.id} is ended but not known"
         self.forget(request)
         return [*self._delivery.abort([request.id], request.engine), Fail(request, error)]
-
-
-def _count(lost: EngineLost, stranded: list[RoutedRequest]) -> tuple[int, int]:
-    return lost.rank, len(stranded)

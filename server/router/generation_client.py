@@ -7,12 +7,11 @@ from engine.shared.messages import (
     AddRequest,
     ClusterView,
     FleetWish,
-    RequestOutput,
     UtilityResult,
     UtilityValue,
 )
 from server.router.adapters import Adapters
-from server.router.engine_times import EngineTimes
+from server.router.token_stream import RequestStream, Unread
 
 
 class NoEngineAvailable(Exception):
@@ -23,42 +22,8 @@ class NoSuchEngine(NoEngineAvailable):
     """The requested engine does not exist and is not expected (HTTP 400)."""
 
 
-class ReaderTooSlow(Exception):
-    """The client did not read what was generated; the request was aborted."""
-
-
 class KillsEngines(Exception):
     """The request killed the engines that ran it, or may have: it must not be sent again."""
-
-
-class TokenStream(Protocol):
-    """The tokens of one request, in order, from whichever engine runs it."""
-
-    @property
-    def id(self) -> int:
-        """What engines call the sequence."""
-        ...
-
-    @property
-    def times(self) -> EngineTimes:
-        """Which engine runs it, and how long the request took there and in earlier engines."""
-        ...
-
-    async def next(self) -> RequestOutput:
-        """Wait for and return everything new since the last call, merged into one output.
-
-        The output with a `finish_reason` is the last one.
-
-        Raises:
-            NoEngineAvailable: the request was lost with its engine and nothing can take it over.
-            KillsEngines: it is, or must be assumed to be, the reason.
-            ReaderTooSlow: the outputs were not read for so long that the request was aborted.
-        """
-        ...
-
-    def close(self) -> None:
-        """Forget the request, aborting it in its engine if it has not finished; idempotent."""
-        ...
 
 
 class GenerationClient(Protocol):
@@ -170,8 +135,15 @@ class GenerationClient(Protocol):
         """
         ...
 
-    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> TokenStream:
+    def submit(
+        self,
+        message: AddRequest,
+        pinned_rank: int | None = None,
+        unread: Unread | None = None,
+    ) -> RequestStream:
         """Route one sequence to an engine, the pinned one if there is one; return its stream.
+
+        Sequences that share `unread` are read together.
 
         The router sets the message's `id`, `front_end` and `wave`.
 

@@ -56,10 +56,6 @@ class Probation:
         possible = len(suspicion.died_on) + len(suspicion.in_doubt)
         return possible <= self._max_resumes or request is self.on_trial
 
-    def add(self, request: RoutedRequest, now: float) -> None:
-        """Let a suspect wait for its turn."""
-        self.suspects.setdefault(request, now)
-
     def next(self) -> RoutedRequest | None:
         """Begin the next trial if it is time for one, and return the suspect.
 
@@ -104,7 +100,7 @@ class Probation:
         self._pausing_until_next_trial = True
         for other in in_flight:
             if other is not request:
-                other.suspicion.explained(request.suspicion.died_on)
+                other.suspicion.died_on -= request.suspicion.died_on
 
     def _acquit(self, request: RoutedRequest) -> None:
         self.drop(request)

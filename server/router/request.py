@@ -88,10 +88,6 @@ class Suspicion:
             if incarnations.get(rank, incarnation) != incarnation:
                 self.ended((rank, incarnation), was_silent=False)
 
-    def explained(self, deaths: frozenset[Engine]) -> None:
-        """Another request caused these deaths."""
-        self.died_on -= deaths
-
     def cleared(self) -> None:
         """It has run alone without harm: the engines died for other reasons."""
         self.died_on = _NONE

@@ -11,10 +11,18 @@ Engine = tuple[int, int]
 """Rank and incarnation of one engine process."""
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What went to an engine process and came from it; `server.router.load` keeps it."""
+@dataclass(slots=True, kw_only=True)
+class Route:
+    """One engine process: what the coordinator says of it, how to reach it, and its traffic.
 
+    `server.router.load` keeps what went there and came back, from `sent` on.
+    """
+
+    entry: EngineEntry
+    identity: bytes | None = None
+    """Its socket's, while it can be reached."""
+    heard_at: float = 0.0
+    """When its request route was last said to be open."""
     sent: Sent
     stats: EngineStats | None = None
     stats_at: float = 0.0
@@ -26,18 +34,6 @@ class Traffic:
     """
     cells: list[bytes] = field(default_factory=list)
     """What neighbours had sent to it then, as the shared table holds it."""
-
-
-@dataclass(slots=True)
-class Route:
-    """One engine process: what the coordinator says of it, how to reach it, and its traffic."""
-
-    entry: EngineEntry
-    traffic: Traffic
-    identity: bytes | None = None
-    """Its socket's, while it can be reached."""
-    heard_at: float = 0.0
-    """When its request route was last said to be open."""
 
     @property
     def engine(self) -> Engine:
@@ -51,12 +47,8 @@ class Route:
     @property
     def is_usable(self) -> bool:
         """Whether it runs what it is sent."""
-        stats = self.traffic.stats
+        stats = self.stats
         return self.is_open and not (stats is not None and stats.halted)
-
-    def has_adapter(self, version: str) -> bool:
-        """Whether it can compute with a version; "" is none."""
-        return not version or version in self.entry.adapters
 
     @property
     def takes_images(self) -> bool:
@@ -66,11 +58,11 @@ class Route:
     def can_serve(self, message: AddRequest) -> bool:
         """Whether it is able to compute a request."""
         seen = self.takes_images or not message.encoder_inputs
-        return seen and self.has_adapter(message.adapter)
+        return seen and (not message.adapter or message.adapter in self.entry.adapters)
 
     def has_resident(self, version: str) -> bool:
         """Whether its steps are computed with a version already."""
-        stats = self.traffic.stats
+        stats = self.stats
         return (
             stats is not None and stats.adapters is not None and version in stats.adapters.resident
         )
@@ -78,25 +70,25 @@ class Route:
     @property
     def hands_over(self) -> bool:
         """Whether it is halted and others are to take its requests."""
-        stats = self.traffic.stats
+        stats = self.stats
         return self.is_open and stats is not None and stats.hands_over
 
     @property
     def alone(self) -> int:
         """Id of the request that it runs alone; 0 if there is none."""
-        stats = self.traffic.stats
+        stats = self.stats
         return 0 if stats is None else stats.alone
 
     @property
     def is_idle(self) -> bool:
         """Whether it has nothing to do, as far as its stats are known."""
-        stats = self.traffic.stats
+        stats = self.stats
         return stats is None or stats.running + stats.waiting == 0
 
     @property
     def num_slots(self) -> int:
         """Sequences that it can run at once."""
-        setup, stats = self.entry.setup, self.traffic.stats
+        setup, stats = self.entry.setup, self.stats
         configured = 0 if setup is None else setup.max_num_seqs
         if stats is None:
             return configured

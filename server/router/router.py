@@ -15,6 +15,7 @@ from engine.shared.messages import (
     EngineDead,
     EngineStats,
     KvBlocks,
+    RouteTaken,
     StepOutputs,
     UtilityCall,
     UtilityResult,
@@ -28,16 +29,16 @@ from server.router.events import (
     Call,
     CallOverdue,
     Close,
-    Confirm,
+    Count,
     Deliver,
     EngineHello,
     Event,
     FollowBlocks,
-    IndexLost,
     Refuse,
     Send,
     SendsFailed,
     Submit,
+    Tell,
     Tick,
 )
 from server.router.failover import Failover
@@ -179,8 +180,9 @@ class Router:
         if self.index is None:
             return []
         if isinstance(event, KvBlocks):
-            return [IndexLost()] if self.index.take(event) else []
-        return list(self.index.follow(self.members.routes.values(), now))
+            return [Count("routing_index_resyncs")] if self.index.take(event) else []
+        questions = self.index.follow(self.members.routes.values(), now)
+        return [Tell(to, question) for to, question in questions]
 
     # -- engines that come and go ----------------------------------------------------------------
 
@@ -195,7 +197,7 @@ class Router:
         if route is not None:
             self.failover.heard(engine)
             if hello.asks and route.is_open:
-                actions.append(Confirm(sender, hello.session))
+                actions.append(Tell(sender, RouteTaken(hello.session)))
         return actions
 
     def _view(self, view: ClusterView, now: float) -> list[Action]:

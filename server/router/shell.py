@@ -9,40 +9,34 @@ from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from engine.shared.messages import (
-    AbortRequests,
     AddRequest,
     EngineInput,
     FrontEndNotice,
     RequestOutput,
-    RouteTaken,
     UtilityResult,
     UtilityValue,
 )
 from server.router.events import (
-    Abort,
     Action,
     Call,
     CallResult,
     Close,
-    Confirm,
+    Count,
     Deliver,
     Event,
     Fail,
-    Follow,
-    IndexLost,
     Notify,
-    PrefixFound,
     Refuse,
-    Resumed,
     Send,
     SendsFailed,
     Submit,
+    Tell,
     Woken,
 )
 from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.request import RoutedRequest
 from server.router.router import Router
-from server.router.token_stream import RequestStream
+from server.router.token_stream import RequestStream, Unread
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +83,18 @@ class RouterShell:
 
     # -- requests and calls ----------------------------------------------------------------------
 
-    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> RequestStream:
+    def submit(
+        self,
+        message: AddRequest,
+        pinned_rank: int | None = None,
+        unread: Unread | None = None,
+    ) -> RequestStream:
         """Route one sequence to an engine and return its stream.
 
         Raises:
             NoEngineAvailable: no engine, or not the wished one, is there.
         """
-        stream = RequestStream(message, self._close, pinned_rank)
+        stream = RequestStream(message, self._close, pinned_rank, unread)
         self._streams[stream.request] = stream
         try:
             self.handle(Submit(stream.request))
@@ -156,8 +155,8 @@ class RouterShell:
                 case Send():
                     if not self._send_request(action):
                         failed.append(action)
-                case Abort() | Confirm() | Follow():
-                    self._send(action.to, _message_of(action))
+                case Tell(to, message):
+                    self._send(to, message)
                 case Fail(request, error):
                     self._fail(request, error)
                 case Refuse(error):
@@ -166,8 +165,10 @@ class RouterShell:
                     self._on_answers.pop(call_id)(results)
                 case Notify(notice):
                     self._notify(notice)
-                case Resumed() | Woken() | PrefixFound() | IndexLost():
-                    self._count(action)
+                case Count(name, by):
+                    self._metrics.count(name, by=by)
+                case Woken(seconds):
+                    self._metrics.observe("wake_latency_seconds", seconds)
                 case _:
                     assert_never(action)
         return failed
@@ -192,19 +193,6 @@ class RouterShell:
         if (stream := self._streams.pop(request, None)) is not None:
             stream.fail(error)
 
-    def _count(self, action: Resumed | Woken | PrefixFound | IndexLost) -> None:
-        metrics = self._metrics
-        match action:
-            case Woken(seconds):
-                metrics.observe("wake_latency_seconds", seconds)
-            case Resumed():
-                metrics.count("requests_resumed")
-            case PrefixFound(expected, found):
-                metrics.count("routing_expected_cached_tokens", by=expected)
-                metrics.count("routing_found_cached_tokens", by=found)
-            case IndexLost():
-                metrics.count("routing_index_resyncs")
-
     def _send_request(self, send: Send) -> bool:
         if not self._send(send.to, send.message):
             return False
@@ -215,14 +203,3 @@ class RouterShell:
                 fields = {"request_id": name, "engine": send.rank, "reason": send.reason}
                 logger.debug("request %s goes to engine %d", name, send.rank, extra=fields)
         return True
-
-
-def _message_of(action: Abort | Confirm | Follow) -> EngineInput:
-    """Return what an engine is told that need not arrive."""
-    match action:
-        case Abort(_, ids):
-            return AbortRequests(ids)
-        case Confirm(_, session):
-            return RouteTaken(session)
-        case Follow(_, question):
-            return question

@@ -1,27 +1,121 @@
-"""The tokens of one request on their way from its front end's router to the HTTP layer."""
+"""The tokens of a client's request on their way from its front end's router to the HTTP layer."""
 
 import asyncio
 from collections.abc import Callable
 
 from engine.shared.messages import AddRequest, RequestOutput
+from server.limits import MAX_UNREAD
 from server.router.engine_times import EngineTimes
-from server.router.generation_client import KillsEngines, NoEngineAvailable, ReaderTooSlow
 from server.router.request import RoutedRequest
 
-MAX_BACKLOG = 1 << 16
-"""Unread tokens after which the request of a client that does not read is aborted."""
-
 _MERGED = 64
-"""Unread outputs that become one."""
+"""Unread outputs of a sequence that become one."""
+
+_TAKEN = 1024
+"""Tokens and scores that are taken at a time: rendering them takes a few milliseconds."""
+
+
+class ReaderTooSlow(Exception):
+    """The client did not read what was generated; the request was aborted."""
+
+
+class Unread:
+    """What has arrived of a request's sequences and has not been read, and how much it is.
+
+    If it is too much while nobody waits for more, the client does not read, and the request is
+    aborted; while somebody does, only this process is slow.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[RequestStream] = []
+        self._ready: dict[RequestStream, None] = {}
+        """Sequences with something to read, in the order in which they come up."""
+        self._weight = 0
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_awaited = False
+        self._has_left = False
+        """Whether the reader has left something behind, as it was too much at once."""
+
+    # -- for the streams -------------------------------------------------------------------------
+
+    def add(self, stream: "RequestStream") -> int:
+        """Another sequence begins; return its number, from 0."""
+        self._streams.append(stream)
+        return len(self._streams) - 1
+
+    def arrived(self, stream: "RequestStream", output: RequestOutput) -> None:
+        """There is more of a sequence."""
+        self._ready.setdefault(stream)
+        self._weight += weight(output)
+        if self._weight > MAX_UNREAD and not self._is_awaited and self._error is None:
+            self._error = ReaderTooSlow("The client read too slowly: the request was aborted.")
+            for each in self._streams:
+                each.close()
+                each.finished = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error to the reader once everything before it has been read."""
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- for the reader --------------------------------------------------------------------------
+
+    async def next(self) -> list[tuple[int, RequestOutput]]:
+        """Wait for and return some of what is new, each with the number of its sequence.
+
+        None comes twice.
+
+        Raises:
+            NoEngineAvailable, KillsEngines, ReaderTooSlow: a sequence has ended without its last
+                token.
+        """
+        self._is_awaited = True
+        try:
+            if self._has_left:
+                await asyncio.sleep(0)  # let other requests run between the parts of a large answer
+            while not (taken := self.take()):
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+                self._waiter = None
+            return taken
+        finally:
+            self._is_awaited = False
+
+    def take(self) -> list[tuple[int, RequestOutput]]:
+        """Return what `next` does, without waiting: nothing if there is nothing yet."""
+        ready, taken, total = self._ready, list[tuple[int, RequestOutput]](), 0
+        for _ in range(len(ready)):
+            if total >= _TAKEN:
+                break
+            stream = next(iter(ready))
+            del ready[stream]
+            output, has_more = stream.take()
+            if has_more:
+                ready[stream] = None  # behind the others
+            total += weight(output)
+            taken.append((stream.number, output))
+        self._weight -= total
+        self._has_left = bool(ready)
+        if not taken and self._error is not None:
+            raise self._error
+        return taken
 
 
 class RequestStream:
-    """The outputs of one request that have not been read yet.
+    """The outputs of one sequence.
 
     Args:
         message: what is asked for; the router gives it its id.
         on_close: called when the stream is closed by its reader.
         pinned_rank: the only engine that may run it.
+        unread: what has not been read of all sequences of the client's request, this one's as well;
+            None: it is read by itself.
     """
 
     def __init__(
@@ -29,80 +123,68 @@ class RequestStream:
         message: AddRequest,
         on_close: Callable[["RequestStream"], None],
         pinned_rank: int | None = None,
+        unread: Unread | None = None,
     ) -> None:
         self.request = RoutedRequest(message, pinned_rank)
         """The request as the router keeps it."""
         self.finished = False
+        self.unread = Unread() if unread is None else unread
+        self.number = self.unread.add(self)
+        """Of the sequence in `unread`."""
         self._on_close = on_close
-        self._unread: list[RequestOutput] = []
-        self._merge_at = _MERGED
-        self._backlog = 0
-        self._error: NoEngineAvailable | KillsEngines | ReaderTooSlow | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._pieces: list[RequestOutput] = []
+        self._small = 0
+        """How many of them, the last ones, are not merged yet."""
 
     @property
     def id(self) -> int:
         """What engines call the sequence."""
         return self.request.id
 
+    @property
+    def times(self) -> EngineTimes:
+        """Which engine runs it, and how long it took there and in earlier engines."""
+        return self.request.times
+
     # -- for the router's shell ------------------------------------------------------------------
 
     def put(self, output: RequestOutput) -> None:
         """Take what one step added."""
-        self._unread.append(output)
+        self._pieces.append(output)
+        self._small += 1
+        if self._small == _MERGED:
+            self._pieces[-_MERGED:] = [merge(self._pieces[-_MERGED:])]
+            self._small = 0
         self.finished = output.finish_reason is not None
-        if len(self._unread) >= self._merge_at:
-            self._merge_unread()
-        self._wake()
+        self.unread.arrived(self, output)
 
-    def _merge_unread(self) -> None:
-        piece = merge(self._unread[-_MERGED:])
-        self._unread[-_MERGED:] = [piece]
-        self._merge_at = len(self._unread) + _MERGED
-        self._backlog += weight(piece)
-        if self._backlog > MAX_BACKLOG and not self.finished:
-            self.close()
-            self.finished = True
-            self._error = ReaderTooSlow("The client read too slowly: the request was aborted.")
-
-    def fail(self, error: NoEngineAvailable | KillsEngines) -> None:
+    def fail(self, error: Exception) -> None:
         """End the stream: nothing can go on with it."""
         self.finished = True
-        self._error = error
-        self._wake()
+        self.unread.fail(error)
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    # -- for the HTTP layer ----------------------------------------------------------------------
 
-    # -- for the HTTP layer (`server.router.generation_client.TokenStream`) ----------------------
-
-    @property
-    def times(self) -> EngineTimes:
-        return self.request.times
+    def take(self) -> tuple[RequestOutput, bool]:
+        """Return the oldest part of what there is, and whether there is more."""
+        pieces = self._pieces
+        if self._small < len(pieces):
+            return pieces.pop(0), bool(pieces)
+        self._pieces, self._small = [], 0
+        return pieces[0] if len(pieces) == 1 else merge(pieces), False
 
     async def next(self) -> RequestOutput:
-        """Wait for and return everything new since the last call, merged."""
-        while (output := self.take()) is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        return output
+        """Wait for and return what is new of a sequence that is read by itself, or a part of it.
 
-    def take(self) -> RequestOutput | None:
-        """Return everything new since the last call, merged; None if there is nothing yet.
+        The output with a `finish_reason` is the last one.
 
         Raises:
-            NoEngineAvailable, KillsEngines, ReaderTooSlow: the stream has ended without its last
-                token.
+            NoEngineAvailable: the request was lost with its engine and nothing can take it over.
+            KillsEngines: it is, or must be assumed to be, the reason.
+            ReaderTooSlow: the outputs were not read for so long that the request was aborted.
         """
-        if not self._unread:
-            if self._error is not None:
-                raise self._error
-            return None
-        outputs, self._unread = self._unread, []
-        self._merge_at, self._backlog = _MERGED, 0
-        return outputs[0] if len(outputs) == 1 else merge(outputs)
+        [(_, output)] = await self.unread.next()
+        return output
 
     def close(self) -> None:
         """Forget the request, aborting it if it has not finished; idempotent."""

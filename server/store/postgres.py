@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import psycopg
 
-from server.store.records import BackendFailed
-from server.store.sql import TABLES, Rows
+from server.store.records import TABLES, BackendFailed, Rows
 
 _WAIT = 10
 """Seconds for which a front end waits for a connection, a lock or a statement."""
@@ -16,7 +15,7 @@ _LOCK = 0x5357_454C_4C
 
 
 class PostgresDatabase:
-    """A connection that is reopened when it is lost; see `server.store.sql.Database`.
+    """A connection that is reopened when it is lost; methods raise `BackendFailed`.
 
     Its tables are in a schema of its own, `swell`.
 
@@ -65,7 +64,10 @@ class PostgresDatabase:
         return True
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
-        """Execute a statement; outside a transaction, on a new connection if this one is lost."""
+        """Execute a statement whose values are `?`.
+
+        Outside a transaction that is done on a new connection if this one is lost.
+        """
         # No text here has a NUL, which the database does not take.
         sent = [each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in values]
         text = statement.replace("?", "%s").encode()

@@ -1,6 +1,6 @@
 """Records of the store: responses, and the conversations that they belong to, each of a tenant."""
 
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -74,3 +74,31 @@ class BackendFailed(Exception):
 
 class DiskFull(BackendFailed):
     """The file system of the database has no room."""
+
+
+class Rows(Protocol):
+    """The result of a statement, of either library."""
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> list[Any]: ...
+
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS tenants (tenant TEXT PRIMARY KEY, bytes BIGINT NOT NULL);
+CREATE TABLE IF NOT EXISTS records (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, created DOUBLE PRECISION NOT NULL,
+    used DOUBLE PRECISION NOT NULL, status TEXT NOT NULL, previous TEXT, conversation TEXT,
+    beat BIGINT NOT NULL, cancelled INTEGER NOT NULL DEFAULT 0, size BIGINT NOT NULL,
+    PRIMARY KEY (tenant, id)
+);
+CREATE INDEX IF NOT EXISTS records_by_use ON records (tenant, used);
+CREATE INDEX IF NOT EXISTS records_by_age ON records (used);
+CREATE TABLE IF NOT EXISTS parts (
+    tenant TEXT NOT NULL, record TEXT NOT NULL, position BIGINT NOT NULL, id TEXT NOT NULL,
+    body {BYTES} NOT NULL,
+    PRIMARY KEY (tenant, record, position),
+    FOREIGN KEY (tenant, record) REFERENCES records (tenant, id) ON DELETE CASCADE
+);
+"""
+"""Texts of any length are in `parts`, as every change of a row writes all of it."""

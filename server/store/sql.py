@@ -1,8 +1,7 @@
 """Records in an SQL database that several front ends share."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from server.limits import MAX_CHAIN, MAX_KEPT_BATCHES, MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.store.records import (
@@ -12,28 +11,15 @@ from server.store.records import (
     Part,
     Progress,
     Record,
+    Rows,
     StoreFull,
     TooLong,
 )
 
-TABLES = """
-CREATE TABLE IF NOT EXISTS tenants (tenant TEXT PRIMARY KEY, bytes BIGINT NOT NULL);
-CREATE TABLE IF NOT EXISTS records (
-    tenant TEXT NOT NULL, id TEXT NOT NULL, created DOUBLE PRECISION NOT NULL,
-    used DOUBLE PRECISION NOT NULL, status TEXT NOT NULL, previous TEXT, conversation TEXT,
-    beat BIGINT NOT NULL, cancelled INTEGER NOT NULL DEFAULT 0, size BIGINT NOT NULL,
-    PRIMARY KEY (tenant, id)
-);
-CREATE INDEX IF NOT EXISTS records_by_use ON records (tenant, used);
-CREATE INDEX IF NOT EXISTS records_by_age ON records (used);
-CREATE TABLE IF NOT EXISTS parts (
-    tenant TEXT NOT NULL, record TEXT NOT NULL, position BIGINT NOT NULL, id TEXT NOT NULL,
-    body {BYTES} NOT NULL,
-    PRIMARY KEY (tenant, record, position),
-    FOREIGN KEY (tenant, record) REFERENCES records (tenant, id) ON DELETE CASCADE
-);
-"""
-"""Texts of any length are in `parts`, as every change of a row writes all of it."""
+if TYPE_CHECKING:
+    from server.store.postgres import PostgresDatabase
+    from server.store.sqlite import SqliteDatabase
+
 _INPUT, _BODY = -2, -1
 """Positions of a record's own texts."""
 _COLUMNS = "id, tenant, created, status, previous, conversation, beat"
@@ -46,44 +32,6 @@ _LENGTH = "SELECT sum(length(body)) FROM parts WHERE tenant = ? AND record = ? A
 _ONE = "tenant = ? AND id = ?"
 
 
-class Rows(Protocol):
-    """The result of a statement."""
-
-    @property
-    def rowcount(self) -> int: ...
-
-    def fetchone(self) -> Any: ...
-
-    def fetchall(self) -> list[Any]: ...
-
-
-class Database(Protocol):
-    """A connection to a database, used by one thread at a time.
-
-    Every method raises `BackendFailed` if the database does not do it.
-    """
-
-    def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
-        """Execute a statement whose values are `?`, in the transaction if there is one."""
-        ...
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """Make changes atomically; no other process makes any at the same time."""
-        ...
-
-    def has_room(self, size: int) -> bool:
-        """Whether the file system has room for this many bytes more."""
-        ...
-
-    def now(self) -> float:
-        """Return seconds on a clock that all processes share and that never jumps."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection."""
-        ...
-
-
 class SqlBackend:
     """Stores records up to a size and an age; used by one thread at a time.
 
@@ -92,7 +40,7 @@ class SqlBackend:
     and `BackendFailed`.
 
     Args:
-        database: has the tables.
+        database: has the tables; used by one thread at a time.
         max_bytes: of all records.
         max_age: seconds for which a record is kept after its last use.
         evicted: is told why something was deleted: age, limit or disk.
@@ -100,7 +48,7 @@ class SqlBackend:
 
     def __init__(
         self,
-        database: Database,
+        database: "SqliteDatabase | PostgresDatabase",
         max_bytes: int,
         max_age: float,
         evicted: Callable[[str], None] = lambda _: None,

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from server.store.records import BackendFailed, DiskFull
-from server.store.sql import TABLES, Rows
+from server.store.records import TABLES, BackendFailed, DiskFull, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ _OLD_TABLES = ("conversations", "events", "items", "responses", "tenants")
 
 
 class SqliteDatabase:
-    """A file; see `server.store.sql.Database`.
+    """A file; methods raise `BackendFailed`.
 
     Without `lasting` it is the node's own. It does not survive a crash of the machine, so that no
     write waits for the disk, and is restored if a cleaner of /tmp removes it.
@@ -171,7 +170,7 @@ class SqliteDatabase:
         return disk.f_bavail * disk.f_frsize > size + reserved
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
-        """Execute a statement."""
+        """Execute a statement whose values are `?`, in the transaction if there is one."""
         try:
             return self._connected().execute(statement, tuple(values))
         except sqlite3.Error as error:

@@ -11,10 +11,10 @@ from coordinator.formation import (
     NEWS_DELAY,
     REPEAT_INTERVAL,
     GroupFormation,
-    Standing,
 )
+from coordinator.members import Member
 from engine.lockstep.group_membership import GroupMembership
-from engine.shared.messages import FormGroup, GroupMember
+from engine.shared.messages import FormGroup, GroupMember, ProcessEntry
 
 GRACE = 5.0
 
@@ -35,8 +35,11 @@ class Engine:
             self.membership.prepared(f"host:{self.member.rank}")
 
     @property
-    def standing(self) -> Standing:
-        return Standing(self.member.incarnation, None if self.loading else self.membership.status)
+    def standing(self) -> Member:
+        status = None if self.loading else self.membership.status
+        process = ProcessEntry("engine", "h", "1", 1, None)
+        rank, incarnation = self.member.rank, self.member.incarnation
+        return Member(rank, incarnation, "h", 1, process, 0.0, group_status=status)
 
 
 class Group:

@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator import groups
-from coordinator.events import Action, FromMember, FromNode, PublishOrder, PublishView, Reply, Tick
+from coordinator.events import Action, FromMember, PublishOrder, PublishView, Reply, Tick
 from coordinator.groups import EngineGroups
 from coordinator.state import CoordinatorParameters
 from engine.shared.descriptors import Descriptors
@@ -177,7 +177,7 @@ def test_a_group_shall_have_as_many_engines_as_the_setting_says_of_it() -> None:
 def test_nodes_say_how_many_engines_their_group_shall_have(cluster: Cluster) -> None:
     engines = NodeEngines("n", target=3, capacity=4, phases={}, busy=False)
     report = NodeReport(5, engines, 0, protocol=PROTOCOL_VERSION, group="b")
-    cluster.send(FromNode(b"n", report))
+    cluster.send(FromMember(b"n", report))
     cluster.send(Tick(), after=3.5)
     assert cluster.views["b"].expected == 3
     assert [each.rank for each in cluster.views["b"].missing] == [1, 2]

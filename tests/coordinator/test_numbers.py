@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.numbers import MAX_WAIT, Numbers
+from coordinator.members import MAX_WAIT, Numbers
 from engine.shared.messages import Hello, Refused
 
 GRACE = 5.0

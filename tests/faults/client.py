@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from engine.executor.simulated import _token_logprob
 from engine.shared.messages import AddRequest, RequestOutput
-from server.router.generation_client import KillsEngines, NoEngineAvailable, ReaderTooSlow
-from server.router.token_stream import RequestStream, merge
+from server.router.generation_client import KillsEngines, NoEngineAvailable
+from server.router.token_stream import ReaderTooSlow, RequestStream, merge
 from tests.faults.front import Front
 from tests.faults.oracle import VOCABULARY, answer
 from tests.faults.plan import Ask
@@ -80,9 +80,9 @@ class Client:
             self._send()
             return
         try:
-            while (output := self._stream.take()) is not None:
+            while taken := self._stream.unread.take():
                 assert not self.has_ended, f"{self.ask.name}: told more after its end"
-                self._parts.append(output)
+                self._parts += [output for _, output in taken]
         except (NoEngineAvailable, KillsEngines, ReaderTooSlow) as error:
             self.error = str(error)
         if self.has_ended or self.error is not None:

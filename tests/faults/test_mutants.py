@@ -28,10 +28,11 @@ from engine.shared.messages import (
     EngineStats,
     FrontEndEntry,
     HeartbeatAck,
+    KvBlocksWanted,
 )
 from server.router.block_index import BlockIndex
 from server.router.delivery import Delivery
-from server.router.events import Action, Follow
+from server.router.events import Action
 from server.router.failover import Failover
 from server.router.load import Loads
 from server.router.members import EngineLost, Members
@@ -261,14 +262,14 @@ class OrdersOnce(CoordinatorState):
 class AsksOnce(BlockIndex):
     """Trusts that its questions and their answers arrive."""
 
-    def follow(self, routes: Collection[Route], now: float) -> list[Follow]:
+    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
         return super().follow(routes, 0.0)
 
 
 class TakesSuccessorsForThem(BlockIndex):
     """Goes on with what it knew of the process before."""
 
-    def follow(self, routes: Collection[Route], now: float) -> list[Follow]:
+    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
         for route in routes:
             if (held := self._held.get(route.entry.rank)) is not None:
                 held.engine = route.engine

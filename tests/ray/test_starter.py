@@ -14,11 +14,10 @@ from engine.shared.version import SWELL_VERSION
 from server.config import FrontEndConfig
 from server.fleet.child import Ended, Program
 from server.fleet.ray.cluster import ActorLost, Group
-from server.fleet.ray.holder import RayHolder
-from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Exited, Line
+from server.fleet.ray.holder import RayHolder, _torch
+from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
 from server.fleet.ray.packing import Packing, RayNode, Resources
 from server.fleet.ray.starter import Ranks, api_server_role
-from server.fleet.ray.versions import _torch
 from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.ray
@@ -34,7 +33,7 @@ class MadeUpActor:
         self.news: asyncio.Queue[list[ActorEvent] | ActorLost] = asyncio.Queue()
         self.told: list[str] = []
         self.is_killed = False
-        self.launch: ActorLaunch | ApiServerLaunch | None = None
+        self.launch: ActorLaunch | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         match method:
@@ -44,8 +43,7 @@ class MadeUpActor:
             case "start":
                 if self._cluster.start_error is not None:
                     raise self._cluster.start_error
-                launch_type = ActorLaunch | ApiServerLaunch
-                self.launch = msgspec.msgpack.decode(arguments[0], type=launch_type)
+                self.launch = msgspec.msgpack.decode(arguments[0], type=ActorLaunch)
                 return None
             case "events":
                 told = await self.news.get()
@@ -124,8 +122,13 @@ class Place:
 
     async def start(self) -> RayHolder:
         launch = EngineLaunch(EngineConfig(), 7)
-        program = Program(name="engine 0", module="engine", launch=launch)
-        return await self.ranks.start(program, on_status=self.statuses.append, on_line=self.show)
+        return await self.ranks.start(self.program("engine 0", "engine", launch))
+
+    def program(self, name: str, module: str, launch: Any) -> Program:
+        return Program(
+            name=name, module=module, launch=launch,
+            on_status=self.statuses.append, on_line=self.show,
+        )  # fmt: skip
 
     def show(self, line: str) -> None:
         self.lines.append(line)
@@ -290,8 +293,7 @@ def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
 
     async def body(place: Place) -> None:
         role = api_server_role(place.ranks, FrontEndConfig(), "b", 8001)
-        program = Program(name=role.name, module=role.module, launch=role.launch(9))
-        holder = await role.start(program, on_status=place.statuses.append, on_line=place.show)
+        holder = await role.start(place.program(role.name, role.module, role.launch(9)))
         await until_async(
             lambda: ChildProgress("waiting for its node") in place.statuses, "it waits"
         )
@@ -300,8 +302,9 @@ def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
             lambda: any(actor.launch for actor in place.cluster.actors), "it is started"
         )
         actor = place.cluster.actors[0]
-        assert isinstance(actor.launch, ApiServerLaunch)
-        http = actor.launch.config.http
+        assert actor.launch is not None
+        assert actor.launch.api_server is not None
+        http = actor.launch.api_server.http
         assert (http.host, http.port, actor.launch.node, holder.node) == ("b", 8001, "b", "b")
         assert (actor.launch.incarnation, actor.launch.cluster_key) == (9, b"secret")
         holder.terminate()
@@ -317,8 +320,7 @@ def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
 def test_an_api_server_whose_node_never_comes_gives_up_when_told() -> None:
     async def body(place: Place) -> None:
         role = api_server_role(place.ranks, FrontEndConfig(), "b", 8001)
-        program = Program(name=role.name, module=role.module, launch=role.launch(9))
-        holder = await role.start(program, on_status=place.statuses.append, on_line=place.show)
+        holder = await role.start(place.program(role.name, role.module, role.launch(9)))
         await until_async(lambda: place.statuses, "it waits")
         holder.terminate()
         holder.terminate()

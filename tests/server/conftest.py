@@ -45,8 +45,8 @@ from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
 from server.observe.metrics import FrontEndMetrics
 from server.router.adapters import Adapters
-from server.router.engine_times import EngineTimes
 from server.router.generation_client import NoEngineAvailable
+from server.router.token_stream import RequestStream, Unread
 from server.store.service import ResponseStore
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
@@ -100,10 +100,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-class FakeStream:
+class FakeStream(RequestStream):
     """A token stream that is fed by its test or by the client's script."""
 
-    def __init__(self, message: AddRequest, id_: int, pinned_rank: int | None) -> None:
+    def __init__(
+        self, message: AddRequest, id_: int, pinned_rank: int | None, unread: Unread | None
+    ) -> None:
+        message = msgspec.structs.replace(message, id=id_)
+        super().__init__(message, lambda _: self.closed.set(), pinned_rank, unread)
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
         self.sampling = message.sampling
@@ -112,31 +116,34 @@ class FakeStream:
         self.tenant = message.tenant
         self.cache_root = message.cache_root
         self.pooling = message.pooling
-        self.id, self.group = id_, message.group
+        self.group = message.group
         self.adapter = message.adapter
         self.encoder_inputs = message.encoder_inputs
-        self.times = EngineTimes()
         self.times.sent(0, time.monotonic())
         self.closed = asyncio.Event()
-        self.waiting = asyncio.Event()
-        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
     def feed(self, *outputs: RequestOutput | Exception) -> None:
         for output in outputs:
-            self._queue.put_nowait(output)
+            if isinstance(output, Exception):
+                self.fail(output)
+                continue
+            if output.timing is not None:
+                last = output.finish_reason is not None
+                self.times.said(output.timing, time.monotonic(), last=last)
+            self.put(output)
 
-    async def next(self) -> RequestOutput:
-        self.waiting.set()
-        output = await self._queue.get()
-        if isinstance(output, Exception):
-            raise output
-        if output.timing is not None:
-            last = output.finish_reason is not None
-            self.times.said(output.timing, time.monotonic(), last=last)
-        return output
+    def put(self, output: RequestOutput) -> None:
+        """Take an output, which is not merged with others."""
+        self._pieces.append(output)
+        self.unread.arrived(self, output)
 
-    def close(self) -> None:
-        self.closed.set()
+    def take(self) -> tuple[RequestOutput, bool]:
+        return self._pieces.pop(0), bool(self._pieces)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for what comes next."""
+        return self.unread._waiter is not None
 
 
 Script = Callable[[FakeStream], Sequence[RequestOutput | Exception]]
@@ -207,10 +214,15 @@ class FakeGenerationClient:
         if not self.ready:
             raise NoEngineAvailable("No engine can serve now; try again.")
 
-    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> FakeStream:
+    def submit(
+        self,
+        message: AddRequest,
+        pinned_rank: int | None = None,
+        unread: Unread | None = None,
+    ) -> FakeStream:
         if len(self.streams) >= self.refuse_from:
             raise NoEngineAvailable
-        stream = FakeStream(message, len(self.streams) + 1, pinned_rank)
+        stream = FakeStream(message, len(self.streams) + 1, pinned_rank, unread)
         self.streams.append(stream)
         stream.feed(*self.script(stream))
         self.submitted.set()

@@ -6,7 +6,8 @@ come the command-line flag, the `SWELL_*` variable, the YAML key and the row of 
 (`engine.shared.settings`).
 """
 
-from typing import Annotated, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta
@@ -29,3 +30,13 @@ class OneOf(NamedTuple):
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all groups of settings; the docstring's first line is the group's title in --help."""
+
+    def changed(self, **sections: Mapping[str, object]) -> Self:
+        """Return the settings with other values for some, by section: `cluster={"node": "a"}`."""
+        return msgspec.structs.replace(
+            self,
+            **{
+                name: msgspec.structs.replace(getattr(self, name), **values)
+                for name, values in sections.items()
+            },
+        )

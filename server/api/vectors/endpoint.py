@@ -30,7 +30,7 @@ from server.api.vectors.schema import (
     PoolingResponse,
 )
 from server.errors import invalid
-from server.generate.pooling.model import PoolingModel
+from server.generate.pooling.inputs import PoolingModel
 from server.http.call import Call
 from server.limits import MAX_VECTOR_NUMBERS
 

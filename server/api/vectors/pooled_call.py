@@ -13,8 +13,7 @@ from fastapi import Response
 from server.api.generation import admit, in_time, unsuitable
 from server.api.services import Services
 from server.errors import ApiError, invalid
-from server.generate.pooling.inputs import Length, PoolingInput
-from server.generate.pooling.model import PoolingModel
+from server.generate.pooling.inputs import Length, PoolingInput, PoolingModel
 from server.generate.pooling.run import UNSAMPLED, PoolingRequest, PoolingRun
 from server.http.call import Call, CancelOnDisconnect, Pushed
 from server.observe.tracing import EndedRequest

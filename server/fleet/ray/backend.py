@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from engine.shared.addresses import first_free_ports, join_host_port
+from engine.shared.cpu.lists import CpuList
 from server.config import ServeConfig
 from server.fleet.backend import CannotServe
 from server.fleet.joining import Joining
@@ -44,7 +45,7 @@ class RayBackend:
     """
 
     has_all = True
-    cpus_of_others = ()
+    cpus_of_others: CpuList = ()
     """Any: Ray does not say which CPUs of a node its actors have."""
 
     def __init__(self, config: ServeConfig, directory: Path) -> None:
@@ -100,16 +101,14 @@ class RayBackend:
             own.touch(mode=0o600)
             own.write_text(secrets.token_hex(32))
             key_file = str(own)
-        cluster = msgspec.structs.replace(
-            config.cluster,
-            coordinator=join_host_port(host, port),
-            cluster_key_file=key_file,
-            node=self._own_name,
+        return config.changed(
+            cluster={
+                "coordinator": join_host_port(host, port),
+                "cluster_key_file": key_file,
+                "node": self._own_name,
+            },
+            parallel={"data_parallel_size_local": None, "data_parallel_start_rank": 0},
         )
-        parallel = msgspec.structs.replace(
-            config.parallel, data_parallel_size_local=None, data_parallel_start_rank=0
-        )
-        return msgspec.structs.replace(config, cluster=cluster, parallel=parallel)
 
     def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
         """Return the place of a rank; all are numbered here."""
@@ -128,7 +127,12 @@ class RayBackend:
         return role
 
     def api_server_role(self, config: ServeConfig, node: str, port: int) -> Role | None:
-        """Return the place of an API server on another node; None for the supervisor's own."""
+        """Return the place of an API server on another node; None for the supervisor's own.
+
+        Args:
+            node: name of a node on which an engine is.
+            port: where it listens, on the node's address.
+        """
         if node == self._own_name:
             return None
         return api_server_role(self._ranks, config.front_end(), node, port)

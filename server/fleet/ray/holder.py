@@ -3,17 +3,17 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Mapping
+from importlib import metadata
 
 import msgspec
 
 from engine.shared.lifeline import CANNOT_START
-from engine.shared.messages import ChildFailed, ChildProgress, ChildStatus
-from server.fleet.child import KEPT_LOG_LINES, Ended, ended
+from engine.shared.messages import ChildFailed, ChildProgress
+from engine.shared.version import SWELL_VERSION
+from server.fleet.child import KEPT_LOG_LINES, Ended, Program, ended
 from server.fleet.ray.cluster import ActorLost, RemoteActor
-from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Exited, Line
-from server.fleet.ray.versions import differences
+from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +24,43 @@ KILL_WITHIN = 2.0
 """Seconds that an actor gets to end its program before it is ended itself."""
 
 
-class Room(Protocol):
-    """Room in the cluster for one actor."""
+class RayHolder:
+    """One program somewhere in the cluster, from the wish for room to its end: a `Holder`.
 
-    async def find(self, tell: Callable[[ChildProgress], None]) -> str:
-        """Wait until there is some, telling for what; return the node's name."""
+    Subclasses know where its actor goes, and what that has to start.
+    """
+
+    ends_once = False
+    """Whether a second request to end is not passed on, since the program would then end without
+    draining."""
+
+    def __init__(self, program: Program, incarnation: int) -> None:
+        """Begin to fill a place, within an event loop, with a program as on this node."""
+        self.name = program.name
+        self.node = ""
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
+        self._incarnation = incarnation
+        self.tell = program.on_status
+        self._on_line = program.on_line
+        self._actor: RemoteActor | None = None
+        self._has_program = False
+        self._asked_to_end = False
+        self._killing: asyncio.Task[None] | None = None
+        self._life = asyncio.create_task(self._live())
+
+    # -- where ----------------------------------------------------------------------------------
+
+    async def find_room(self) -> str:
+        """Wait until there is room, telling for what; return the node's name."""
+        raise NotImplementedError
 
     def start_actor(self, name: str) -> RemoteActor:
         """Start an actor in the room that was found."""
+        raise NotImplementedError
+
+    def order(self) -> ActorLaunch:
+        """Return what the actor has to start."""
+        raise NotImplementedError
 
     def lost_node(self) -> None:
         """The actor has gone, and maybe its node."""
@@ -39,44 +68,7 @@ class Room(Protocol):
     async def leave(self) -> None:
         """Leave nothing in the cluster; its actor has been killed."""
 
-
-class RayHolder:
-    """One program somewhere in the cluster, from the wish for room to its end: a `Holder`."""
-
-    def __init__(
-        self,
-        name: str,
-        incarnation: int,
-        room: Room,
-        order: Callable[[str], ActorLaunch | ApiServerLaunch],
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
-        *,
-        ends_once: bool,
-    ) -> None:
-        """Begin to fill a place, within an event loop.
-
-        Args:
-            name: the place's.
-            room: where its actor goes.
-            order: returns what an actor has to start, by the name of its node.
-            ends_once: whether a second request to end is not passed on, since the program would
-                then end without draining.
-        """
-        self.name = name
-        self.node = ""
-        self.last_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
-        self._incarnation = incarnation
-        self._room = room
-        self._order = order
-        self._ends_once = ends_once
-        self._on_status = on_status
-        self._on_line = on_line
-        self._actor: RemoteActor | None = None
-        self._has_program = False
-        self._asked_to_end = False
-        self._killing: asyncio.Task[None] | None = None
-        self._life = asyncio.create_task(self._live())
+    # -- its life --------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -91,7 +83,7 @@ class RayHolder:
         """Ask the program to end; one that has not been started yet never will be."""
         if not self._has_program or self._actor is None:
             self._give_up()
-        elif not (self._asked_to_end and self._ends_once):
+        elif not (self._asked_to_end and self.ends_once):
             self._actor.tell("terminate")
         self._asked_to_end = True
 
@@ -112,31 +104,30 @@ class RayHolder:
         await actor.kill()
 
     async def _live(self) -> Ended:
-        room = self._room
         try:
-            self.node = await room.find(self._on_status)
+            self.node = await self.find_room()
             return await self._run()
         except asyncio.CancelledError:
             return Ended(0, "gave up its place before it had started")
         except ActorLost as error:
             if not error.alone:
-                room.lost_node()
+                self.lost_node()
             return Ended(None, f"was lost with its actor on {self.node}: {error}")
         finally:
             if self._actor is not None:
                 await self._actor.kill()
-            await room.leave()
+            await self.leave()
 
     async def _run(self) -> Ended:
-        self._on_status(ChildProgress(f"starting an actor on {self.node}"))
+        self.tell(ChildProgress(f"starting an actor on {self.node}"))
         name = f"swell {self.name} {self._incarnation:x}"
-        actor = self._actor = self._room.start_actor(name)
+        actor = self._actor = self.start_actor(name)
         different = differences(await actor.call("installed"), self.node)
         if different is not None:
-            self._on_status(ChildFailed(different))
+            self.tell(ChildFailed(different))
             return ended(CANNOT_START)
         try:
-            await actor.call("start", msgspec.msgpack.encode(self._order(self.node)))
+            await actor.call("start", msgspec.msgpack.encode(self.order()))
         except OSError as error:
             return Ended(1, f"cannot be started on {self.node}: {error}")
         self._has_program = True
@@ -149,9 +140,9 @@ class RayHolder:
                     case Line(text):
                         self._show(text)
                     case ChildFailed(reason):
-                        self._on_status(ChildFailed(f"{reason} (on node {self.node})"))
+                        self.tell(ChildFailed(f"{reason} (on node {self.node})"))
                     case status:
-                        self._on_status(status)
+                        self.tell(status)
 
     def _show(self, line: str) -> None:
         self.last_lines.append(line)
@@ -159,3 +150,30 @@ class RayHolder:
             self._on_line(line)
         except Exception:  # lines are no reason to lose an engine
             logger.exception("a line of %s cannot be shown", self.name)
+
+
+def differences(there: Mapping[str, str], node: str) -> str | None:
+    """Return what is different on a node, naming both versions; None if nothing is.
+
+    Args:
+        there: what its actor says is installed.
+    """
+    here = {"swell": SWELL_VERSION, "torch": _torch()}
+    found = [
+        f"{name} {there.get(name, 'none')} there, {version} here"
+        for name, version in here.items()
+        # A head node without torch has nothing to compare.
+        if version != "none" and there.get(name) != version
+    ]
+    if not found and there.get("relay", "").startswith("none"):
+        found = [f"no Ray backend there: {there['relay']}"]
+    if not found:
+        return None
+    return f"node {node} has other versions: {'; '.join(found)}. Install the same on all nodes"
+
+
+def _torch() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "none"

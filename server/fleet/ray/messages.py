@@ -4,37 +4,26 @@ It crosses Ray's own connections as bytes: method calls go straight from one pro
 so nothing of it is kept in the cluster's state or in an object store.
 """
 
-from engine.shared.config import EngineConfig
+from engine.shared.config import BUNDLED_MODEL, EngineConfig
 from engine.shared.messages import ChildFailed, ChildProgress, ChildReady
 from engine.shared.messages.wire import Message
 from server.config import FrontEndConfig
 
 
-class ActorLaunch(Message, frozen=True):
-    """The engine that an actor has to start."""
+class ActorLaunch(Message, frozen=True, kw_only=True):
+    """What an actor has to start: an engine or an API server."""
 
     name: str
-    config: EngineConfig
+    engine: EngineConfig | None = None
+    api_server: FrontEndConfig | None = None
     incarnation: int
     environment: dict[str, str]
     cluster_key: bytes | None
     """The cluster's shared secret; None where plain TCP is allowed."""
     node: str
     """The node's name, which is what others there are told by: Ray's, its address."""
-    bundled_model: str
+    bundled_model: str = str(BUNDLED_MODEL)
     """Path of the bundled model on the supervisor's node; other nodes may have another."""
-
-
-class ApiServerLaunch(Message, frozen=True):
-    """The API server that an actor has to start; fields as in `ActorLaunch`."""
-
-    name: str
-    config: FrontEndConfig
-    incarnation: int
-    environment: dict[str, str]
-    cluster_key: bytes | None
-    node: str
-    bundled_model: str
 
 
 class Line(Message, frozen=True):

@@ -71,17 +71,11 @@ def engine_config(config: EngineConfig, *, gpus: bool, most_on_node: int) -> Eng
     Args:
         most_on_node: how many engines may share a node's memory.
     """
-    parallel = msgspec.structs.replace(
-        config.parallel, data_parallel_rank_local=0, data_parallel_size_local=most_on_node
+    return config.changed(
+        parallel={"data_parallel_rank_local": 0, "data_parallel_size_local": most_on_node},
+        executor={"cpu_bind": "none"} | ({} if gpus else {"threads": cpus(config)}),
+        model={"device": "cuda" if gpus else "cpu"},
     )
-    executor = msgspec.structs.replace(config.executor, cpu_bind="none")
-    model = config.model
-    if not gpus:
-        executor = msgspec.structs.replace(executor, threads=cpus(config))
-        model = msgspec.structs.replace(model, device="cpu")
-    else:
-        model = msgspec.structs.replace(model, device="cuda")
-    return msgspec.structs.replace(config, parallel=parallel, executor=executor, model=model)
 
 
 def copied_environment(patterns: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -12,7 +12,7 @@ from engine.shared.config import BUNDLED_MODEL, EngineConfig, EngineLaunch
 from engine.shared.messages import ChildStatus, ChildTurn
 from server.config import FrontEndConfig, HttpConfig
 from server.fleet.child import Child, Program
-from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Line
+from server.fleet.ray.messages import ActorEvent, ActorLaunch, Line
 
 _BACKLOG = 2048
 
@@ -26,36 +26,42 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
         OSError: the process cannot be created (no interpreter, memory or process id), or the
             address of an API server is taken.
     """
-    launch: ActorLaunch | ApiServerLaunch = msgspec.msgpack.decode(
-        frame, type=ActorLaunch | ApiServerLaunch
-    )
+    launch = msgspec.msgpack.decode(frame, type=ActorLaunch)
     key = in_memory(launch.cluster_key)
     inherit = [] if key is None else [key]
     try:
-        if isinstance(launch, ActorLaunch):
-            config = settled(launch.config, launch.bundled_model, key, launch.node)
-            module = "engine"
+        module, interpreter = "server", None
+        if launch.engine is not None:
+            module, interpreter = "engine", launch.engine.executor.engine_python
+            config = settled(launch.engine, launch.bundled_model, key, launch.node)
             parameters: object = EngineLaunch(config, launch.incarnation)
         else:
-            inherit.append(_listening(launch.config.http))
-            module, parameters = "server", _api_server(launch, key, inherit[-1])
-        program = Program(
-            name=launch.name,
-            module=module,
-            interpreter=launch.config.executor.engine_python
-            if isinstance(launch, ActorLaunch)
-            else None,
-            launch=parameters,
-            environment=launch.environment,
-            inherit=inherit,
-        )
+            assert launch.api_server is not None, "there is nothing to start"
+            inherit.append(_listening(launch.api_server.http))
+            # The fields of `server.front_end.FrontEndLaunch`, whose module has the HTTP stack.
+            parameters = {
+                "config": settled(launch.api_server, launch.bundled_model, key, launch.node),
+                "index": -1,
+                "incarnation": launch.incarnation,
+                "socket_dir": "",
+                "listen_fd": inherit[-1],
+            }
 
         def on_status(status: ChildStatus) -> None:
             if not isinstance(status, ChildTurn):  # would wake the supervisor every second
                 tell(status)
 
         return await Child.start(
-            program, on_status=on_status, on_line=lambda line: tell(Line(line))
+            Program(
+                name=launch.name,
+                module=module,
+                interpreter=interpreter,
+                launch=parameters,
+                environment=launch.environment,
+                inherit=inherit,
+                on_status=on_status,
+                on_line=lambda line: tell(Line(line)),
+            )
         )
     finally:
         for descriptor in inherit:
@@ -71,17 +77,6 @@ def _listening(http: HttpConfig) -> int:
         raise OSError(f"cannot listen on {http.address}: {why}; choose another --port") from error
     listener.setblocking(False)
     return listener.detach()
-
-
-def _api_server(launch: ApiServerLaunch, key: int | None, listener: int) -> dict[str, Any]:
-    """Return the fields of `server.front_end.FrontEndLaunch`, whose module has the HTTP stack."""
-    return {
-        "config": settled(launch.config, launch.bundled_model, key, launch.node),
-        "index": -1,
-        "incarnation": launch.incarnation,
-        "socket_dir": "",
-        "listen_fd": listener,
-    }
 
 
 def in_memory(secret: bytes | None) -> int | None:
@@ -102,10 +97,10 @@ def settled(config: Config, bundled_model: str, key: int | None, node: str) -> C
         node: this node's name.
     """
     path = None if key is None else f"/proc/self/fd/{key}"
-    cluster = msgspec.structs.replace(
-        config.cluster, cluster_key_file=path, socket_dir=None, node=node, advertise_host=None
-    )
-    model = config.model
-    if model.model == bundled_model:
-        model = msgspec.structs.replace(model, model=str(BUNDLED_MODEL))
-    return msgspec.structs.replace(config, cluster=cluster, model=model)
+    model = config.model.model
+    return config.changed(
+        cluster={
+            "cluster_key_file": path, "socket_dir": None, "node": node, "advertise_host": None
+        },
+        model={"model": str(BUNDLED_MODEL) if model == bundled_model else model},
+    )  # fmt: skip

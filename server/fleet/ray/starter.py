@@ -6,18 +6,16 @@ An engine gets a placement group and an actor in it, an API server an actor on i
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import msgspec
-
-from engine.shared.config import BUNDLED_MODEL, EngineLaunch
-from engine.shared.messages import ChildProgress, ChildStatus
+from engine.shared.config import EngineLaunch
+from engine.shared.messages import ChildProgress
 from server.config import FrontEndConfig
 from server.fleet.child import Program
 from server.fleet.keeper import Role
 from server.fleet.ray.cluster import Group, RayCluster, RemoteActor
 from server.fleet.ray.holder import LOOK_INTERVAL, RayHolder
-from server.fleet.ray.messages import ActorLaunch, ApiServerLaunch
+from server.fleet.ray.messages import ActorLaunch
 from server.fleet.ray.packing import Packing
 
 PLACE_WITHIN = 3.0
@@ -67,55 +65,43 @@ class Ranks:
         now = time.monotonic()
         return {node for node, until in self._avoided.items() if until > now}
 
-    async def start(
-        self,
-        program: Program,
-        *,
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
-    ) -> RayHolder:
+    async def start(self, program: Program) -> RayHolder:
         """Begin to fill a place, maybe by waiting for room: a `Starter`."""
-        launch = program.launch
-        assert isinstance(launch, EngineLaunch)
-
-        room = RankRoom(self, program.name)
-
-        def order(node: str) -> ActorLaunch:
-            return ActorLaunch(
-                program.name,
-                launch.config,
-                launch.incarnation,
-                {**self.environment, **program.environment, **room.environment},
-                self.cluster_key,
-                node,
-                str(BUNDLED_MODEL),
-            )
-
-        return RayHolder(
-            program.name, launch.incarnation, room, order, on_status, on_line, ends_once=False
-        )
+        assert isinstance(program.launch, EngineLaunch)
+        return RankHolder(self, program, program.launch)
 
 
-class RankRoom:
-    """Room for one rank: a placement group of its own, or one that exists already: a `Room`."""
+class RankHolder(RayHolder):
+    """One rank, in a placement group of its own, or one that exists already."""
 
-    def __init__(self, ranks: Ranks, name: str) -> None:
-        self.environment: dict[str, str] = {}
-        """Variables by which its engine finds what it was given."""
+    def __init__(self, ranks: Ranks, program: Program, launch: EngineLaunch) -> None:
+        super().__init__(program, launch.incarnation)
         self._ranks = ranks
-        self._name = name
+        self._launch = launch
+        self._environment = {**ranks.environment, **program.environment}
         self._group: Group | None = None
         self._node_id: str | None = None
 
-    async def find(self, tell: Callable[[ChildProgress], None]) -> str:
+    def order(self) -> ActorLaunch:
+        """Return the engine as the actor has to start it."""
+        return ActorLaunch(
+            name=self.name,
+            engine=self._launch.config,
+            incarnation=self._launch.incarnation,
+            environment=self._environment,
+            cluster_key=self._ranks.cluster_key,
+            node=self.node,
+        )
+
+    async def find_room(self) -> str:
         """Get a placement group on some node, however long that takes; return its name."""
         ranks = self._ranks
-        tell(ChildProgress("looking for room"))
-        if self._name in ranks.existing:
-            return await self._enter(ranks.existing[self._name], tell)
+        self.tell(ChildProgress("looking for room"))
+        if self.name in ranks.existing:
+            return await self._enter(ranks.existing[self.name])
         while True:
             nodes = await ranks.cluster.nodes()
-            planned = ranks.planned.pop(self._name, None)
+            planned = ranks.planned.pop(self.name, None)
             choice = ranks.packing.choose(
                 [node for node in nodes if planned in (None, node.id)] or nodes,
                 ranks.held,
@@ -125,7 +111,7 @@ class RankRoom:
                 if await self._take(choice.node.id):
                     return choice.node.name
                 continue
-            tell(ChildProgress(choice.reason, choice.lacks))
+            self.tell(ChildProgress(choice.reason, choice.lacks))
             # Autoscalers learn what is missing from groups that cannot be placed.
             if self._group is None:
                 self._group = await self._reserve(None)
@@ -136,29 +122,29 @@ class RankRoom:
             self._hold(node_id)
             return next((node.name for node in nodes if node.id == node_id), node_id)
 
-    async def _enter(self, group: Group, tell: Callable[[ChildProgress], None]) -> str:
+    async def _enter(self, group: Group) -> str:
         """Wait until a placement group of others is placed, also again after a node's death."""
         self._group = group
         while True:
             node_id = await self._ranks.cluster.placed_on(group)
             if node_id is None:
                 waits = "waiting for its placement group to be placed"
-                tell(ChildProgress(waits, "placement group"))
-            elif await self._finds_devices(group, tell):
+                self.tell(ChildProgress(waits, "placement group"))
+            elif await self._finds_devices(group):
                 break
             await asyncio.sleep(LOOK_INTERVAL)
         self._hold(node_id)
         nodes = await self._ranks.cluster.nodes()
         return next((node.name for node in nodes if node.id == node_id), node_id)
 
-    async def _finds_devices(self, group: Group, tell: Callable[[ChildProgress], None]) -> bool:
+    async def _finds_devices(self, group: Group) -> bool:
         if not group.gpus:
             return True
         devices = await self._ranks.cluster.devices(group)
         if devices is None:
-            tell(ChildProgress("waiting for the GPUs of its placement group", "GPU"))
+            self.tell(ChildProgress("waiting for the GPUs of its placement group", "GPU"))
             return False
-        self.environment = {"CUDA_VISIBLE_DEVICES": devices}
+        self._environment["CUDA_VISIBLE_DEVICES"] = devices
         return True
 
     async def _take(self, node_id: str) -> bool:
@@ -182,7 +168,7 @@ class RankRoom:
 
     async def _reserve(self, node_id: str | None) -> Group:
         return await self._ranks.cluster.reserve(
-            f"swell {self._name}",
+            f"swell {self.name}",
             self._ranks.packing.needs,
             node=node_id,
             never=self._ranks.packing.full(self._ranks.held),
@@ -218,65 +204,56 @@ class RankRoom:
         self._let_go()
 
 
-class NodeRoom:
-    """A certain node, of which an API server takes nothing that engines count on: a `Room`."""
+class ApiServerHolder(RayHolder):
+    """An API server on a certain node, of which it takes nothing that engines count on."""
 
-    def __init__(self, cluster: RayCluster, wanted: str) -> None:
+    ends_once = True
+
+    def __init__(self, cluster: RayCluster, program: Program, launch: ActorLaunch) -> None:
+        super().__init__(program, launch.incarnation)
         self._cluster = cluster
-        self._wanted = wanted
+        self._launch = launch
         self._node_id = ""
 
-    async def find(self, tell: Callable[[ChildProgress], None]) -> str:
+    def order(self) -> ActorLaunch:
+        """Return the API server."""
+        return self._launch
+
+    async def find_room(self) -> str:
         """Wait until the node is there, maybe again."""
+        wanted = self._launch.node
         while True:
             nodes = await self._cluster.nodes()
-            self._node_id = next((node.id for node in nodes if node.name == self._wanted), "")
+            self._node_id = next((node.id for node in nodes if node.name == wanted), "")
             if self._node_id:
-                return self._wanted
-            tell(ChildProgress("waiting for its node"))
+                return wanted
+            self.tell(ChildProgress("waiting for its node"))
             await asyncio.sleep(LOOK_INTERVAL)
 
     def start_actor(self, name: str) -> RemoteActor:
         """Start an actor there."""
         return self._cluster.start_actor_on(name, self._node_id)
 
-    def lost_node(self) -> None:
-        """Do nothing: no other node will do."""
-
-    async def leave(self) -> None:
-        """Do nothing: nothing was reserved."""
-
 
 def api_server_role(ranks: Ranks, config: FrontEndConfig, node: str, port: int) -> Role:
     """Return the place of an API server on a node, by the node's name, which is its address."""
     name = f"api on {node}"
-    http = msgspec.structs.replace(config.http, host=node, port=port)
-    on_node = msgspec.structs.replace(config, http=http)
+    on_node = config.changed(http={"host": node, "port": port})
 
-    async def start(
-        program: Program,
-        *,
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
-    ) -> RayHolder:
-        launch = program.launch
-        assert isinstance(launch, ApiServerLaunch)
-        room = NodeRoom(ranks.cluster, node)
-        return RayHolder(
-            name, launch.incarnation, room, lambda _: launch, on_status, on_line, ends_once=True
-        )
+    async def start(program: Program) -> RayHolder:
+        assert isinstance(program.launch, ActorLaunch)
+        return ApiServerHolder(ranks.cluster, program, program.launch)
 
     return Role(
         name=name,
         module="server",
-        launch=lambda incarnation: ApiServerLaunch(
-            name,
-            on_node,
-            incarnation,
-            ranks.environment,
-            ranks.cluster_key,
-            node,
-            str(BUNDLED_MODEL),
+        launch=lambda incarnation: ActorLaunch(
+            name=name,
+            api_server=on_node,
+            incarnation=incarnation,
+            environment=ranks.environment,
+            cluster_key=ranks.cluster_key,
+            node=node,
         ),
         member=("front_end", -1),
         start=start,

@@ -11,7 +11,8 @@ from server.generate.fold import failure
 from server.generate.pooling.inputs import PoolingInput
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
-from server.router.generation_client import GenerationClient, TokenStream
+from server.router.generation_client import GenerationClient
+from server.router.token_stream import RequestStream
 
 WINDOW = 256
 """Sequences of one request that engines have at a time: others get in between."""
@@ -41,7 +42,7 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sequence(msgspec.Struct):
-    stream: TokenStream
+    stream: RequestStream
     timer: SequenceTimer
     tokens: int
 

@@ -37,7 +37,7 @@ def admin(http_of: Any, config: FrontEndConfig) -> Any:
 
 def leased(engines: FakeGenerationClient) -> list[str]:
     """Return the versions that requests in flight hold."""
-    in_use = engines.adapters.notices(0.0)[0]
+    in_use = engines.adapters.notice(0.0)
     assert isinstance(in_use, AdaptersInUse)
     return in_use.versions
 

@@ -64,14 +64,16 @@ class Place:
         self.lines: list[str] = []
 
     async def template(self, forks: int = 9) -> Template:
+        template = Template(forks)
         program = Program(
             name="template",
             module="forked_one_template",
             launch=None,
             environment={"PYTHONPATH": self.path},
+            on_status=template.on_status,
+            on_line=lambda line: None,
         )
-        template = Template(forks)
-        await template.begin(program, None, lambda line: None)
+        await template.begin(program, None)
         return template
 
     async def start(self, template: Template, number: int = 1, **more: int) -> Child:
@@ -80,10 +82,10 @@ class Place:
             module="forked_one",
             launch={"number": number, **more},
             environment={"PYTHONPATH": self.path},
+            on_status=self.statuses.append,
+            on_line=self.lines.append,
         )
-        return await template.start(
-            program, on_status=self.statuses.append, on_line=self.lines.append
-        )
+        return await template.start(program)
 
     async def details(self, count: int) -> list[list[str]]:
         """Wait until so many processes serve; return what each says of itself."""
@@ -251,9 +253,12 @@ from server.fleet.child import Program
 from server.fleet.forking import Template
 
 async def run():
-    program = Program(name="template", module="forked_one_template", launch=None)
     template = Template(9)
-    await template.begin(program, None, print)
+    program = Program(
+        name="template", module="forked_one_template", launch=None,
+        on_status=template.on_status, on_line=print,
+    )
+    await template.begin(program, None)
     print(template.pid, flush=True)
     await asyncio.Event().wait()
 

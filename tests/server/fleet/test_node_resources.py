@@ -133,9 +133,15 @@ async def run_a_coordinator_on(cpu: int, directory: Path) -> None:
     """Start a coordinator as a supervisor does, and see where it serves."""
     cluster = ClusterConfig(coordinator=f"ipc://{directory}/coordinator")
     launch = CoordinatorLaunch(CoordinatorConfig(cluster=cluster), cpus=(cpu,))
-    program = Program(name="coordinator", module="coordinator", launch=launch)
     said: asyncio.Queue[ChildStatus] = asyncio.Queue()
-    child = await Child.start(program, on_status=said.put_nowait, on_line=lambda _: None)
+    program = Program(
+        name="coordinator",
+        module="coordinator",
+        launch=launch,
+        on_status=said.put_nowait,
+        on_line=lambda _: None,
+    )
+    child = await Child.start(program)
     try:
         assert isinstance(await asyncio.wait_for(said.get(), PATIENCE), ChildReady)
         assert psutil.Process(child.pid).cpu_affinity() == [cpu]

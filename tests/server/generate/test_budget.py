@@ -218,16 +218,16 @@ def test_a_client_that_does_not_read_is_not_waited_for_by_each_of_its_sequences(
 ) -> None:
     """However many sequences it has, what is kept for it is bounded for all of them together."""
     given = [0]
+    producers: list[asyncio.Task[None]] = []
 
     def script(stream: Any) -> list[RequestOutput]:
-        output = RequestOutput(1, [7] * 100)
+        async def produce() -> None:
+            while not stream.closed.is_set():
+                stream.feed(RequestOutput(1, [7] * 100))
+                given[0] += 100
+                await asyncio.sleep(0)
 
-        async def produce() -> RequestOutput:
-            await asyncio.sleep(0)
-            given[0] += 100
-            return output
-
-        stream.next = produce
+        producers.append(asyncio.create_task(produce()))
         return []
 
     async def scenario() -> None:

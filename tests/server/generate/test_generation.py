@@ -1,4 +1,3 @@
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,9 +9,6 @@ from server.api.completions.schema import CompletionRequest
 from server.generate.answer import DeltaSum
 from server.generate.fold import ChoiceFold, Delta, GenerationFailed, PromptEcho
 from server.generate.request import GenerationRequest, Prompt
-from server.generate.unread import Arrivals, Unread, parts
-from server.limits import MAX_UNREAD
-from server.router.token_stream import merge, weight
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
 from tests.server.tokens import id_of
@@ -146,80 +142,3 @@ def test_an_incomplete_character_ends_the_text_once(tokenizer: ServedTokenizer) 
 def test_a_failed_request_raises(tokenizer: ServedTokenizer) -> None:
     with pytest.raises(GenerationFailed, match="out of blocks"):
         fold_all(tokenizer, [RequestOutput(1, [], "error", error="out of blocks")])
-
-
-def test_much_that_is_read_at_once_is_folded_in_parts() -> None:
-    scores = [TokenLogprob(-0.5, 1, list(range(20)), [-1.0] * 20) for _ in range(3000)]
-    whole = RequestOutput(1, list(range(3000)), "stop", 7, scores, scores[:2], 5)
-    cut = parts(whole)
-    assert len(cut) > 50
-    assert max(weight(each) for each in cut) <= 1024
-    assert merge(cut) == whole
-    assert parts(RequestOutput(1, [], "length")) == [RequestOutput(1, [], "length")]
-
-
-def test_unread_outputs_of_many_sequences_come_back_in_order() -> None:
-    unread = Unread()
-    given: dict[int, list[int]] = {index: [] for index in range(40)}
-    found: dict[int, list[int]] = {index: [] for index in range(40)}
-    for step in range(300):
-        for index in range(step % 40, 40, 1 + step % 3):
-            given[index].append(step)
-            unread.put(index, RequestOutput(1, [step]))
-        if step % 50 == 49:
-            for index, output in unread.take():
-                found[index] += output.token_ids
-    unread.fail(LookupError("an engine died"))
-    while found != given:
-        for index, output in unread.take():
-            found[index] += output.token_ids
-    with pytest.raises(LookupError):
-        unread.take()
-    assert unread.has_room
-
-
-class SilentStream:
-    """Has one output, and notes when it is asked for it."""
-
-    def __init__(self, asked: list[int], index: int) -> None:
-        self._asked, self._index = asked, index
-
-    async def next(self) -> RequestOutput:
-        self._asked.append(self._index)
-        return RequestOutput(1, [self._index], "length")
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def test_others_have_their_turn_while_thousands_of_sequences_begin_to_be_read() -> None:
-    asked: list[int] = []
-
-    async def read() -> dict[int, int]:
-        arrivals = Arrivals([SilentStream(asked, index) for index in range(2048)])  # type: ignore[misc]
-        found: dict[int, int] = {}
-        most = seen = 0
-
-        async def rest() -> None:
-            while len(found) < 2048:
-                for index, output in await arrivals.next():
-                    found[index] = output.token_ids[0]
-
-        reading = asyncio.create_task(rest())
-        while not reading.done():
-            await asyncio.sleep(0)
-            most, seen = max(most, len(asked) - seen), len(asked)
-        await reading
-        assert most <= 128, "so many in one turn of the loop"
-        arrivals.close()
-        return found
-
-    assert asyncio.run(read()) == {index: index for index in range(2048)}
-
-
-def test_nothing_more_is_taken_for_a_client_that_does_not_read() -> None:
-    unread = Unread()
-    while not unread.full:
-        for index in range(128):
-            unread.put(index, RequestOutput(1, [7], logprobs=[SCORE]))
-    assert unread._weight < 1.1 * MAX_UNREAD

@@ -8,6 +8,7 @@ import pytest
 
 from engine.shared.messages import RequestOutput
 from server.limits import MAX_PROMPTS
+from tests.support.waiting import until_async
 
 GUARD_SECONDS = 60
 
@@ -68,8 +69,7 @@ def test_a_client_that_hangs_up_frees_its_engines(
 
     async def play(connection: Connection) -> None:
         await engines.submitted.wait()
-        for running in engines.streams:
-            await running.waiting.wait()
+        await until_async(lambda: engines.streams[-1].is_awaited, "its tokens are waited for")
         if stream:
             await connection.something_sent.wait()
         connection.hang_up.set()
@@ -130,7 +130,7 @@ def test_an_outer_cancellation_is_not_taken_for_a_disconnect(app: Any, engines: 
         connection = Connection("/v1/completions", {"prompt": "x"})
         serving = asyncio.create_task(app(connection.scope, connection.receive, connection.send))
         await engines.submitted.wait()
-        await engines.streams[0].waiting.wait()
+        await until_async(lambda: engines.streams[0].is_awaited, "its tokens are waited for")
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving

@@ -21,7 +21,8 @@ from server.config import FrontEndConfig, GuardConfig
 from server.http.listener import HttpServer
 from server.http.protocol import limited_protocol
 from server.http.request_meter import MAX_PIPELINED
-from server.router.token_stream import MAX_BACKLOG, RequestStream
+from server.limits import MAX_UNREAD
+from server.router.token_stream import RequestStream, Unread
 from tests.support.certificates import make_certificate
 from tests.support.waiting import PATIENCE, until_async
 
@@ -555,8 +556,13 @@ class Flood:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engines, name)
 
-    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> RequestStream:
-        stream = RequestStream(message, lambda stream: self.closed.set(), pinned_rank)
+    def submit(
+        self,
+        message: AddRequest,
+        pinned_rank: int | None = None,
+        unread: Unread | None = None,
+    ) -> RequestStream:
+        stream = RequestStream(message, lambda stream: self.closed.set(), pinned_rank, unread)
         self.streams.append(stream)
         self.pumps.append(asyncio.create_task(self._generate(stream)))
         return stream
@@ -603,9 +609,9 @@ class TestReaders:
                 transport = cast("asyncio.Transport", writer.transport)
                 transport.pause_reading()
                 await until_async(engines.closed.is_set, "the stream is closed")
-                for stream in engines.streams:
-                    unread = sum(len(each.token_ids) for each in stream._unread)
-                    assert unread <= MAX_BACKLOG + 64 * 8
+                pieces = [each for stream in engines.streams for each in stream._pieces]
+                unread = sum(len(each.token_ids) for each in pieces)
+                assert unread <= MAX_UNREAD + 64 * 8
                 transport.resume_reading()
                 answer = b""
                 while b"client_too_slow" not in answer:

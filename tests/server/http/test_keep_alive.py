@@ -8,6 +8,8 @@ import httpx
 import pytest
 import uvicorn
 
+from tests.support.waiting import until_async
+
 GUARD_SECONDS = 60
 
 
@@ -64,7 +66,7 @@ async def test_a_closed_connection_frees_the_engine(app: Any, engines: Any) -> N
         async with httpx.AsyncClient(base_url=url, timeout=GUARD_SECONDS) as client:
             call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
             await engines.submitted.wait()
-            await engines.streams[0].waiting.wait()
+            await until_async(lambda: engines.streams[0].is_awaited, "its tokens are waited for")
             call.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await call

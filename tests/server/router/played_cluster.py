@@ -161,7 +161,7 @@ class Cluster:
 def error_of(stream: RequestStream) -> NoEngineAvailable | KillsEngines | None:
     """Return the error that a stream ended with, if any."""
     try:
-        stream.take()
+        stream.unread.take()
     except (NoEngineAvailable, KillsEngines) as error:
         return error
     return None

@@ -20,7 +20,7 @@ from engine.shared.messages import (
 )
 from server.router.block_index import ASK_AGAIN, BlockIndex
 from server.router.load_table import Sent
-from server.router.route import Route, Traffic
+from server.router.route import Route
 from tests.server.router.known_engines import entry, setup
 
 SIZE = 4
@@ -88,15 +88,17 @@ class Engines:
         self.caches[rank] = cache()
         self._open.pop(rank, None)
         listed = msgspec.structs.replace(entry(rank, incarnation), setup=SETUP)
-        self.routes[rank] = Route(listed, Traffic(Sent(1, incarnation, 0, 0)), b"%d" % rank)
+        self.routes[rank] = Route(
+            entry=listed, sent=Sent(1, incarnation, 0, 0), identity=b"%d" % rank
+        )
 
     def follow(self) -> list[KvBlocksWanted]:
         """The front end asks; engines answer if they have something new."""
         asked = self.index.follow(list(self.routes.values()), self.now)
-        for each in asked:
-            self._open[int(each.to)] = each.question
+        for to, question in asked:
+            self._open[int(to)] = question
         self.answer()
-        return [each.question for each in asked]
+        return [question for _, question in asked]
 
     def answer(self) -> None:
         for rank, question in list(self._open.items()):

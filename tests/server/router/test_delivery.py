@@ -5,6 +5,7 @@ from collections.abc import Collection
 import msgspec
 
 from engine.shared.messages import (
+    AbortRequests,
     AddRequest,
     RequestOutput,
     RequestTiming,
@@ -14,7 +15,7 @@ from engine.shared.messages import (
 )
 from server.router.block_index import BlockIndex
 from server.router.delivery import Delivery
-from server.router.events import Abort, Deliver, Notify, PrefixFound, Send, Woken
+from server.router.events import Count, Deliver, Notify, Send, Tell, Woken
 from server.router.request import RoutedRequest
 from server.router.route import Engine
 from server.router.routing import LeastLoaded, PrefixAware
@@ -120,7 +121,7 @@ def test_an_engine_is_told_to_drop_what_has_moved_on_but_not_what_has_ended() ->
     played = Played(10)
     stale = [RequestOutput(1, [7]), RequestOutput(2, [7], "stop")]
     message = StepOutputs(stats(0, 10, 1), stale)
-    assert played.delivery.outputs(message, 0, 1.0) == [Abort(b"10", [1])]
+    assert played.delivery.outputs(message, 0, 1.0) == [Tell(b"10", AbortRequests([1]))]
     assert played.delivery.outputs(message, -1, 1.0) == []
 
 
@@ -157,7 +158,9 @@ def test_what_is_cached_decides_and_is_compared_with_what_the_engine_found_once(
     timing = RequestTiming(1.0, 2.0)
     first = RequestOutput(request.id, [7], num_cached_tokens=496, timing=timing)
     outputs = played.delivery.outputs(StepOutputs(stats(1, 11, 1), [first]), 0, 1.0)
-    assert outputs == [Deliver([(request, first)]), PrefixFound(512, 496)]
+    expected = Count("routing_expected_cached_tokens", 512)
+    found = Count("routing_found_cached_tokens", 496)
+    assert outputs == [Deliver([(request, first)]), expected, found]
     last = RequestOutput(request.id, [8], "stop", timing=timing)
     outputs = played.delivery.outputs(StepOutputs(stats(1, 11, 2), [last]), 0, 1.0)
     assert outputs == [Deliver([(request, last)])]
@@ -182,5 +185,5 @@ def test_nothing_is_aborted_where_nobody_can_be_reached() -> None:
     assert played.delivery.abort([request.id], (0, 9)) == []
     played.known.members.out_of_reach(0, 10)
     assert played.delivery.abort([request.id], (0, 10)) == []
-    left = [Abort(b"10", [request.id])]
+    left = [Tell(b"10", AbortRequests([request.id]))]
     assert played.delivery.leave(request) == left, "it may hear again"

@@ -1,8 +1,8 @@
 """What becomes of requests whose engines go, as the actions that follow."""
 
-from engine.shared.messages import AddRequest, SamplingParams
+from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
 from server.router.delivery import Delivery
-from server.router.events import Abort, Action, Fail, Resumed, Send
+from server.router.events import Action, Count, Fail, Send, Tell
 from server.router.failover import PROBATION_PATIENCE, Failover
 from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.members import EngineLost
@@ -55,7 +55,7 @@ def test_a_request_whose_engine_ends_resumes_on_another() -> None:
     assert request.engine is not None
     rank, incarnation = request.engine
     actions = played.die(rank, incarnation)
-    assert kinds(actions) == [Resumed, Send]
+    assert kinds(actions) == [Count, Send]
     assert request.rank == 1 - rank
     assert request.suspicion.died_on == {(rank, incarnation)}
 
@@ -63,7 +63,7 @@ def test_a_request_whose_engine_ends_resumes_on_another() -> None:
 def test_without_another_engine_it_waits_and_is_placed_when_one_comes() -> None:
     played = Played(10)
     request = played.request()
-    assert kinds(played.die(0, 10, now=1.0)) == [Resumed]
+    assert kinds(played.die(0, 10, now=1.0)) == [Count]
     assert played.failover.waiting == {request: 1.0}
     assert played.failover.place_waiting(2.0) == []
     played.come(2, (0, 20))
@@ -101,8 +101,8 @@ def test_an_engine_out_of_reach_is_told_to_drop_what_moves_and_may_have_died_of_
     engine, old = request.engine, request.id
     played.members.out_of_reach(*engine)
     actions = played.failover.out_of_reach(EngineLost(*engine), 0.0)
-    assert actions[0] == Abort(b"%d" % engine[1], [old])
-    assert kinds(actions) == [Abort, Resumed, Send]
+    assert actions[0] == Tell(b"%d" % engine[1], AbortRequests([old]))
+    assert kinds(actions) == [Tell, Count, Send]
     assert request.suspicion.in_doubt == {engine}
     played.failover.heard(engine)
     assert not request.suspicion.in_doubt
@@ -113,8 +113,8 @@ def test_messages_that_were_lost_are_sent_again_to_the_same_engine() -> None:
     request = played.request()
     old = request.id
     actions = played.failover.send_again((0, 10), 1.0)
-    assert actions[0] == Abort(b"10", [old])
-    assert kinds(actions) == [Abort, Send]
+    assert actions[0] == Tell(b"10", AbortRequests([old]))
+    assert kinds(actions) == [Tell, Send]
     assert request.engine == (0, 10)
     assert request.id != old
     assert played.known.requests() == [1], "the lost one counts no more"

@@ -28,7 +28,7 @@ def test_turns_go_round_and_who_is_in_doubt_is_passed_over() -> None:
     probation = Probation(max_resumes=0, patience=9.0)
     first, second, third = (suspect(id_, (0, id_)) for id_ in (1, 2, 3))
     for request in (first, second, third):
-        probation.add(request, 0.0)
+        probation.suspects[request] = 0.0
     first.suspicion.left((1, 1), was_silent=False)
     assert probation.next() is second
     assert probation.next() is None

@@ -3,10 +3,12 @@
 import pytest
 
 from engine.shared.messages import (
+    AbortRequests,
     AddRequest,
     EngineDead,
     RequestOutput,
     RouteHello,
+    RouteTaken,
     SamplingParams,
     StepOutputs,
     UtilityCall,
@@ -14,22 +16,21 @@ from engine.shared.messages import (
     WakeUp,
 )
 from server.router.events import (
-    Abort,
     Action,
     Call,
     CallOverdue,
     CallResult,
     Close,
-    Confirm,
+    Count,
     Deliver,
     EngineHello,
     Event,
     Notify,
     Refuse,
-    Resumed,
     Send,
     SendsFailed,
     Submit,
+    Tell,
     Tick,
     Woken,
 )
@@ -133,7 +134,7 @@ def test_later_sequences_wait_when_all_engines_die_as_their_request_begins(
 def test_a_request_that_is_closed_is_aborted_once() -> None:
     router = with_engines(10)
     request = submitted(router)
-    assert router.handle(Close(request), 1.0) == [Abort(b"10", [request.id])]
+    assert router.handle(Close(request), 1.0) == [Tell(b"10", AbortRequests([request.id]))]
     assert router.handle(Close(request), 1.0) == []
 
 
@@ -156,7 +157,7 @@ def test_sends_that_fail_together_suspect_only_what_ran_there_before() -> None:
     failing = [sends(router.handle(Submit(new_request(str(i))), 0.0))[0] for i in range(3)]
     unsent = [router.delivery.in_flight[send.message.id] for send in failing]  # type: ignore[union-attr]
     actions = router.handle(SendsFailed(failing), 0.0)
-    assert [type(action) for action in actions] == [Abort, Resumed]
+    assert [type(action) for action in actions] == [Tell, Count]
     assert before.suspicion.in_doubt == {(0, 10)}
     assert not any(request.suspicion.in_doubt for request in unsent)
     assert set(router.failover.waiting) == {before, *unsent}
@@ -207,7 +208,7 @@ def test_an_engine_that_asks_is_told_once_requests_can_go_to_it() -> None:
     router.handle(view(1, entry(0, 10, ready=False)), 0.0)
     assert router.handle(EngineHello(b"x", asks), 0.0) == []
     router.handle(view(2, entry(0, 10)), 0.0)
-    assert router.handle(EngineHello(b"x", asks), 0.0) == [Confirm(b"x", 4)]
+    assert router.handle(EngineHello(b"x", asks), 0.0) == [Tell(b"x", RouteTaken(4))]
 
 
 def test_a_view_that_is_known_changes_nothing() -> None:

@@ -10,51 +10,51 @@ import pytest
 
 from engine.shared.config import BUNDLED_MODEL, ClusterConfig, EngineConfig, ModelConfig
 from server.config import FrontEndConfig, HttpConfig
-from server.fleet.ray.messages import ActorLaunch, ApiServerLaunch
+from server.fleet.ray.messages import ActorLaunch
 from server.fleet.ray.relay import in_memory, settled, start_program
 
 AT_HEAD = "/of/head/bundled_model"
 
 
-def launch(model: str) -> ActorLaunch:
-    config = EngineConfig(
+def config_of(model: str) -> EngineConfig:
+    return EngineConfig(
         model=ModelConfig(model=model),
         cluster=ClusterConfig(
             coordinator="head:7550", node="head", advertise_host="head", socket_dir="/of/head",
             cluster_key_file="/of/head/key",
         ),
     )  # fmt: skip
-    return ActorLaunch("engine 0", config, 1, {}, b"secret", "10.0.0.2", AT_HEAD)
 
 
 def test_the_key_is_a_file_on_no_disk() -> None:
     key = in_memory(b"a secret")
     assert key is not None
-    path = settled(launch("m").config, AT_HEAD, key, "10.0.0.2").cluster.cluster_key_file
+    path = settled(config_of("m"), AT_HEAD, key, "10.0.0.2").cluster.cluster_key_file
     assert path is not None
     assert Path(path).read_bytes() == b"a secret"
     assert not os.fstat(key).st_nlink
     os.close(key)
     assert in_memory(None) is None
-    assert settled(launch("m").config, AT_HEAD, None, "10.0.0.2").cluster.cluster_key_file is None
+    assert settled(config_of("m"), AT_HEAD, None, "10.0.0.2").cluster.cluster_key_file is None
 
 
 def test_what_belongs_to_the_supervisors_node_stays_there() -> None:
-    cluster = settled(launch("m").config, AT_HEAD, None, "10.0.0.2").cluster
+    cluster = settled(config_of("m"), AT_HEAD, None, "10.0.0.2").cluster
     assert cluster == ClusterConfig(coordinator="head:7550", node="10.0.0.2")
 
 
 def test_the_bundled_model_is_that_of_the_node() -> None:
-    assert settled(launch(AT_HEAD).config, AT_HEAD, None, "10.0.0.2").model.model == str(
-        BUNDLED_MODEL
-    )
-    assert settled(launch("/models/m").config, AT_HEAD, None, "10.0.0.2").model.model == "/models/m"
+    assert settled(config_of(AT_HEAD), AT_HEAD, None, "10.0.0.2").model.model == str(BUNDLED_MODEL)
+    assert settled(config_of("/models/m"), AT_HEAD, None, "10.0.0.2").model.model == "/models/m"
 
 
 def test_an_api_server_whose_address_is_taken_says_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         http = HttpConfig(port=taken.getsockname()[1])
         config = FrontEndConfig(http=http)
-        order = ApiServerLaunch("api on here", config, 1, {}, None, "10.0.0.2", AT_HEAD)
+        order = ActorLaunch(
+            name="api on here", api_server=config, incarnation=1, environment={}, cluster_key=None,
+            node="10.0.0.2",
+        )  # fmt: skip
         with pytest.raises(OSError, match=r"cannot listen on .*; choose another --port"):
             asyncio.run(start_program(msgspec.msgpack.encode(order), lambda _: None))
