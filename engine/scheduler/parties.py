@@ -1,5 +1,6 @@
 """Parties that share steps, requests of clients or tenants: a part of `Fairness`."""
 
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
@@ -12,10 +13,12 @@ class Parties:
     """Parties of one kind, and what each may still have in the step that is being planned.
 
     While others decode, the rows of a party may only add a fraction to the step's cost without
-    them; its sequences then take turns, the ones that have waited longest first. A row that costs
-    more than the party may have in one step is saved up for, as in deficit round robin (Shreedhar
-    and Varghese, 1996). A party that is alone is not limited, and none gets fewer rows than the
-    smallest other party has.
+    them; its sequences then take turns, the ones that have waited longest first. N parties that
+    want more rows than the smallest one add sqrt(N) times that fraction together, to the cost of a
+    step without any of them: what they slow down grows more slowly than their number, and yet with
+    it. A row that costs more than the party may have in one step is saved up for, as in deficit
+    round robin (Shreedhar and Varghese, 1996). A party that is alone is not limited, and none gets
+    fewer rows than the smallest other party has.
 
     Args:
         key: returns the party of a sequence.
@@ -34,7 +37,10 @@ class Parties:
         """Parties with held sequences, which keep their credit for the next step."""
         self._mixing: set[int] = set()
         """Parties with prompt tokens in this step, which have paid the mixed cost."""
-        self._planned = 0.0
+        self._beside = 0.0
+        """Rows of the parties that want no more than the smallest one."""
+        self._num_larger = 0
+        """Parties that want more rows than the smallest one."""
         self._ready: Collection[int] = ()
 
     def free(self) -> None:
@@ -65,9 +71,11 @@ class Parties:
             for party, members in parties.items()
         }
         smallest_first = sorted(parties, key=wants.__getitem__)
+        fewest = wants[smallest_first[0]] if smallest_first else 0.0
         if len(parties) == 1 and not alone:
-            self._planned = wants[smallest_first[0]]
+            self._beside = fewest
             return set()
+        self._num_larger = sum([each > fewest for each in wants.values()])
         held: set[int] = set()
         for place, party in enumerate(smallest_first):
             smallest_other = smallest_first[:1] if place else smallest_first[1:2]
@@ -83,7 +91,8 @@ class Parties:
                 self._saving.add(party)
             granted = sum([weights.get(each.id, 1.0) for each in members])
             self._credit[party] -= granted
-            self._planned += granted
+            if wants[party] == fewest:
+                self._beside += granted
         return held
 
     def tokens(self, request: Request) -> int:
@@ -132,7 +141,8 @@ class Parties:
             for party in self._refilled
         }
         self._ready = ready
-        self._planned = 0.0
+        self._beside = 0.0
+        self._num_larger = 0
         self._refilled.clear()
         self._saving.clear()
         self._mixing.clear()
@@ -145,7 +155,8 @@ class Parties:
         """Return a party's credit; its share, or `minimum` rows, is added once per step."""
         if party not in self._refilled:
             self._refilled.add(party)
-            share = self._fraction * (self._costs.base + self._planned)
+            alone = self._costs.base + self._beside
+            share = self._fraction * alone / math.sqrt(max(1, self._num_larger))
             self._credit[party] = self._credit.get(party, 0.0) + max(share, minimum)
         return self._credit[party]
 

@@ -1,0 +1,81 @@
+"""What the decodes of several large tenants together may add to the steps of a small one."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.scheduler.fairness import Fairness
+from engine.scheduler.preemption import Engine
+from engine.scheduler.request import Request, request_from_message
+from engine.scheduler.step_costs import PRIOR_BASE, StepCosts
+from engine.shared.messages import AddRequest, SamplingParams
+
+SLOWDOWN = 1.25
+
+
+class Decodes:
+    """An engine on which each tenant decodes some sequences without end."""
+
+    def __init__(self, sequences: list[int]) -> None:
+        self.fairness = Fairness(StepCosts(), Engine(1024, 1 << 16), max_slowdown=SLOWDOWN)
+        self.requests = [
+            self._sequence(1000 * tenant + each, tenant)
+            for tenant, count in enumerate(sequences)
+            for each in range(count)
+        ]
+        for each in self.requests:
+            self.fairness.come(each)
+            self.fairness.start(each)
+
+    @staticmethod
+    def _sequence(id: int, tenant: int) -> Request:
+        params = SamplingParams(max_tokens=9, seed=0)
+        message = AddRequest(id, "", 0, 0, [1], params, tenant=tenant)
+        return request_from_message(
+            message, arrival=id, priority=0, max_model_len=99, eos_token_ids=frozenset()
+        )
+
+    def step(self) -> list[int]:
+        """Return the tenant of each row of the next step."""
+        held = self.fairness.hold(self.requests)
+        return [each.tenant for each in self.requests if each.id not in held]
+
+    def rows(self, steps: int) -> list[int]:
+        """Return how many rows each of some steps has."""
+        return [len(self.step()) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("tenants", [1, 4, 9, 16, 64])
+def test_large_tenants_together_add_the_root_of_their_number_times_what_one_may(
+    tenants: int,
+) -> None:
+    streams = 1
+    rows = Decodes([streams, *[200] * tenants]).rows(400)
+    alone = PRIOR_BASE + streams
+    together = max((SLOWDOWN - 1) * math.sqrt(tenants) * alone, tenants * streams)
+    assert sum(rows) / len(rows) - streams == pytest.approx(together, rel=0.05)
+    assert max(rows) - streams <= together + tenants  # each may have saved up a part of a row
+
+
+@settings(max_examples=200, deadline=None)
+@given(sequences=st.lists(st.integers(1, 40), min_size=2, max_size=12))
+def test_no_tenant_gets_fewer_rows_than_the_smallest_one(sequences: list[int]) -> None:
+    engine = Decodes(sequences)
+    for _ in range(20):
+        rows = engine.step()
+        for tenant in range(len(sequences)):
+            assert rows.count(tenant) >= min(sequences)
+
+
+def test_the_rows_of_equal_tenants_are_not_limited() -> None:
+    assert set(Decodes([30] * 10).rows(20)) == {300}
+
+
+def test_every_sequence_of_a_large_tenant_gets_its_turn() -> None:
+    engine = Decodes([2, *[50] * 9])
+    waiting = {each.id for each in engine.requests}
+    for _ in range(60):
+        waiting &= engine.fairness.hold(engine.requests)
+    assert not waiting
