@@ -11,7 +11,6 @@ from engine.shared.messages import (
     AdapterSheet,
     AdaptersInUse,
     AdaptersView,
-    AdapterWish,
 )
 
 REPEAT_INTERVAL = 1.0
@@ -19,7 +18,7 @@ REPEAT_INTERVAL = 1.0
 
 
 class Adapters:
-    """The newest sheet, the leases on its versions, and the wishes that have no outcome yet."""
+    """The newest sheet, and the leases on its versions."""
 
     def __init__(self, front_end: int, incarnation: int) -> None:
         self._front_end = front_end
@@ -27,19 +26,18 @@ class Adapters:
         self.sheet: AdapterSheet | None = None
         """None while no engine has adapters, as far as is known."""
         self._leases: Counter[str] = Counter()
-        self._wishes: dict[int, AdapterWish] = {}
         self._said: AdaptersInUse | None = None
         self._repeat_at = float("-inf")
 
     def take(self, view: AdaptersView | None) -> list[AdapterOutcome]:
-        """Take what the coordinator says; return the outcomes of wishes.
+        """Take what the coordinator says; return the outcomes of wishes, of whichever front end.
 
         One that has started again may know less than this front end, which has told it then.
         """
         if view is None or (self.sheet is not None and view.sheet.revision < self.sheet.revision):
             return []
         self.sheet = view.sheet
-        return [each for each in view.outcomes if self._wishes.pop(each.ticket, None)]
+        return view.outcomes
 
     @property
     def served(self) -> dict[str, str]:
@@ -71,23 +69,14 @@ class Adapters:
             if not self._leases[version]:
                 del self._leases[version]
 
-    def wish(self, wish: AdapterWish) -> None:
-        """Ask for a change, until `take` returns its outcome or it is given up."""
-        self._wishes[wish.ticket] = wish
-        self._repeat_at = float("-inf")
-
-    def give_up(self, ticket: int) -> None:
-        """Nobody waits for an outcome any longer."""
-        self._wishes.pop(ticket, None)
-
-    def notices(self, now: float) -> list[AdaptersInUse | AdapterWish]:
+    def notice(self, now: float) -> AdaptersInUse | None:
         """Return what the coordinator has to be told at `now` (seconds, monotonic)."""
         if self.sheet is None:
-            return []
+            return None
         said = AdaptersInUse(
             self._front_end, self._incarnation, self.sheet.revision, sorted(self._leases)
         )
         if said == self._said and now < self._repeat_at:
-            return []
+            return None
         self._said, self._repeat_at = said, now + REPEAT_INTERVAL
-        return [said, *self._wishes.values()]
+        return said

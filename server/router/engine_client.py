@@ -9,7 +9,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import zmq
 
@@ -93,10 +94,10 @@ class EngineClient:
         self._notify = notify
         self.adapters = Adapters(front_end, router.members.incarnation)
         """The adapters that requests may name."""
-        self._wishes: dict[int, asyncio.Future[AdapterOutcome]] = {}
+        self._wishes: dict[int, tuple[AdapterWish | FleetWish, asyncio.Future[Any]]] = {}
+        """What was wished of the coordinator, and its answers, by ticket."""
         self.fleet: FleetOrder | None = None
         """The newest order for all engines that is known here."""
-        self._fleet_wishes: dict[int, tuple[FleetWish, asyncio.Future[int]]] = {}
         self._idle = asyncio.Event()
         self._shell = RouterShell(
             router,
@@ -175,17 +176,12 @@ class EngineClient:
 
     def weight_version(self, rank: int) -> str:
         route = self._router.members.routes.get(rank)
-        stats = None if route is None else route.traffic.stats
+        stats = None if route is None else route.stats
         return "" if stats is None else stats.weight_version
 
     @property
     def stats_age(self) -> dict[int, float]:
         return self._router.members.stats_age(time.monotonic())
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests of this front end that have not ended."""
-        return len(self._router.delivery.in_flight)
 
     def submit(self, message: AddRequest, pinned_rank: int | None = None) -> RequestStream:
         """Route one sequence to an engine and return its stream."""
@@ -229,19 +225,14 @@ class EngineClient:
         if self.adapters.sheet is None:
             return AdapterOutcome(0, 400, "No engine serves adapters: --enable-lora.")
         wish = AdapterWish(secrets.randbits(60), name, path, in_place)
-        outcome: asyncio.Future[AdapterOutcome] = self._loop.create_future()
-        self._wishes[wish.ticket] = outcome
-        self.adapters.wish(wish)
-        self._tell_of_adapters()
         try:
             async with asyncio.timeout(UTILITY_TIMEOUT):
-                return await outcome
+                with self._wished(wish) as answer:
+                    outcome: AdapterOutcome = await answer
+                    return outcome
         except TimeoutError:
             reason = f"Not all engines and front ends had done it after {UTILITY_TIMEOUT:g} s."
             return AdapterOutcome(wish.ticket, 503, reason)
-        finally:
-            del self._wishes[wish.ticket]
-            self.adapters.give_up(wish.ticket)
 
     async def order_fleet(
         self, wish: FleetWish, within: float = UTILITY_TIMEOUT
@@ -253,15 +244,15 @@ class EngineClient:
         Raises:
             NoEngineAvailable: not all had done it within `within` seconds; the order stands.
         """
-        ordered: asyncio.Future[int] = self._loop.create_future()
-        self._fleet_wishes[wish.ticket] = wish, ordered
-        self._notify(wish)
         missing = "the coordinator has not taken the order"
         try:
             async with asyncio.timeout(within):
-                revision = await ordered
+                with self._wished(wish) as answer:
+                    revision: int = await answer
                 while True:
-                    results = await self._infos()
+                    # What the engines that are there say of themselves.
+                    there = self._router.members.has_engines
+                    results = await self.call_utility(None, "info", {}) if there else []
                     late = [each for each in results if not _followed(each, wish, revision)]
                     if not late:
                         return results
@@ -269,17 +260,26 @@ class EngineClient:
                     await asyncio.sleep(FLEET_INTERVAL)
         except TimeoutError:
             raise NoEngineAvailable(f"After {within:g} s {missing}.") from None
-        finally:
-            del self._fleet_wishes[wish.ticket]
 
-    async def _infos(self) -> list[UtilityResult]:
-        """Return what the engines that are there say of themselves."""
-        if not self._router.members.has_engines:
-            return []
-        return await self.call_utility(None, "info", {})
+    @contextlib.contextmanager
+    def _wished(self, wish: AdapterWish | FleetWish) -> Iterator[asyncio.Future[Any]]:
+        """Tell the coordinator a wish, and again with each tick until it has answered."""
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._wishes[wish.ticket] = wish, answer
+        self._notify(wish)
+        try:
+            yield answer
+        finally:
+            del self._wishes[wish.ticket]
+
+    def _answer(self, ticket: int, answer: AdapterOutcome | int) -> None:
+        _, waiting = self._wishes.get(ticket, (None, None))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _tell_of_adapters(self) -> None:
-        for notice in self.adapters.notices(time.monotonic()):
+        notice = self.adapters.notice(time.monotonic())
+        if notice is not None:
             self._notify(notice)
 
     async def drain(self, within: float) -> int:
@@ -337,9 +337,7 @@ class EngineClient:
         self._take_fleet(view.fleet)
         self._handle(view)
         for each in outcomes:
-            waiting = self._wishes.get(each.ticket)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(each)
+            self._answer(each.ticket, each)
 
     def _take_fleet(self, order: FleetOrder | None) -> None:
         """Take the order of a view, unless a coordinator that has begun anew knows less."""
@@ -347,17 +345,15 @@ class EngineClient:
             return
         self.fleet = order
         for ticket in order.tickets:
-            _, ordered = self._fleet_wishes.get(ticket, (None, None))
-            if ordered is not None and not ordered.done():
-                ordered.set_result(order.revision)
+            self._answer(ticket, order.revision)
 
     def _tick(self) -> None:
         self._handle(Tick())
         if self._num_held:
             self._metrics.count("held_request_seconds", by=self._num_held * TICK_INTERVAL)
         self._tell_of_adapters()
-        for wish, ordered in self._fleet_wishes.values():
-            if not ordered.done():
+        for wish, answer in self._wishes.values():
+            if not answer.done():
                 self._notify(wish)
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
 

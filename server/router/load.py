@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from engine.shared.messages import EngineStats
 from server.router.load_table import LoadTable, received_from
-from server.router.route import Behind, Route, Traffic
+from server.router.route import Behind, Route
 from server.router.routing import EngineLoad
 
 
@@ -42,30 +42,29 @@ class Loads:
             Whether messages to or from the engine were lost: they had been missing for a grace
             when newer stats came, and are missing still.
         """
-        traffic = route.traffic
-        if traffic.stats is not None and stats.version <= traffic.stats.version:
+        if route.stats is not None and stats.version <= route.stats.version:
             return False
-        traffic.stats = stats
-        traffic.stats_at = now
-        traffic.load = None
-        return self._is_behind(traffic, stats, now)
+        route.stats = stats
+        route.stats_at = now
+        route.load = None
+        return self._is_behind(route, stats, now)
 
-    def _is_behind(self, traffic: Traffic, stats: EngineStats, now: float) -> bool:
+    def _is_behind(self, route: Route, stats: EngineStats, now: float) -> bool:
         seen = received_from(stats, self._front_end, self._incarnation)
         requests, outputs = (seen.requests, seen.outputs) if seen else (0, 0)
-        sent = traffic.sent
+        sent = route.sent
         if seen is not None and requests > sent.requests:
             # What was thought lost has arrived after all.
-            sent = traffic.sent = sent._replace(requests=requests, prompt_tokens=seen.prompt_tokens)
-        behind = traffic.behind
-        if behind is not None and requests >= behind.requests and traffic.outputs >= behind.outputs:
+            sent = route.sent = sent._replace(requests=requests, prompt_tokens=seen.prompt_tokens)
+        behind = route.behind
+        if behind is not None and requests >= behind.requests and route.outputs >= behind.outputs:
             behind = None
-        if behind is None and (requests < sent.requests or outputs > traffic.outputs):
+        if behind is None and (requests < sent.requests or outputs > route.outputs):
             behind = Behind(now, sent.requests, outputs)
-        traffic.behind = behind
+        route.behind = behind
         if behind is None or now - behind.since <= self._grace:
             return False
-        traffic.behind = None
+        route.behind = None
         return True
 
     def outputs_arrived(self, route: Route | None, stats: EngineStats) -> int:
@@ -81,37 +80,34 @@ class Loads:
         seen = received_from(stats, self._front_end, self._incarnation)
         if seen is None or seen.outputs == 0:
             return 0  # an engine that does not count them
-        traffic = route.traffic
-        order = seen.outputs - traffic.outputs - 1
-        traffic.outputs = max(traffic.outputs, seen.outputs)
+        order = seen.outputs - route.outputs - 1
+        route.outputs = max(route.outputs, seen.outputs)
         return order
 
     def sent(self, route: Route, prompt_tokens: int) -> None:
         """Count a request that is sent to an engine."""
-        before = route.traffic.sent
+        before = route.sent
         self._sent_so_far(route, before.requests + 1, before.prompt_tokens + prompt_tokens)
 
     def not_sent(self, route: Route, prompt_tokens: int) -> None:
         """A request that was counted could not be sent."""
-        before = route.traffic.sent
+        before = route.sent
         self._sent_so_far(route, before.requests - 1, before.prompt_tokens - prompt_tokens)
 
     def forget_unreceived(self, route: Route) -> None:
         """What an engine has not received by now is taken for lost."""
-        traffic = route.traffic
-        seen = received_from(traffic.stats, self._front_end, self._incarnation)
-        traffic.behind = None
+        seen = received_from(route.stats, self._front_end, self._incarnation)
+        route.behind = None
         if seen is not None:
-            traffic.outputs = max(traffic.outputs, seen.outputs)
+            route.outputs = max(route.outputs, seen.outputs)
         self._sent_so_far(route, seen.requests if seen else 0, seen.prompt_tokens if seen else 0)
 
     def _sent_so_far(self, route: Route, requests: int, prompt_tokens: int) -> None:
-        traffic = route.traffic
-        before = traffic.sent
-        traffic.sent = before._replace(requests=requests, prompt_tokens=prompt_tokens)
-        traffic.load = None
+        before = route.sent
+        route.sent = before._replace(requests=requests, prompt_tokens=prompt_tokens)
+        route.load = None
         if self._table is not None:
-            self._table.publish(route.entry.rank, traffic.sent)
+            self._table.publish(route.entry.rank, route.sent)
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -125,22 +121,21 @@ class Loads:
         table = self._table
         loads = []
         for route in routes:
-            traffic = route.traffic
             if table is not None:  # what others have sent changes without notice
                 cells = table.cells(route.entry.rank)
-                if cells != traffic.cells:
-                    traffic.cells, traffic.load = cells, None
-            load = traffic.load
+                if cells != route.cells:
+                    route.cells, route.load = cells, None
+            load = route.load
             if load is None:
-                load = traffic.load = self._load(route.entry.rank, traffic)
+                load = route.load = self._load(route)
             loads.append(load)
         return loads
 
-    def _load(self, rank: int, traffic: Traffic) -> EngineLoad:
-        stats, own = traffic.stats, traffic.sent
+    def _load(self, route: Route) -> EngineLoad:
+        stats, own = route.stats, route.sent
         senders = [(self._front_end, own)]
         if self._table is not None:
-            senders += self._table.peers(traffic.cells)
+            senders += self._table.peers(route.cells)
         requests = tokens = 0
         for front_end, sent in senders:
             if sent.engine_incarnation != own.engine_incarnation:
@@ -153,9 +148,9 @@ class Loads:
                 requests += max(0, sent.requests - seen.requests)
                 tokens += max(0, sent.prompt_tokens - seen.prompt_tokens)
         if stats is None:
-            return EngineLoad(rank, requests, requests, tokens, 0.0)
+            return EngineLoad(route.entry.rank, requests, requests, tokens, 0.0)
         return EngineLoad(
-            rank,
+            route.entry.rank,
             stats.running + stats.waiting + requests,
             stats.waiting,
             stats.queued_prefill_tokens + tokens,

@@ -12,7 +12,7 @@ from engine.shared.messages import ClusterView, EngineEntry, RouteHello
 from engine.shared.roster import Roster
 from engine.shared.scope import EVERYTHING, Scope
 from server.router.load_table import Sent
-from server.router.route import Engine, HeardHello, Route, Traffic
+from server.router.route import Engine, HeardHello, Route
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Members:
             for rank, incarnation in list(self._hellos):
                 if rank == entry.rank and incarnation != entry.incarnation:
                     del self._hellos[rank, incarnation]
-            route = Route(entry, Traffic(Sent(self.incarnation, entry.incarnation, 0, 0)))
+            route = Route(entry=entry, sent=Sent(self.incarnation, entry.incarnation, 0, 0))
         hello = self._hellos.get(route.engine)
         if hello is not None:
             route.identity, route.heard_at = hello.identity, hello.at
@@ -157,7 +157,7 @@ class Members:
         self._looked_at = now
         for rank, route in self.routes.items() if held_up else ():
             route.heard_at = now
-            route.traffic.behind = None
+            route.behind = None
             self._roster.lives(rank, now)
 
     def heard(self, sender: bytes, hello: RouteHello, now: float) -> bool:
@@ -267,9 +267,9 @@ class Members:
     def stats_age(self, now: float) -> dict[int, float]:
         """Seconds since the newest stats of each engine arrived here."""
         return {
-            rank: now - route.traffic.stats_at
+            rank: now - route.stats_at
             for rank, route in self.routes.items()
-            if route.traffic.stats is not None
+            if route.stats is not None
         }
 
     def unseen_front_ends(self, seen: int) -> int:

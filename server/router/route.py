@@ -12,10 +12,18 @@ Engine = tuple[int, int]
 """Rank and incarnation of one engine process."""
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What went to an engine process and came from it; `server.router.load` keeps it."""
+@dataclass(slots=True, kw_only=True)
+class Route:
+    """One engine process: what the coordinator says of it, how to reach it, and its traffic.
 
+    `server.router.load` keeps what went there and came back, from `sent` on.
+    """
+
+    entry: EngineEntry
+    identity: bytes | None = None
+    """Its socket's, while it can be reached."""
+    heard_at: float = 0.0
+    """When its request route was last said to be open."""
     sent: Sent
     stats: EngineStats | None = None
     stats_at: float = 0.0
@@ -30,18 +38,6 @@ class Traffic:
     images: ImageWindow | None = None
     """The images that it has of this front end; None: none were sent yet."""
 
-
-@dataclass(slots=True)
-class Route:
-    """One engine process: what the coordinator says of it, how to reach it, and its traffic."""
-
-    entry: EngineEntry
-    traffic: Traffic
-    identity: bytes | None = None
-    """Its socket's, while it can be reached."""
-    heard_at: float = 0.0
-    """When its request route was last said to be open."""
-
     @property
     def engine(self) -> Engine:
         return self.entry.rank, self.entry.incarnation
@@ -54,7 +50,7 @@ class Route:
     @property
     def is_usable(self) -> bool:
         """Whether it runs what it is sent."""
-        stats = self.traffic.stats
+        stats = self.stats
         return self.is_open and not (stats is not None and stats.halted)
 
     def has_adapter(self, version: str) -> bool:
@@ -81,7 +77,7 @@ class Route:
 
     def has_resident(self, version: str) -> bool:
         """Whether its steps are computed with a version already."""
-        stats = self.traffic.stats
+        stats = self.stats
         return (
             stats is not None and stats.adapters is not None and version in stats.adapters.resident
         )
@@ -89,25 +85,25 @@ class Route:
     @property
     def hands_over(self) -> bool:
         """Whether it is halted and others are to take its requests."""
-        stats = self.traffic.stats
+        stats = self.stats
         return self.is_open and stats is not None and stats.hands_over
 
     @property
     def alone(self) -> int:
         """Id of the request that it runs alone; 0 if there is none."""
-        stats = self.traffic.stats
+        stats = self.stats
         return 0 if stats is None else stats.alone
 
     @property
     def is_idle(self) -> bool:
         """Whether it has nothing to do, as far as its stats are known."""
-        stats = self.traffic.stats
+        stats = self.stats
         return stats is None or stats.running + stats.waiting == 0
 
     @property
     def num_slots(self) -> int:
         """Sequences that it can run at once."""
-        setup, stats = self.entry.setup, self.traffic.stats
+        setup, stats = self.entry.setup, self.stats
         configured = 0 if setup is None else setup.max_num_seqs
         if stats is None:
             return configured

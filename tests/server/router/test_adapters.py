@@ -4,11 +4,9 @@ from msgspec.structs import replace
 
 from engine.shared.messages import (
     AdapterEntry,
-    AdapterOutcome,
     AdapterSheet,
     AdaptersInUse,
     AdaptersView,
-    AdapterWish,
 )
 from server.router.adapters import REPEAT_INTERVAL, Adapters
 from server.router.routing import Choice, EngineLoad, with_adapter
@@ -16,10 +14,8 @@ from server.router.routing import Choice, EngineLoad, with_adapter
 SQL = AdapterEntry(1, "sql", "/a/sql", "v1", "serving")
 
 
-def view(revision: int, *entries: AdapterEntry, outcomes: tuple[int, ...] = ()) -> AdaptersView:
-    return AdaptersView(
-        AdapterSheet(revision, list(entries)), [AdapterOutcome(each, 200) for each in outcomes]
-    )
+def view(revision: int, *entries: AdapterEntry) -> AdaptersView:
+    return AdaptersView(AdapterSheet(revision, list(entries)), [])
 
 
 def test_only_what_is_served_may_be_named() -> None:
@@ -49,32 +45,20 @@ def test_a_coordinator_that_knows_less_is_not_believed() -> None:
 
 def test_the_coordinator_hears_of_each_change_at_once_and_of_all_again() -> None:
     adapters = Adapters(2, 9)
-    assert adapters.notices(0.0) == []
+    assert adapters.notice(0.0) is None
     adapters.take(view(3, SQL))
-    assert adapters.notices(0.0) == [AdaptersInUse(2, 9, 3)]
-    assert adapters.notices(0.1) == []
+    assert adapters.notice(0.0) == AdaptersInUse(2, 9, 3)
+    assert adapters.notice(0.1) is None
     adapters.lease("v1")
     adapters.lease("v1")
     adapters.lease("")
-    assert adapters.notices(0.2) == [AdaptersInUse(2, 9, 3, ["v1"])]
+    assert adapters.notice(0.2) == AdaptersInUse(2, 9, 3, ["v1"])
     adapters.release("v1")
-    assert adapters.notices(0.3) == []
+    assert adapters.notice(0.3) is None
     adapters.release("v1")
     adapters.release("")
-    assert adapters.notices(0.4) == [AdaptersInUse(2, 9, 3)]
-    assert adapters.notices(0.4 + REPEAT_INTERVAL) == [AdaptersInUse(2, 9, 3)]
-
-
-def test_a_wish_is_repeated_until_its_outcome_comes() -> None:
-    adapters = Adapters(0, 9)
-    adapters.take(view(3))
-    wish = AdapterWish(7, "sql", "sql")
-    adapters.wish(wish)
-    assert wish in adapters.notices(1.0)
-    assert wish in adapters.notices(1.0 + REPEAT_INTERVAL)
-    assert [each.ticket for each in adapters.take(view(4, SQL, outcomes=(6, 7)))] == [7]
-    assert wish not in adapters.notices(9.0)
-    assert adapters.take(view(4, SQL, outcomes=(6, 7))) == []
+    assert adapters.notice(0.4) == AdaptersInUse(2, 9, 3)
+    assert adapters.notice(0.4 + REPEAT_INTERVAL) == AdaptersInUse(2, 9, 3)
 
 
 def test_an_engine_that_has_it_in_a_slot_is_preferred_where_loads_are_equal() -> None:

@@ -20,7 +20,7 @@ from engine.shared.messages import (
 )
 from server.router.block_index import ASK_AGAIN, BlockIndex
 from server.router.load_table import Sent
-from server.router.route import Route, Traffic
+from server.router.route import Route
 from tests.server.router.known_engines import entry, setup
 
 SIZE = 4
@@ -88,7 +88,9 @@ class Engines:
         self.caches[rank] = cache()
         self._open.pop(rank, None)
         listed = msgspec.structs.replace(entry(rank, incarnation), setup=SETUP)
-        self.routes[rank] = Route(listed, Traffic(Sent(1, incarnation, 0, 0)), b"%d" % rank)
+        self.routes[rank] = Route(
+            entry=listed, sent=Sent(1, incarnation, 0, 0), identity=b"%d" % rank
+        )
 
     def follow(self) -> list[KvBlocksWanted]:
         """The front end asks; engines answer if they have something new."""

@@ -14,6 +14,10 @@ import zmq
 from engine.shared.config import ClusterConfig
 from engine.shared.messages import (
     AbortRequests,
+    AdapterOutcome,
+    AdapterSheet,
+    AdaptersView,
+    AdapterWish,
     AddRequest,
     ClusterView,
     EncoderInput,
@@ -165,6 +169,15 @@ class World:
             *[(each.rank, each.incarnation) for each in engines], running=running
         )
 
+    def publish_adapters(self, adapters: AdaptersView) -> None:
+        self._version += 1
+        self.client.view_changed(
+            ClusterView(
+                epoch=1, version=self._version, wave=3, running=False, engines=[],
+                num_front_ends=1, adapters=adapters,
+            )
+        )  # fmt: skip
+
     def publish_processes(self, *engines: tuple[int, int], running: bool = False) -> None:
         self._version += 1
         entries = [EngineEntry(*engine, True, "h", 0, self.setup, None) for engine in engines]
@@ -304,7 +317,7 @@ async def test_what_a_shutdown_does_not_wait_for_ends_with_an_error(tmp_path: Pa
                 await stream.next()
             stream.close()
             assert isinstance(await engines[stream.request.rank].receive(), AbortRequests)
-        assert w.client.num_in_flight == 0
+        assert not w.router.delivery.in_flight
         for ask in (w.client.check_takes_requests, lambda: w.submit("r", [1], GREEDY)):
             with pytest.raises(NoEngineAvailable, match="shutting down"):
                 ask()
@@ -326,7 +339,7 @@ async def test_requests_go_to_both_engines_and_come_back_merged(tmp_path: Path) 
             output = await stream.next()
             assert (output.token_ids, output.finish_reason) == ([5, 6, 7], "length")
             assert output.num_cached_tokens == 2
-        assert w.client.num_in_flight == 0
+        assert not w.router.delivery.in_flight
 
 
 async def test_a_request_to_paused_engines_comes_with_a_wake_up_notice(tmp_path: Path) -> None:
@@ -349,7 +362,7 @@ async def test_closing_an_unfinished_stream_aborts_it_once(tmp_path: Path) -> No
         request = await engine.receive()
         assert await engine.receive() == AbortRequests([request.id])  # type: ignore[union-attr]
         assert engine.silent()
-        assert w.client.num_in_flight == 0
+        assert not w.router.delivery.in_flight
 
 
 @pytest.mark.parametrize("how", ["last words", "view", "unreachable"])
@@ -487,7 +500,7 @@ async def test_a_request_whose_engines_keep_dying_ends_when_one_dies_of_it_alone
             )
         with pytest.raises(KillsEngines, match="ended 4 engines"):
             await stream.next()
-        assert w.client.num_in_flight == 0
+        assert not w.router.delivery.in_flight
 
 
 async def test_late_last_words_of_a_predecessor_fail_no_call_of_its_successor(
@@ -587,6 +600,26 @@ async def test_nobody_can_be_called_before_an_engine_joins(tmp_path: Path) -> No
     async with world(tmp_path) as w:
         with pytest.raises(NoEngineAvailable, match="no engine can be called"):
             await w.client.call_utility(None, "info", {})
+
+
+async def test_a_wish_is_repeated_until_the_coordinator_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.router.engine_client.TICK_INTERVAL", 0.01)
+    async with world(tmp_path) as played:
+        sheet = AdapterSheet(3, [])
+        played.publish_adapters(AdaptersView(sheet, []))
+        changing = asyncio.create_task(played.client.change_adapter("sql", "/a/sql"))
+
+        def wishes() -> list[AdapterWish]:
+            return [each for each in played.notices if isinstance(each, AdapterWish)]
+
+        await until_async(lambda: len(wishes()) > 2, "it is said again")
+        [ticket] = {each.ticket for each in wishes()}
+        others = AdapterOutcome(ticket + 1, 400)
+        played.publish_adapters(AdaptersView(sheet, [others, AdapterOutcome(ticket, 200)]))
+        assert (await changing).status == 200
+        assert not played.client._wishes
 
 
 async def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:

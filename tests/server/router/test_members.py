@@ -17,7 +17,7 @@ from tests.server.router.known_engines import (
 
 
 def take_stats(members: Members, of: EngineStats) -> None:
-    members.routes[of.rank].traffic.stats = of
+    members.routes[of.rank].stats = of
 
 
 def test_an_engine_takes_requests_once_ready_and_greeted_in_any_order() -> None:
