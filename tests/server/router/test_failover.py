@@ -130,8 +130,9 @@ def test_an_image_crosses_once_and_again_after_messages_were_lost() -> None:
     route.entry = replace(route.entry, setup=setup)
 
     def crossing(actions: list[Action]) -> list[list[bytes]]:
-        sent = [action.message for action in actions if isinstance(action, Send)]
-        return [[each.pixels for each in message.encoder_inputs] for message in sent]
+        messages = [each.message for each in actions if isinstance(each, Send)]
+        sent = [each for each in messages if isinstance(each, AddRequest)]
+        return [[image.pixels for image in each.encoder_inputs] for each in sent]
 
     def send() -> list[Action]:
         image = EncoderInput(0, 1, b"digest", 1, 1, b"pixels")
