@@ -69,6 +69,9 @@ def test_an_image_of_many_requests_is_encoded_once_by_each_engine(stack: Running
     saved = "encoder_cache_hits_total", "prefix_cache_hits_total"
     until(lambda: any(total(stack.url, each) > 0 for each in saved), "most found it done")
     assert total(stack.url, "encoded_images_total") <= 2 * TILES
+    shown, held = (total(stack.url, f"mm_cache_{each}_total") for each in ("queries", "hits"))
+    assert shown >= MANY * TILES
+    assert shown - held <= 4 * TILES, "each of two API servers sends it once to each engine"
 
 
 def test_streams_about_images_go_on_elsewhere_when_their_engine_is_killed(

@@ -27,6 +27,7 @@ from engine.kv_tiers.tiers import KvTiers
 from engine.scheduler.admission import AdmissionPolicy
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import CacheConfig, EngineConfig
+from engine.shared.image_window import IMAGE_WINDOW_BYTES
 from engine.shared.messages import (
     AbortRequests,
     AdapterSheet,
@@ -305,6 +306,12 @@ class EngineCore:
     def _add(self, message: AddRequest) -> None:
         if not self._is_present(message.front_end, message.request_id):
             return
+        with_images = self._front_ends.with_images(message)
+        if with_images is None:
+            name = message.request_id
+            logger.warning("request %s: its images were lost", name, extra={"request_id": name})
+            return
+        message = with_images
         self._front_ends.count_request(message)
         if logger.isEnabledFor(logging.DEBUG):
             name = message.request_id
@@ -349,4 +356,5 @@ def _setup(
         info.is_batch_invariant,
         images=info.vision is not None,
         tells_blocks=info.has_kv and cache.enable_prefix_caching and not info.in_one_step,
+        image_window=0 if info.vision is None else IMAGE_WINDOW_BYTES,
     )

@@ -1,10 +1,11 @@
 """The front ends that an engine has: what came from each, and what each is to be sent."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.scheduler.outputs import Outputs
+from engine.shared.image_window import IMAGE_WINDOW_BYTES, ImageWindow
 from engine.shared.messages import (
     AddRequest,
     EngineStats,
@@ -46,6 +47,7 @@ class _FrontEnd:
     requests: int = 0
     prompt_tokens: int = 0
     outputs: int = 0
+    images: ImageWindow = field(default_factory=lambda: ImageWindow(IMAGE_WINDOW_BYTES))
 
 
 class FrontEnds:
@@ -102,6 +104,19 @@ class FrontEnds:
         entry = self._entries[message.front_end]
         entry.requests += 1
         entry.prompt_tokens += message.num_tokens
+
+    def with_images(self, message: AddRequest) -> AddRequest | None:
+        """Return a request of a front end that is there with the images that it leaves out.
+
+        None if they are not here: an earlier message was lost. The request does not count as
+        received then, and the front end, which notices that, sends it again with all images.
+        """
+        if not message.encoder_inputs:
+            return message
+        try:
+            return self._entries[message.front_end].images.with_held(message)
+        except KeyError:
+            return None
 
     def received(self) -> list[Received]:
         """Return the counts of those that are there."""

@@ -53,6 +53,10 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "lora_generation_tokens": ("Tokens generated with an adapter.", "lora_name"),
     "lora_prompt_tokens": ("Prompt tokens of requests for an adapter.", "lora_name"),
     "lora_requests": ("Requests that were answered with an adapter.", "lora_name"),
+    "mm_cache_hits": ("Of mm_cache_queries, images that the engine had.",),
+    "mm_cache_queries": (
+        "Images that sequences sent to engines show; those that the engine has are not sent again.",
+    ),
     "requests_resumed": (
         "Requests that continued on another engine after theirs was lost.",
     ),

@@ -85,25 +85,29 @@ class Delivery:
         members = self._members
         route = members.routes[choice.rank]
         assert route.identity is not None, f"engine {choice.rank} was offered without a route"
-        message = request.to_send(members.wave)
+        message = route.without_held_images(request.to_send(members.wave))
         was_paused = members.paused
         self._loads.sent(route, message.num_tokens)
         request.engine = rank, incarnation = route.engine
         request.times.sent(rank, now)
         if message.alone:
             request.suspicion.tried_on = request.engine
-        send = Send(route.identity, rank, incarnation, message, choice.reason)
+        actions: list[Action] = [Send(route.identity, rank, incarnation, message, choice.reason)]
+        if images := message.encoder_inputs:
+            actions.append(Count("mm_cache_queries", len(images)))
+            actions.append(Count("mm_cache_hits", sum(not each.pixels for each in images)))
         if not was_paused:
-            return [send]
+            return actions
         if self._woken_at is None:
             self._woken_at = now
-        return [send, Notify(WakeUp(self._front_end, rank, members.wave))]
+        return [*actions, Notify(WakeUp(self._front_end, rank, members.wave))]
 
     def not_sent(self, message: AddRequest, engine: Engine) -> RoutedRequest | None:
         """A send failed: return the request, now on no engine, if it has not ended."""
         route = self._members.find(*engine)
         if route is not None:
             self._loads.not_sent(route, message.num_tokens)
+            route.images = None
         request = self.in_flight.get(message.id)
         if request is not None:
             request.engine = request.suspicion.tried_on = None

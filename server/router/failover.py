@@ -116,6 +116,7 @@ class Failover:
         route = self._members.find(*engine)
         if route is not None:
             self._loads.forget_unreceived(route)
+            route.images = None
         what = "messages to or from engine %d were lost: resending %d requests"
         logger.warning(what, engine[0], len(again))
         actions = self._delivery.abort([each.id for each in again], engine) if again else []

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.shared.image_window import ImageWindow
 from engine.shared.messages import AddRequest, EngineEntry, EngineStats
 from server.router.load_table import Sent
 from server.router.routing import KV_PRESSURE_FROM, EngineLoad
@@ -34,6 +35,8 @@ class Route:
     """
     cells: list[bytes] = field(default_factory=list)
     """What neighbours had sent to it then, as the shared table holds it."""
+    images: ImageWindow | None = None
+    """The images that it has of this front end; None: none were sent yet."""
 
     @property
     def engine(self) -> Engine:
@@ -54,6 +57,14 @@ class Route:
     def takes_images(self) -> bool:
         """Whether requests may show it images."""
         return self.entry.setup is not None and self.entry.setup.images
+
+    def without_held_images(self, message: AddRequest) -> AddRequest:
+        """Return what to send it of a request: without images that it has."""
+        if not message.encoder_inputs or self.entry.setup is None:
+            return message
+        if self.images is None:
+            self.images = ImageWindow(self.entry.setup.image_window)
+        return self.images.without_held(message)
 
     def can_serve(self, message: AddRequest) -> bool:
         """Whether it is able to compute a request."""

@@ -39,6 +39,8 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     """Whether prompts may show images (`AddRequest.encoder_inputs`)."""
     tells_blocks: bool = False
     """Whether it answers `KvBlocksWanted`."""
+    image_window: int = 0
+    """Bytes of images that it keeps for each front end (`engine.shared.image_window`)."""
 
     @property
     def kv_tokens(self) -> int:

@@ -130,7 +130,7 @@ class EncoderInput(Message, frozen=True):
     width: int
     pixels: bytes
     """RGB, one byte each, row by row, at the size that the encoder takes; neither rescaled nor
-    normalized."""
+    normalized. Empty where the engine has them (`engine.shared.image_window`)."""
 
 
 class AddRequest(Message, frozen=True):

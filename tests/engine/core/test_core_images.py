@@ -32,7 +32,7 @@ def test_a_wrong_image_ends_its_request_and_no_other() -> None:
     wrong = request(2, 1)
     for each in (
         request(1, 1),
-        replace(wrong, encoder_inputs=[replace(wrong.encoder_inputs[0], pixels=b"")]),
+        replace(wrong, encoder_inputs=[replace(wrong.encoder_inputs[0], pixels=b"x")]),
         request(3, 1),
     ):
         core.handle(each)
@@ -40,9 +40,35 @@ def test_a_wrong_image_ends_its_request_and_no_other() -> None:
     reasons = {each.id: each.finish_reason for each in outputs if each.finish_reason}
     assert reasons == {1: "length", 2: "error", 3: "length"}
     (error,) = [each.error for each in outputs if each.error]
-    assert error == "encoder_inputs[0]: 0 bytes are not those of 8 x 8 pixels"
+    assert error == "encoder_inputs[0]: 1 bytes are not those of 8 x 8 pixels"
     counters = core.stats().counters
     assert (counters.encoded_images, counters.encoder_cache_hits) == (1, 1)
+
+
+def by_digest(request: AddRequest) -> AddRequest:
+    """Return the request as it is sent to an engine that has its images."""
+    images = [replace(each, pixels=b"") for each in request.encoder_inputs]
+    return replace(request, encoder_inputs=images)
+
+
+def test_an_image_that_came_before_is_used_again() -> None:
+    core = core_of()
+    core.handle(request(1, 1))
+    core.handle(by_digest(request(2, 1)))
+    outputs = [output for step in run(core) for output in step.outputs.get(0, [])]
+    reasons = {each.id: each.finish_reason for each in outputs if each.finish_reason}
+    assert reasons == {1: "length", 2: "length"}
+
+
+def test_a_request_whose_images_were_lost_does_not_count_as_received() -> None:
+    core = core_of()
+    core.handle(by_digest(request(1, 1)))
+    assert [each.requests for each in core.stats().received] == [0]
+    assert not run(core)
+    core.front_end_joined(1, 200)
+    core.handle(request(2, 1))
+    core.handle(replace(by_digest(request(3, 1)), front_end=1))
+    assert [each.requests for each in core.stats().received] == [1, 0], "each has its own window"
 
 
 def test_the_watchdog_is_told_of_the_patches_that_a_step_encodes() -> None:

@@ -77,5 +77,5 @@ def test_every_sequence_of_a_large_tenant_gets_its_turn() -> None:
     engine = Decodes([2, *[50] * 9])
     waiting = {each.id for each in engine.requests}
     for _ in range(60):
-        waiting &= engine.fairness.hold(engine.requests)
+        waiting &= set(engine.fairness.hold(engine.requests))
     assert not waiting

@@ -1,6 +1,8 @@
 """What becomes of requests whose engines go, as the actions that follow."""
 
-from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
+from msgspec.structs import replace
+
+from engine.shared.messages import AbortRequests, AddRequest, EncoderInput, SamplingParams
 from server.router.delivery import Delivery
 from server.router.events import Action, Count, Fail, Send, Tell
 from server.router.failover import PROBATION_PATIENCE, Failover
@@ -8,6 +10,7 @@ from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.members import EngineLost
 from server.router.request import RoutedRequest
 from server.router.routing import LeastLoaded
+from tests.server.router import known_engines
 from tests.server.router.known_engines import Known, entry, hear, view
 
 RESUME_TIMEOUT = 3.0
@@ -118,6 +121,34 @@ def test_messages_that_were_lost_are_sent_again_to_the_same_engine() -> None:
     assert request.engine == (0, 10)
     assert request.id != old
     assert played.known.requests() == [1], "the lost one counts no more"
+
+
+def test_an_image_crosses_once_and_again_after_messages_were_lost() -> None:
+    played = Played(10)
+    setup = replace(known_engines.setup(), images=True, image_window=100)
+    [route] = played.members.routes.values()
+    route.entry = replace(route.entry, setup=setup)
+
+    def crossing(actions: list[Action]) -> list[list[bytes]]:
+        messages = [each.message for each in actions if isinstance(each, Send)]
+        sent = [each for each in messages if isinstance(each, AddRequest)]
+        return [[image.pixels for image in each.encoder_inputs] for each in sent]
+
+    def send() -> list[Action]:
+        image = EncoderInput(0, 1, b"digest", 1, 1, b"pixels")
+        sampling = SamplingParams(max_tokens=9, seed=1)
+        message = AddRequest(0, "r", 0, 0, [1, 2], sampling, encoder_inputs=[image])
+        request = RoutedRequest(message)
+        played.delivery.begin(request)
+        return played.failover.place(request, 0.0)
+
+    first, second = send(), send()
+    assert crossing(first) == [[b"pixels"]]
+    assert crossing(second) == [[b""]]
+    assert [each for each in second if isinstance(each, Count)] == [
+        Count("mm_cache_queries", 1), Count("mm_cache_hits", 1),
+    ]  # fmt: skip
+    assert crossing(played.failover.send_again((0, 10), 1.0)) == [[b"pixels"], [b""]]
 
 
 def test_what_died_with_too_many_engines_runs_alone_and_waits_for_its_turn() -> None:
