@@ -144,10 +144,10 @@ def test_engines_of_a_node_that_is_stopped_end_what_front_ends_elsewhere_sent_th
         RunningStack(*cluster, "--api-server-count", "2", command="api-server") as front,
         ThreadPoolExecutor(1) as client,
     ):
-        answer = client.submit(complete, front.url, "Act", 350)
+        answer = client.submit(complete, front.url, "Act", 150)
         until(lambda: num_running(front.url) or answer.done(), "the request runs")
         node.terminate()
-        assert answer.result(timeout=PATIENCE), "7 s of steps are within --drain-timeout"
+        assert answer.result(timeout=PATIENCE), "3 s of steps are within --drain-timeout"
         assert node.wait(PATIENCE) == 0
 
 

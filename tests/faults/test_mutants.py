@@ -42,9 +42,7 @@ from tests.faults.run import run_seeds
 
 ENOUGH = 600
 """Schedules within which each mutant has to be found."""
-FOUND_BY = {
-    "ForgetsThePin": 181, "LosesWhatWasNotSent": 53, "OrdersOnce": 213, "TakesGapsForNothing": 88,
-}  # fmt: skip
+FOUND_BY = {"OrdersOnce": 213, "TakesSuccessorsForThem": 73, "WorksForTheDead": 88}
 """A schedule that finds a mutant which few do: the search begins there. Others take its place when
 schedules are drawn in another way."""
 
@@ -94,23 +92,6 @@ class ConvictsWithoutTrial(Failover):
         return None
 
 
-class ForgetsThePin(Failover):
-    """Moves a request to any engine, though only one may run it."""
-
-    def _move(self, request: RoutedRequest, now: float) -> list[Action]:
-        request.pinned_rank = None
-        return super()._move(request, now)
-
-
-class TakesEveryMoveForADeath(Failover):
-    """Counts a broken connection, or silence, as a death of the engine."""
-
-    def _move(self, request: RoutedRequest, now: float) -> list[Action]:
-        suspicion = request.suspicion
-        suspicion.died_on |= suspicion.in_doubt | suspicion.silent_on
-        return super()._move(request, now)
-
-
 class ForgetsWhoWaits(Failover):
     """Looks for an engine once, not again when one comes."""
 
@@ -118,21 +99,7 @@ class ForgetsWhoWaits(Failover):
         return []
 
 
-class LosesWhatWasNotSent(Failover):
-    """Takes a request for sent although its engine could not be reached."""
-
-    def not_sent(self, request: RoutedRequest, now: float) -> None:
-        pass
-
-
 # -- the front end: engines ----------------------------------------------------------------------
-
-
-class TakesGapsForNothing(Loads):
-    """Does not notice that answers were lost before the one that arrived."""
-
-    def outputs_arrived(self, route: Route | None, stats: EngineStats) -> int:
-        return min(0, super().outputs_arrived(route, stats))
 
 
 class MissesNothing(Loads):
@@ -281,13 +248,9 @@ MUTANTS = [
     Parts(failover=MovesNothing),
     Parts(failover=NeverSuspects),
     Parts(failover=ConvictsWithoutTrial),
-    Parts(failover=ForgetsThePin),
-    Parts(failover=TakesEveryMoveForADeath),
     Parts(failover=ForgetsWhoWaits),
-    Parts(failover=LosesWhatWasNotSent),
     Parts(index=AsksOnce),
     Parts(index=TakesSuccessorsForThem),
-    Parts(loads=TakesGapsForNothing),
     Parts(loads=MissesNothing),
     Parts(loads=CountsTheLost),
     Parts(members=GivesUpForGood),
