@@ -76,12 +76,6 @@ def environment_without_the_command_lines() -> Iterator[None]:
         os.environ.pop("PYTHONSAFEPATH", None)
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> tuple[str, dict[str, bool]]:
-    """The event loop of front ends, for tests that are coroutines."""
-    return "asyncio", {"use_uvloop": True}
-
-
 @pytest.fixture
 def started_anew(forks: ForkExec) -> Iterator[None]:
     """Has the processes of a test load their libraries themselves, as in production."""

@@ -66,7 +66,6 @@ async def certificate_at(port: int) -> bytes:
     return shown
 
 
-@pytest.mark.anyio
 async def test_a_renewed_certificate_is_shown_to_new_connections_and_the_others_go_on(
     app: Any, secret: Secret
 ) -> None:

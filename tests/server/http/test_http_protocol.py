@@ -24,8 +24,6 @@ from server.router.token_stream import MAX_BACKLOG, RequestStream
 from tests.support.certificates import make_certificate
 from tests.support.waiting import PATIENCE, until_async
 
-pytestmark = pytest.mark.anyio
-
 BODY = b'{"prompt": "x", "stream": true}'
 
 

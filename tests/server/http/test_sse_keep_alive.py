@@ -17,8 +17,6 @@ from server.router.generation_client import NoEngineAvailable
 from tests.server.http.test_http_protocol import connect, served
 from tests.support.waiting import PATIENCE, until_async
 
-pytestmark = pytest.mark.anyio
-
 MESSAGES = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 9},

@@ -16,8 +16,6 @@ from server.config import GuardConfig
 from tests.server.http.test_http_protocol import connect, served
 from tests.support.waiting import PATIENCE, until_async
 
-pytestmark = pytest.mark.anyio
-
 UPGRADE = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
 )
