@@ -93,8 +93,6 @@ def test_another_draft_model_changes_no_token(plain: list[Answer], cut: Cut) -> 
     [
         ("llama", "mistral-window"),
         ("llama", "deepseek3"),
-        ("llama", "gpt-oss"),
-        ("llama", "gemma3"),
         ("gemma3", "llama"),
         ("mistral-window", "llama"),
     ],
@@ -250,9 +248,8 @@ def test_blocks_that_filled_while_drafts_were_skipped_can_be_drafted_from() -> N
     executor.shutdown()
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_it_sleeps_and_wakes_with_the_model(level: int) -> None:
-    stats = assert_drafts_outlast_a_sleep(settings(CacheConfig(num_kv_blocks=100)), level)
+def test_it_sleeps_and_wakes_with_the_model() -> None:
+    stats = assert_drafts_outlast_a_sleep(settings(CacheConfig(num_kv_blocks=100)), level=2)
     assert stats.counters.spec_draft_tokens == stats.counters.spec_accepted_tokens
 
 
