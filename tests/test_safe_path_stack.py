@@ -98,7 +98,10 @@ def test_a_batch_starts_its_server_safely(model_directory: Path) -> None:
     with nothing_runs_in(model_directory):
         done = run_swell("run-batch", "-i", "in.jsonl", "-o", "out.jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(Path("out.jsonl").read_text())["response"]["status_code"] == 200
+    assert "1 answered" in done.stderr
+    response = json.loads(Path("out.jsonl").read_text())["response"]
+    assert response["status_code"] == 200
+    assert response["body"]["choices"][0]["text"]
 
 
 def test_health_checks_run_the_installed_probe(model_directory: Path) -> None:
