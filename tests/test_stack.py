@@ -299,8 +299,10 @@ def test_requests_in_flight_end_after_sigterm_and_new_ones_are_refused() -> None
         if not answer.done():  # else the stack may have ended before it was asked
             assert answers[-1].status == 503
             assert answers[-1].headers["Retry-After"]
+            assert "shutting down" in answers[-1].error["message"]
         assert answer.result(timeout=PATIENCE)["usage"]["completion_tokens"] == 400
-        running.process.wait(PATIENCE)
+        assert running.process.wait(PATIENCE) == 0
+        assert "killed" not in running.output
 
 
 def test_an_engine_whose_step_hangs_ends_and_its_requests_are_moved() -> None:
