@@ -363,12 +363,6 @@ def test_a_taken_port_is_named(stack: RunningStack) -> None:
     assert "--port" in ended.stderr
 
 
-def test_unreachable_paths_answer_like_openai(stack: RunningStack) -> None:
-    answer = fetch(f"{stack.url}/v1/nothing")
-    assert answer.status == 404
-    assert answer.error["message"]
-
-
 def test_every_wake_of_idle_engines_is_counted(stack: RunningStack) -> None:
     def idle() -> bool:
         return metric(stack.url, "engines_running")[""] == 0
