@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from tests.support.commands import coordinator, run_swell
+from tests.support.commands import coordinator, run_swell, swell
 from tests.support.http import complete, ready_ranks
 from tests.support.metrics import metric, num_running
 from tests.support.ports import port_of_a_coordinator
