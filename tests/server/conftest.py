@@ -106,7 +106,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
     test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
-    pyfuncitem.funcargs["run_loop"](test)
+    run: Any = pyfuncitem.funcargs["run_loop"]
+    run(test)
     return True
 
 
