@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from tests.support.http import ADMIN_KEY, call, completion, fetch, ready_ranks
 from tests.support.waiting import PATIENCE, until
 
-
 ENOUGH = 50
 """Answers that a load has had at least when it is over."""
 
