@@ -182,15 +182,6 @@ def test_it_finds_cached_prefixes_too() -> None:
     assert alone[0].tokens == answers[17].tokens
 
 
-def test_a_request_goes_on_elsewhere_with_the_same_tokens(cut: Cut) -> None:
-    prompt = SOME_TEXT[:20] * 2
-    (whole,), _ = serve(BUNDLED_MODEL, [request(3, prompt)], dtype="float32")
-    sampling = request(3, prompt).sampling
-    moved = AddRequest(3, "3", 0, 0, prompt, sampling, output_token_ids=whole.tokens[:23])
-    (rest,), _ = serve(BUNDLED_MODEL, [moved], dtype="float32", speculative_model=str(cut(4)))
-    assert whole.tokens[:23] + rest.tokens == whole.tokens
-
-
 def settings(cache: CacheConfig, max_drafting: int | None = None) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(BUNDLED_MODEL), dtype="float32", device="cpu"),
