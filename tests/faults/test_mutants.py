@@ -20,14 +20,11 @@ from engine.core.turns import Rest, Turns
 from engine.process.links import FrontEndLinks, LinkChanges
 from engine.process.reception import Action as ReceptionAction
 from engine.process.reception import Reception
-from engine.shared.membership import Membership, MembershipEvent
 from engine.shared.messages import (
     AddRequest,
-    CoordinatorReply,
     EngineEntry,
     EngineStats,
     FrontEndEntry,
-    HeartbeatAck,
 )
 from server.router.block_index import BlockIndex
 from server.router.delivery import Delivery
@@ -181,40 +178,6 @@ class NeverTellsThatItIdles(Turns):
         return [Rest(1.0) if isinstance(a, Rest) else a for a in super().turn(items, now)]
 
 
-class RegistersOnce(Membership):
-    """Does not mind being unknown to the coordinator."""
-
-    def receive(self, reply: CoordinatorReply) -> MembershipEvent | None:
-        if isinstance(reply, HeartbeatAck):
-            return None
-        return super().receive(reply)
-
-
-class SendsReadyOnce(Membership):
-    """Trusts that its READY arrives."""
-
-    def tick(self, now: float) -> list[Any]:
-        messages = super().tick(now)
-        if any(type(message).__name__ == "Ready" for message in messages):
-            self._is_ready = False
-        return list(messages)
-
-
-class WaitsForGoodbyes(CoordinatorState):
-    """Believes that members say so before they go."""
-
-    def _expire(self, now: float) -> list[CoordinatorAction]:
-        return []
-
-
-class TakesItsOwnAbsenceForSilence(CoordinatorState):
-    """Was held up itself, and gives up all whose heartbeats it has not read yet."""
-
-    def _expire(self, now: float) -> list[CoordinatorAction]:
-        self._members._looked_at = now
-        return super()._expire(now)
-
-
 class OrdersOnce(CoordinatorState):
     """Tells engines once who the front ends are."""
 
@@ -261,10 +224,6 @@ MUTANTS = [
     Parts(reception=BelievesOldLists),
     Parts(turns=IgnoresDrain),
     Parts(turns=NeverTellsThatItIdles),
-    Parts(membership=RegistersOnce),
-    Parts(membership=SendsReadyOnce),
-    Parts(coordinator=WaitsForGoodbyes),
-    Parts(coordinator=TakesItsOwnAbsenceForSilence),
     Parts(coordinator=OrdersOnce),
 ]
 
