@@ -20,10 +20,3 @@ def test_service_goes_on_and_is_whole_again(name: str) -> None:
     assert outcome.failures == []
     assert outcome.whole_after is not None, "never whole again"
     assert outcome.stopped_cleanly
-
-
-def test_only_connections_of_a_killed_api_server_end_when_its_files_were_cleaned() -> None:
-    outcome = live_through(DAYS["files cleaned, API server"], clients=6, within=PATIENCE)
-    assert len(outcome.failures) <= 6, outcome.failures
-    assert outcome.whole_after is not None, "its successor finds no table and never serves"
-    assert outcome.stopped_cleanly

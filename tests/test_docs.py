@@ -36,8 +36,9 @@ def test_a_dead_link_ends_the_build(
     for name in ("docs", *build_site.ROOT_PAGES, "zensical.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
-    page = tmp_path / "docs" / "batch.md"
-    page.write_text(page.read_text() + "\n[nowhere](nowhere.md)\n")
+    for each in (tmp_path / "docs").glob("*.md"):
+        each.write_text("# What is said\n")
+    (tmp_path / "docs" / "batch.md").write_text("# Batches\n\n[nowhere](nowhere.md)\n")
     monkeypatch.setattr(build_site, "ROOT", tmp_path)
     assert build_site.main(tmp_path / "site") != 0
     assert "page does not exist" in capfd.readouterr().err

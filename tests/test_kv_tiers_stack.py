@@ -37,9 +37,6 @@ def test_an_engine_that_was_killed_finds_its_prefixes_again(tmp_path: Path) -> N
         until(lambda: fetch(url, asked).status == 200, "its successor serves")
         assert complete(stack.url, PROMPT, 12) == expected
         until(lambda: hits(stack.url) > 0, "its successor has read them")
-    with RunningStack(*flags) as stack:
-        assert complete(stack.url, PROMPT, 12) == expected
-        until(lambda: hits(stack.url) > 0, "the next start has read them")
 
 
 def test_engines_of_a_node_share_host_memory() -> None:

@@ -19,9 +19,12 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.stack
 
 
-@pytest.fixture(scope="module", params=[(), ("--async-scheduling",)], ids=["", "overlapped"])
-def pair(request: pytest.FixtureRequest) -> Iterator[RunningStack]:
-    with RunningStack(*FLAGS, "--data-parallel-size", "2", *request.param) as running:
+PAIR = (*FLAGS, "--data-parallel-size", "2")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RunningStack]:
+    with RunningStack(*PAIR) as running:
         yield running
 
 
@@ -178,6 +181,18 @@ def test_a_new_coordinator_takes_the_group_over_as_it_is(pair: RunningStack) -> 
 
 
 def test_requests_of_many_kinds_at_once(pair: RunningStack) -> None:
+    answers_are_the_same_in_a_crowd(pair)
+
+
+def test_engines_whose_steps_overlap_answer_a_crowd_and_wake_up_together() -> None:
+    with RunningStack(*PAIR, "--async-scheduling") as pair:
+        answers_are_the_same_in_a_crowd(pair)
+        before = wave_when_paused(pair.url)
+        complete(pair.url, "To be", 30, 1)
+        assert wave_when_paused(pair.url, after=before) - before in (1, 2)
+
+
+def answers_are_the_same_in_a_crowd(pair: RunningStack) -> None:
     """What one engine answers with all experts of its own, two answer with half of them each."""
     prompts = [f"{name}: what say you of" for name in ("ROMEO", "JULIET", "HENRY", "KING")]
     alone = [complete(pair.url, prompt, 16, i % 2) for i, prompt in enumerate(prompts)] * 3

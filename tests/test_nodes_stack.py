@@ -1,7 +1,5 @@
 """Several nodes joined to one coordinator over encrypted TCP, each with processes of its own."""
 
-import os
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from tests.support.commands import SWELL, coordinator, run_swell, swell
+from tests.support.commands import coordinator, run_swell, swell
 from tests.support.http import complete, ready_ranks
 from tests.support.metrics import metric, num_running
 from tests.support.ports import port_of_a_coordinator
@@ -104,90 +102,37 @@ def test_external_front_ends_serve_one_engine_each(cluster: tuple[str, ...]) -> 
             )
 
 
-def test_a_node_may_hold_engines_only_and_another_front_ends_only(
-    cluster: tuple[str, ...],
-) -> None:
-    with (
-        swell("serve", *cluster, "--executor", "simulated", "--api-server-count", "0"),
-        RunningStack(*cluster, "--api-server-count", "2", command="api-server") as front,
-    ):
-        until(partial(sees, front.url, {0, 1}), "the engines are seen")
-        ask(front.url, 6)
-        assert len([name for name in front.processes() if name.startswith("api")]) == 2
-
-
 def test_a_node_with_nothing_to_run_says_so() -> None:
     run = run_swell("serve", "--api-server-count", "0")
     assert run.returncode == 1
     assert "needs engines and API servers of its own" in run.stderr
 
 
-@contextmanager
-def engine_node(cluster: tuple[str, ...], step_us: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a node of one slow engine and no front ends; end it."""
-    flags = ("--api-server-count", "0", "--data-parallel-size-local", "1", "--node", "engines")
-    simulated = ("--executor", "simulated", "--simulated-step-us", str(step_us))
-    with subprocess.Popen(
-        [SWELL, "serve", *cluster, *flags, *simulated], stderr=subprocess.DEVNULL
-    ) as node:
-        try:
-            yield node
-        finally:
-            node.kill()
-
-
 def test_engines_of_a_node_that_is_stopped_end_what_front_ends_elsewhere_sent_them(
     cluster: tuple[str, ...],
 ) -> None:
+    engines_only = (
+        "--api-server-count", "0", "--data-parallel-size-local", "1", "--drain-timeout", "300",
+        "--executor", "simulated", "--simulated-step-us", "20000",
+    )  # fmt: skip
     with (
-        engine_node((*cluster, "--drain-timeout", "300"), step_us=20_000) as node,
+        swell("serve", *cluster, *engines_only) as node,
         RunningStack(*cluster, "--api-server-count", "2", command="api-server") as front,
         ThreadPoolExecutor(1) as client,
     ):
-        answer = client.submit(complete, front.url, "Act", 350)
+        answer = client.submit(complete, front.url, "Act", 150)
         until(lambda: num_running(front.url) or answer.done(), "the request runs")
         node.terminate()
-        assert answer.result(timeout=PATIENCE), "7 s of steps are within --drain-timeout"
+        assert answer.result(timeout=PATIENCE), "3 s of steps are within --drain-timeout"
         assert node.wait(PATIENCE) == 0
 
 
-def test_a_second_signal_ends_engines_that_drain_at_once(cluster: tuple[str, ...]) -> None:
-    with (
-        engine_node((*cluster, "--drain-timeout", "600"), step_us=500_000) as node,
-        RunningStack(*cluster, "--api-server-count", "2", command="api-server") as front,
-        ThreadPoolExecutor(1) as client,
-    ):
-        client.submit(complete, front.url, "Act", 1000)
-        until(partial(num_running, front.url), "the request runs")
-        node.terminate()
-        until(lambda: not ready_ranks(front.url), "the engine drains")
-        assert node.poll() is None
-        node.terminate()
-        assert node.wait(PATIENCE) == 0, "it waited for the request"
-        front.kill()
-
-
-@pytest.mark.parametrize("variable", [False, True], ids=["flag", "variable"])
-def test_an_empty_cluster_key_ends_a_node_with_the_reason(tmp_path: Path, variable: bool) -> None:
+def test_an_empty_cluster_key_ends_a_node_with_the_reason(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("\n")
-    flags = (
-        "serve",
-        "--coordinator",
-        f"127.0.0.1:{port_of_a_coordinator()}",
-        "--executor",
-        "simulated",
-    )
-    given = () if variable else ("--cluster-key-file", str(key))
-    environment = {**os.environ, "SWELL_CLUSTER_KEY_FILE": str(key)} if variable else os.environ
-    run = subprocess.run(
-        [SWELL, *flags, *given, "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-        env=environment,
-    )
+    address = f"127.0.0.1:{port_of_a_coordinator()}"
+    flags = ("--coordinator", address, "--executor", "simulated", "--cluster-key-file", str(key))
+    run = run_swell("serve", *flags, "--port", "0")
     assert run.returncode == 1
     assert "0 bytes and needs at least 16" in run.stderr
     assert "Traceback" not in run.stderr

@@ -80,28 +80,6 @@ def are_there(stack: RunningStack, names: set[str]) -> bool:
     return names <= stack.processes().keys()
 
 
-def test_streams_outlive_either_stage_of_an_engine_and_no_process_is_left() -> None:
-    flags = ("--data-parallel-size", "2", "--pipeline-parallel-size", "2", *FLAGS[4:])
-    with RunningStack(*flags, "--async-scheduling") as stack:
-        undisturbed = complete(stack.url, "Once", TOKENS)
-        for name in ("engine 0 worker 1", "engine 0"):  # the first stage, then the last
-            processes = stack.processes()
-            before = incarnations(stack.url, range(2))
-            with ThreadPoolExecutor(6) as clients:
-                answers = [clients.submit(complete, stack.url, "Once", TOKENS) for _ in range(6)]
-                until(partial(run_there, stack.url, answers), "engine 0 runs")
-                processes[name].kill()
-                assert [answer.result(2 * PATIENCE) for answer in answers] == [undisturbed] * 6
-            stages = [processes["engine 0"], processes["engine 0 worker 1"]]
-            assert not psutil.wait_procs(stages, timeout=PATIENCE)[1]
-            until(partial(are_there, stack, set(processes)), "others start")
-            until(partial(are_replaced, stack.url, before, [0]), "it is replaced")
-        everything = list(stack.processes().values())
-        assert len([each for each in everything if each.is_running()]) == len(everything)
-        stack.stop()
-        assert not any(each.is_running() for each in everything)
-
-
 def test_streams_outlive_a_shard_of_engines_that_share_experts() -> None:
     flags = ("--data-parallel-size", "2", *FLAGS[2:], "--enable-expert-parallel")
     with RunningStack(*flags) as stack:

@@ -16,7 +16,8 @@ from tests.support.http import call, completion
 from tests.support.metrics import scrape
 from tests.support.plugins import offer
 
-pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("started_anew")]
+pytestmark = pytest.mark.stack
+ANEW = pytest.mark.usefixtures("started_anew")
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "plugins.md"
 MORE = '''
@@ -102,6 +103,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
+@ANEW
 def test_the_documented_example_routes_and_reads_calls_and_a_family_serves(
     site: Path, model: Path
 ) -> None:

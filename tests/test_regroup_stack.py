@@ -35,8 +35,8 @@ class Trio(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=[("shrink", ()), ("wait", MOVING), ("shrink", ("--async-scheduling",))],
-    ids=["shrink", "wait, moving", "shrink, overlapped"],
+    params=[("wait", MOVING), ("shrink", ("--async-scheduling",))],
+    ids=["wait, moving", "shrink, overlapped"],
 )
 def trio(request: pytest.FixtureRequest) -> Iterator[Trio]:
     regroup, more = request.param

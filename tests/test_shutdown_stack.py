@@ -55,7 +55,7 @@ def last_event(text: str) -> dict[str, Any]:
     return event
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
 def test_streams_that_a_shutdown_ends_end_with_an_error_event(
     signum: int, clients: ThreadPoolExecutor
 ) -> None:
@@ -70,23 +70,6 @@ def test_streams_that_a_shutdown_ends_end_with_an_error_event(
                 message = event.get("message") or event["error"]["message"]
                 assert "shutting down" in message, path
                 assert "[DONE]" not in text
-        assert running.process.wait(PATIENCE) == 0
-        assert "killed" not in running.output
-
-
-def test_requests_during_a_shutdown_hear_of_it(clients: ThreadPoolExecutor) -> None:
-    with RunningStack(*SLOW, "--shutdown-timeout", "5") as running:
-        begun(running, clients)
-        running.process.terminate()
-        heard: list[Answer] = []
-
-        def refused() -> bool:
-            heard.append(fetch(running.url + "/v1/completions", completion("Too late", 1)))
-            return heard[-1].status == 503
-
-        until(refused, "a new request is refused")
-        assert "shutting down" in heard[-1].error["message"]
-        assert heard[-1].headers["Retry-After"]
         assert running.process.wait(PATIENCE) == 0
         assert "killed" not in running.output
 

@@ -56,11 +56,22 @@ def descriptors(stack: RunningStack) -> int:
     return counts[0]
 
 
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """May open few files, as what is started by this process; how many it might have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @ANEW
-def test_forked_processes_are_like_others_and_take_less_memory() -> None:
+def test_forked_processes_are_like_others_take_less_memory_and_are_replaced(few_files: int) -> None:
     with started("exec") as stack:
         text = answer(stack)
         each_by_itself, held = memory(stack), descriptors(stack)
+        for name, process in stack.processes().items():
+            assert process.rlimit(psutil.RLIMIT_NOFILE) == (few_files, few_files), name
     with started("fork") as stack:
         until(lambda: set(stack.processes()) == NAMES, "the templates have ended")
         assert answer(stack) == text
@@ -71,10 +82,7 @@ def test_forked_processes_are_like_others_and_take_less_memory() -> None:
         assert {each.ppid() for each in supervisor.children()} == {supervisor.pid}
         assert psutil.STATUS_ZOMBIE not in {each.status() for each in supervisor.children()}
 
-
-@ANEW
-def test_forked_processes_that_are_killed_are_started_again() -> None:
-    with started("fork") as stack:
+        # Those that are killed are started again.
         before = stack.processes()
         for name in ("engine 0", "api 1"):
             before[name].kill()
@@ -87,7 +95,7 @@ def test_forked_processes_that_are_killed_are_started_again() -> None:
         until(has_all_anew, "both are there again")
         for _ in range(2):
             until(lambda: fetch(f"{stack.url}/ready").status == 200, "it serves")
-            assert answer(stack)
+            assert answer(stack) == text
     assert stack.process.returncode == 0
 
 
@@ -110,18 +118,6 @@ def test_a_stop_while_templates_load_leaves_nothing() -> None:
         process.terminate()
         assert process.wait(PATIENCE) == 0
     assert not psutil.wait_procs(children, timeout=PATIENCE)[1]
-
-
-@ANEW
-def test_all_processes_may_open_as_many_files_as_the_hard_limit_says() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-    try:
-        with started("exec") as stack:
-            for name, process in stack.processes().items():
-                assert process.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard), name
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

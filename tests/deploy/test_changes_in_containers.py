@@ -22,7 +22,6 @@ from tests.support.load import Load
 from tests.support.metrics import metric
 from tests.support.waiting import PATIENCE, until
 from tests.test_key_exchange_stack import NEW, OLD, Secret
-from tests.test_model_exchange_stack import NAME, PROMPTS, Service, ask, save_small_llama
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1500)]
 
@@ -178,57 +177,4 @@ def test_load_losses_and_keys_are_met_without_a_wrong_or_failed_answer(
         f"{load.count} answers, none failed or wrong; the autoscaler was told of the load after "
         f"{scaled:.1f} s, Prometheus of the lost engine after {lost:.1f} s, keys were known after "
         f"{known:.1f} s, everybody was with the new coordinator after {moved:.1f} s"
-    )
-
-
-def test_one_model_replaces_another_in_containers(project: Compose, tmp_path: Path) -> None:
-    models = shared_directory(tmp_path / "models")
-    save_small_llama(models / "second", seed=3)
-    for file in (models / "second").iterdir():
-        file.chmod(0o644)
-    with ExitStack() as running:
-        fleet = Fleet(
-            project.docker, running, ("-v", f"{models}:/models:ro"), ("--insecure-cluster",)
-        )
-        join = ("--coordinator", f"{COORDINATOR}:7550")
-        fleet.start("coordinator", "--coordinator", "*:7550", alias=COORDINATOR)
-
-        def serve(engines: int, group: str, *model: str) -> tuple[list[Container], Container]:
-            place = (*model, *join, "--engine-group", group)
-            started = [
-                fleet.start("engine", *place, "--batch-invariant", "--threads", "1",
-                            "--kv-cache-memory-bytes", str(2**26))
-                for _ in range(engines)
-            ]  # fmt: skip
-            return started, fleet.start(
-                "api-server", *place, "--served-model-name", NAME, "--api-server-count", "2",
-                "--min-ready-engines", str(engines),
-            )  # fmt: skip
-
-        service = Service()
-        expected: dict[str, dict[str, str]] = {}
-        old_engines, old = serve(1, "first")
-        old_url = ready(old)
-        expected[old_url] = {prompt: ask(old_url, prompt) for prompt in PROMPTS}
-        service.add(old_url)
-        with service.load(expected, clients=4) as right:
-            began = time.monotonic()
-            _, new = serve(2, "second", "/models/second")
-            new_url = ready(new)
-            able = time.monotonic() - began
-            expected[new_url] = {prompt: ask(new_url, prompt) for prompt in PROMPTS}
-            assert expected[new_url] != expected[old_url]
-            service.add(new_url)
-            before = right[old_url]
-            until(lambda: right[new_url] > 20 and right[old_url] > before + 10, "both answer")
-            service.remove(old_url)
-            began = time.monotonic()
-            for each in (old, *old_engines):
-                each.stop()
-            ended = time.monotonic() - began
-            after = right[new_url]
-            until(lambda: right[new_url] > after + 20, "the second model answers alone")
-    print(
-        f"{right[old_url]} and {right[new_url]} answers, all right; the new model was ready after "
-        f"{able:.1f} s, the old one's containers had ended after {ended:.1f} s"
     )

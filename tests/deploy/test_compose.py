@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from urllib.parse import quote
@@ -17,6 +16,7 @@ from tests.deploy.conftest import API_KEY, METRICS_KEY, Compose
 from tests.deploy.docker_engine import Docker
 from tests.deploy.test_chart import render
 from tests.support.http import MODEL, fetch
+from tests.support.load import Load
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1500)]
@@ -198,40 +198,6 @@ def test_promtool_finds_nothing_wrong_with_the_scrape(compose: Compose) -> None:
     assert checked.returncode in (0, 3)  # 3: findings of style alone
 
 
-class Load:
-    """Clients that stream one long answer after the other."""
-
-    def __init__(self, compose: Compose, clients: int) -> None:
-        self.answers: list[str] = []
-        self.failures: list[str] = []
-        self._compose = compose
-        self._over = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(seed,)) for seed in range(clients)
-        ]
-
-    def _run(self, seed: int) -> None:
-        body: dict[str, object] = {
-            "prompt": f"Act {seed}", "max_tokens": 150, "seed": seed, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        while not self._over.is_set():
-            try:
-                self.answers.append(post(self._compose, "/v1/completions", body, timeout=120))
-            except OSError as error:
-                self.failures.append(repr(error))
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join(130)
-
-
 def test_a_third_engine_is_picked_up(compose: Compose) -> None:
     compose("up", "-d", "--no-recreate", "--scale", "engine=3", "engine")
     took = until(lambda: len(compose.engines_up()) == 3, "three engines")
@@ -239,14 +205,13 @@ def test_a_third_engine_is_picked_up(compose: Compose) -> None:
 
 
 def test_killing_an_engine_under_load_loses_no_request(compose: Compose) -> None:
-    with Load(compose, clients=8) as load:
-        until(lambda: len(load.answers) >= 8, "the load runs", within=90)
+    with Load(compose.url, 8, API_KEY).running() as load:
+        load.goes_on()
         victim = compose.containers("engine")[0]
         started = compose.docker.inspect(victim, "{{.State.StartedAt}}")
         # Not `docker kill`, after which the restart policy would leave it stopped.
         os.kill(int(compose.docker.inspect(victim, "{{.State.Pid}}")), signal.SIGKILL)
-        before = len(load.answers)
-        until(lambda: len(load.answers) >= before + 24, "the load goes on", within=120)
+        load.goes_on()
         until(
             lambda: (
                 compose.docker.inspect(victim, "{{.State.StartedAt}}") != started
@@ -254,17 +219,14 @@ def test_killing_an_engine_under_load_loses_no_request(compose: Compose) -> None
             ),
             "the engine is started again",
         )
-    assert not load.failures
-    for answer in load.answers:
-        assert answer.rstrip().endswith("data: [DONE]")
-        assert '"completion_tokens":150' in answer.replace(" ", "")
-    print(f"{len(load.answers)} answers, none lost")
+    load.check()
+    print(f"{load.count} answers, none lost")
 
 
 def test_replacing_every_engine_under_load_loses_no_request(compose: Compose) -> None:
     old = compose.containers("engine")
-    with Load(compose, clients=4) as load:
-        until(lambda: len(load.answers) >= 4, "the load runs", within=90)
+    with Load(compose.url, 4, API_KEY).running() as load:
+        load.goes_on()
         size = len(old) + 2
         compose("up", "-d", "--no-deps", "--no-recreate", "--scale", f"engine={size}", "engine")
         until(lambda: len(compose.engines_up()) == size, "new ones")
@@ -272,11 +234,9 @@ def test_replacing_every_engine_under_load_loses_no_request(compose: Compose) ->
         codes = {compose.docker.inspect(each, "{{.State.ExitCode}}") for each in old}
         compose.docker.output("docker", "rm", *old)
         until(lambda: len(compose.engines_up()) == 2, "two left")
-        before = len(load.answers)
-        until(lambda: len(load.answers) >= before + 8, "the load goes on", within=120)
+        load.goes_on()
     assert codes == {"0"}
-    assert not load.failures
-    assert all('"completion_tokens":150' in answer.replace(" ", "") for answer in load.answers)
+    load.check()
 
 
 @pytest.mark.parametrize("service", ["engine", "api", "coordinator"])

@@ -20,14 +20,11 @@ from engine.core.turns import Rest, Turns
 from engine.process.links import FrontEndLinks, LinkChanges
 from engine.process.reception import Action as ReceptionAction
 from engine.process.reception import Reception
-from engine.shared.membership import Membership, MembershipEvent
 from engine.shared.messages import (
     AddRequest,
-    CoordinatorReply,
     EngineEntry,
     EngineStats,
     FrontEndEntry,
-    HeartbeatAck,
     KvBlocksWanted,
 )
 from server.router.block_index import BlockIndex
@@ -43,9 +40,7 @@ from tests.faults.run import run_seeds
 
 ENOUGH = 600
 """Schedules within which each mutant has to be found."""
-FOUND_BY = {
-    "ForgetsThePin": 181, "LosesWhatWasNotSent": 53, "OrdersOnce": 213, "TakesGapsForNothing": 88,
-}  # fmt: skip
+FOUND_BY = {"OrdersOnce": 213, "TakesSuccessorsForThem": 73, "WorksForTheDead": 88}
 """A schedule that finds a mutant which few do: the search begins there. Others take its place when
 schedules are drawn in another way."""
 
@@ -95,23 +90,6 @@ class ConvictsWithoutTrial(Failover):
         return None
 
 
-class ForgetsThePin(Failover):
-    """Moves a request to any engine, though only one may run it."""
-
-    def _move(self, request: RoutedRequest, now: float) -> list[Action]:
-        request.pinned_rank = None
-        return super()._move(request, now)
-
-
-class TakesEveryMoveForADeath(Failover):
-    """Counts a broken connection, or silence, as a death of the engine."""
-
-    def _move(self, request: RoutedRequest, now: float) -> list[Action]:
-        suspicion = request.suspicion
-        suspicion.died_on |= suspicion.in_doubt | suspicion.silent_on
-        return super()._move(request, now)
-
-
 class ForgetsWhoWaits(Failover):
     """Looks for an engine once, not again when one comes."""
 
@@ -119,21 +97,7 @@ class ForgetsWhoWaits(Failover):
         return []
 
 
-class LosesWhatWasNotSent(Failover):
-    """Takes a request for sent although its engine could not be reached."""
-
-    def not_sent(self, request: RoutedRequest, now: float) -> None:
-        pass
-
-
 # -- the front end: engines ----------------------------------------------------------------------
-
-
-class TakesGapsForNothing(Loads):
-    """Does not notice that answers were lost before the one that arrived."""
-
-    def outputs_arrived(self, route: Route | None, stats: EngineStats) -> int:
-        return min(0, super().outputs_arrived(route, stats))
 
 
 class MissesNothing(Loads):
@@ -215,40 +179,6 @@ class NeverTellsThatItIdles(Turns):
         return [Rest(1.0) if isinstance(a, Rest) else a for a in super().turn(items, now)]
 
 
-class RegistersOnce(Membership):
-    """Does not mind being unknown to the coordinator."""
-
-    def receive(self, reply: CoordinatorReply) -> MembershipEvent | None:
-        if isinstance(reply, HeartbeatAck):
-            return None
-        return super().receive(reply)
-
-
-class SendsReadyOnce(Membership):
-    """Trusts that its READY arrives."""
-
-    def tick(self, now: float) -> list[Any]:
-        messages = super().tick(now)
-        if any(type(message).__name__ == "Ready" for message in messages):
-            self._is_ready = False
-        return list(messages)
-
-
-class WaitsForGoodbyes(CoordinatorState):
-    """Believes that members say so before they go."""
-
-    def _expire(self, now: float) -> list[CoordinatorAction]:
-        return []
-
-
-class TakesItsOwnAbsenceForSilence(CoordinatorState):
-    """Was held up itself, and gives up all whose heartbeats it has not read yet."""
-
-    def _expire(self, now: float) -> list[CoordinatorAction]:
-        self._members._looked_at = now
-        return super()._expire(now)
-
-
 class OrdersOnce(CoordinatorState):
     """Tells engines once who the front ends are."""
 
@@ -282,13 +212,9 @@ MUTANTS = [
     Parts(failover=MovesNothing),
     Parts(failover=NeverSuspects),
     Parts(failover=ConvictsWithoutTrial),
-    Parts(failover=ForgetsThePin),
-    Parts(failover=TakesEveryMoveForADeath),
     Parts(failover=ForgetsWhoWaits),
-    Parts(failover=LosesWhatWasNotSent),
     Parts(index=AsksOnce),
     Parts(index=TakesSuccessorsForThem),
-    Parts(loads=TakesGapsForNothing),
     Parts(loads=MissesNothing),
     Parts(loads=CountsTheLost),
     Parts(members=GivesUpForGood),
@@ -299,10 +225,6 @@ MUTANTS = [
     Parts(reception=BelievesOldLists),
     Parts(turns=IgnoresDrain),
     Parts(turns=NeverTellsThatItIdles),
-    Parts(membership=RegistersOnce),
-    Parts(membership=SendsReadyOnce),
-    Parts(coordinator=WaitsForGoodbyes),
-    Parts(coordinator=TakesItsOwnAbsenceForSilence),
     Parts(coordinator=OrdersOnce),
 ]
 

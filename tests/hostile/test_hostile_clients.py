@@ -38,15 +38,15 @@ def test_requests_of_anybody_cost_no_more_than_their_share() -> None:
 
 def test_patterns_and_grammars_of_anybody_cost_no_more_than_their_share() -> None:
     trial = Trial(bystanders=0)
-    made = rows(trial, lambda: chain(trial.patterns(0.4), trial.grammars()))
+    made = rows(trial, lambda: chain(trial.patterns(0.25), trial.grammars()))
     found = {row.name: row.outcome for row in made}
-    assert found["json: ^(a|a)*$ of a key"].startswith("200, ")
+    assert found["json: ^(a|a)*$ of a text"].startswith("200, ")
     assert found["69 KB of optional letters"].startswith("400, ")
 
 
 def test_inputs_of_anybody_cost_no_more_than_their_share() -> None:
     trial = Trial(*SIMULATED, "--runner", "pooling", bystanders=0)
-    rows(trial, lambda: chain(trial.inputs(), trial.fields(0.02, paths=RIGHT_INPUTS)))
+    rows(trial, lambda: chain(trial.inputs(), trial.fields(0.01, paths=RIGHT_INPUTS)))
 
 
 def test_connections_of_anybody_cost_no_more_than_their_share() -> None:
@@ -56,17 +56,17 @@ def test_connections_of_anybody_cost_no_more_than_their_share() -> None:
 
 def test_requests_with_a_key_cost_no_more_than_their_share() -> None:
     trial = Trial(*SIMULATED, key=KEY, bystanders=0)
-    rows(trial, lambda: chain(trial.large(0.4), trial.kept(), trial.shown(), trial.admin(0.1)))
 
+    def attacks() -> Iterator[str]:
+        yield from chain(trial.large(0.25), trial.kept(), trial.shown(), trial.admin(0.05))
+        yield from trial.unread()
 
-def test_answers_that_nobody_reads_cost_no_more_than_their_share() -> None:
-    trial = Trial(*SIMULATED, key=KEY, bystanders=0)
-    rows(trial, trial.unread)
+    rows(trial, attacks)
 
 
 def test_of_a_stranger_nothing_is_read() -> None:
     trial = Trial(*SIMULATED, key=KEY, with_key=False, bystanders=0)
-    for row in rows(trial, lambda: chain(trial.large(0.2), trial.shown())):
+    for row in rows(trial, lambda: chain(trial.large(0.1), trial.shown())):
         if not row.name.startswith("GET "):
             assert row.outcome.startswith("401, "), row.name
             assert row.cost.memory <= 2**22, row.name
@@ -80,6 +80,12 @@ SLOW_STEPS = (
 is little beside them."""
 
 
+@pytest.fixture(scope="module")
+def slow_steps() -> Iterator[RunningStack]:
+    with RunningStack(*SLOW_STEPS) as stack:
+        yield stack
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -89,12 +95,11 @@ is little beside them."""
     ids=["127 choices", "512 prompts"],
 )
 def test_one_request_never_slows_the_streams_of_others_by_more_than_half(
-    body: dict[str, Any],
+    slow_steps: RunningStack, body: dict[str, Any]
 ) -> None:
     ask = {**body, "ignore_eos": True}
-    with RunningStack(*SLOW_STEPS) as stack:
-        # What the request does to others it does each time; what else the machine does passes.
-        until(
-            lambda: slowdown(stack.url, ask, rounds=3, seconds=0.6) <= GAP_BOUND,
-            f"others' gaps are at most {GAP_BOUND} times as long",
-        )
+    # What the request does to others it does each time; what else the machine does passes.
+    until(
+        lambda: slowdown(slow_steps.url, ask, rounds=3, seconds=0.6) <= GAP_BOUND,
+        f"others' gaps are at most {GAP_BOUND} times as long",
+    )

@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import msgspec
@@ -84,10 +84,19 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+RunLoop: TypeAlias = Callable[[Coroutine[Any, Any, None]], None]
+
+
 def logprob_of(token_id: int, alternatives: int, named: Sequence[int] = ()) -> TokenLogprob:
     """Return made-up scores that depend on the token only."""
     ids = list(named) or [(token_id + step) % 330 for step in range(alternatives)]
     return TokenLogprob(-0.25 - token_id / 1000, 1, ids, [-0.25 - i / 1000 for i in ids])
+
+
+@pytest.fixture(autouse=True)
+def run_loop() -> RunLoop:
+    """What runs a test that is a coroutine function."""
+    return asyncio.run
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -96,7 +105,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    run: Any = pyfuncitem.funcargs["run_loop"]
+    run(test)
     return True
 
 

@@ -2,23 +2,11 @@
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.support.http import ADMIN_KEY, call, completion, fetch, ready_ranks
 from tests.support.waiting import PATIENCE, until
-
-
-def assert_none(failures: Sequence[object]) -> None:
-    """Say how many failures there are, and what the first are like.
-
-    Raises:
-        AssertionError: there are any.
-    """
-    if failures:
-        first = "\n".join(map(str, failures[:3]))
-        raise AssertionError(f"{len(failures)} failures, the first of them:\n{first}")
-
 
 ENOUGH = 50
 """Answers that a load has had at least when it is over."""
@@ -79,7 +67,8 @@ class Load:
 
     def check(self) -> None:
         """Nobody was refused, and the same request has always had the same answer."""
-        assert_none(self.errors)
+        first = "\n".join(self.errors[:3])
+        assert not self.errors, f"{len(self.errors)} failures, the first of them:\n{first}"
         assert self.count > ENOUGH
         assert all(len(told) == 1 for told in self.answers.values()), "the same in every run"
 

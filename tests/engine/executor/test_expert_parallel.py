@@ -101,64 +101,6 @@ def test_tokens_equal_those_of_one_engine_with_all_experts(
         assert tokens[: length + 20] == alone.tokens[slot], (rank, slot)
 
 
-def test_regrouping_with_fewer_and_more_engines_keeps_the_tokens(
-    world: World, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
-) -> None:
-    model = checkpoint("qwen3-moe-many")
-    members = engines(world, model, 3)
-    assert [member.ask("shares")[0] for member in members] == [
-        list(range(5)), list(range(5, 10)), list(range(10, 16)),
-    ]  # fmt: skip
-    for rank, member in enumerate(members):
-        member.ask("start", 1, prompt(10 + rank))
-    world.all(members, "steps", 10, 1)
-
-    # One engine leaves in the middle of a step: the others end it in a smaller group.
-    staying = members[:2]
-    for member in staying:
-        member.tell("steps", 1, 1)
-    world.kill(members[2])
-    for member in staying:
-        assert "lost the group" in member.answer()["broken"]
-    for rank, member in enumerate(staying):
-        assert member.ask("prepare", rank, 2) == [list(range(8 * rank, 8 * rank + 8))] * 3
-    world.join(staying)
-    world.all(staying, "retry")
-    world.all(staying, "steps", 10, 1)
-
-    members = world.take(3)
-    members[2].ask("load", str(model.directory), 2, 3)
-    for rank, member in enumerate(staying):
-        member.ask("prepare", rank, 3)
-    world.join(members)
-    members[2].ask("start", 1, prompt(12))
-    world.all(members, "steps", 10, 1)
-
-    for rank, count in enumerate((31, 31, 10)):
-        alone = driver(model.directory)
-        alone.start(1, prompt(10 + rank))
-        alone.prefill(1)
-        alone.decode(count - 1, 1)
-        assert members[rank].ask("tokens", 1) == alone.tokens[1]
-
-
-def test_weights_dropped_in_a_sleep_come_back_as_the_same_share(
-    world: World, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
-) -> None:
-    model = checkpoint("mixtral")
-    members = engines(world, model, 2)
-    shares = world.all(members, "shares")
-    world.all(members, "sleep_and_wake")
-    assert world.all(members, "shares") == shares
-    members[1].ask("start", 0, prompt(20))
-    together(members, ("steps", 5), ("steps", 5, 0))
-    alone = driver(model.directory)
-    alone.start(0, prompt(20))
-    alone.prefill(0)
-    alone.decode(4, 0)
-    assert members[1].ask("tokens", 0) == alone.tokens[0]
-
-
 @pytest.mark.parametrize(
     ("name", "size", "redundant", "way"),
     [

@@ -77,15 +77,14 @@ def test_the_runtime_has_nothing_in_shared_memory_that_a_killed_engine_would_lea
 
 
 def test_a_process_that_was_forked_after_torch_was_imported_has_it_too() -> None:
-    answer = ask("forked")
+    answer = ask("forked", KMP_BLOCKTIME="7")
     assert answer["threads"] == 3
-    assert answer["environment"]["KMP_BLOCKTIME"] == BLOCK_TIME
+    assert answer["blocktime"] == 7, "what the operator has said"
     assert not [name for name in answer["shared memory"] if f"_{answer['pid']}_" in name]
     assert not [name for name in answer["shared memory"] if f"_{answer['parent']}_" in name]
 
 
 def test_what_the_operator_has_said_about_spinning_is_left_alone() -> None:
-    assert ask(KMP_BLOCKTIME="7")["blocktime"] == 7
     assert "KMP_BLOCKTIME" not in ask(OMP_WAIT_POLICY="ACTIVE")["environment"]
 
 

@@ -164,12 +164,10 @@ def test_steps_in_flight_with_grammars_and_drafts_change_no_token(
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("llama-deep", {"stages": 2}),
         ("llama-deep", {"stages": 3, "partition": "2,1,2"}),
-        ("llama-deep", {"stages": 2, "shards": 2}),
         ("qwen3-moe-deep", {"stages": 2, "shards": 2}),
         ("gpt-oss-mxfp4", {"stages": 2, "num_blocks": 20}),
-        ("deepseek3", {"stages": 2, "shards": 2}),
+        ("deepseek3", {"stages": 2}),
         ("glm4-moe", {"stages": 3}),
     ],
 )

@@ -72,7 +72,6 @@ def settings(directory: Path, num_blocks: int, **parallel: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     ("name", "scheduling", "balance"),
     [
-        ("qwen3-moe-deep", {}, None),
         ("glm4-moe-normed", {}, None),  # an MLP beside the experts, and dense layers
         ("gpt-oss-mxfp4", {}, BALANCE),  # experts with biases
         ("deepseek2", {}, None),  # the best of each group of experts

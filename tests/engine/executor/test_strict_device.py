@@ -30,7 +30,6 @@ def world() -> Iterator[World]:
     [
         ("llama-deep", (1, 2, 1), None, {"async_scheduling": True}),
         ("glm4-moe", (1, 2, 2), None, {}),
-        ("qwen3-moe-deep", (1, 1, 2), None, {"async_scheduling": True}),
         ("gpt-oss-mxfp4", (2, 2, 1), BALANCE, {}),
         ("", (2, 1, 1), None, {"speculative_ngram": 3}),  # the bundled model, with grammars
     ],

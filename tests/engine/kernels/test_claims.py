@@ -1,12 +1,10 @@
 """One process compiles a kernel; the others wait for it, or compile another."""
 
-import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,49 +29,23 @@ with claimed(sys.argv[1], 0) as is_ours:
     print(is_ours, flush=True)
     sys.stdin.read()
 """
-COMPILER = """
-import sys
-from engine.kernels.cpu.rows import rms_norm, swiglu
-print("ready", flush=True)
-sys.stdin.readline()
-kernels = {"norm": rms_norm, "gate": swiglu}
-for kernel in kernels.values():
-    kernel.compile_ahead()
-print(*(name for name, kernel in kernels.items() if not kernel._compiled.cache_hits))
-"""
 
 
 def needs(is_there: bool, feature: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not is_there, reason=f"needs {feature}")
 
 
-@contextmanager
-def program(
-    text: str, *arguments: str, cache: Path | None = None
-) -> Iterator[subprocess.Popen[str]]:
-    environment = dict(os.environ)
-    if cache is not None:
-        environment |= {"XDG_CACHE_HOME": str(cache), "NUMBA_CACHE_DIR": ""}
-    with subprocess.Popen(
-        [sys.executable, "-c", text, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the claim on `claim`."""
-    with program(HOLDER, str(tmp_path / "claim")) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "claim")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stdout.readline() == "True\n"
         yield process
+        process.kill()
 
 
 def test_what_nobody_holds_can_be_claimed_again_and_again(tmp_path: Path) -> None:
@@ -104,20 +76,6 @@ def test_a_claim_ends_with_its_process(tmp_path: Path, holder: subprocess.Popen[
 def test_where_nothing_can_be_claimed_everybody_goes_on(path: str | None, tmp_path: Path) -> None:
     with claimed(path and str(tmp_path / path), 0) as is_ours:
         assert is_ours
-
-
-@pytest.mark.stack
-def test_processes_that_start_together_compile_each_kernel_once(tmp_path: Path) -> None:
-    with program(COMPILER, cache=tmp_path) as one, program(COMPILER, cache=tmp_path) as other:
-        for process in (one, other):
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        for process in (one, other):
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        compiled = [process.communicate(timeout=120)[0].split() for process in (one, other)]
-    assert sorted(compiled[0] + compiled[1]) == ["gate", "norm"]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ def is_close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     return torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 5, 64, 65, 300])
+@pytest.mark.parametrize(
+    ("rows", "has_bias"), [(1, False), (5, True), (64, False), (65, True), (300, False)]
+)
 def test_products_are_right(rows: int, has_bias: bool, dtype: torch.dtype) -> None:
     weight = normal(200, 96, dtype=dtype) * 0.1
     bias = normal(200, dtype=dtype) if has_bias else None

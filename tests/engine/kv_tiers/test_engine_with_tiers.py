@@ -35,19 +35,20 @@ def answers(
     return found, stats.counters
 
 
-@pytest.mark.parametrize("policy", ["all", "evicted"])
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("policy", "name", "options"),
     [
-        ("llama", {}),
-        ("llama", {"kv_cache_dtype": "fp8"}),
-        ("llama", {"async_scheduling": True}),
-        ("llama", {"speculative_ngram": 3}),
-        ("llama", {"long_prefill_token_threshold": 7}),
-        ("qwen3-moe", {}),
-        ("mistral-window", {}),
-        ("gemma3", {}),
-        ("deepseek3", {}),
+        ("all", "llama", {"kv_cache_dtype": "fp8"}),
+        ("all", "llama", {"async_scheduling": True}),
+        ("all", "llama", {"speculative_ngram": 3}),
+        ("all", "llama", {"long_prefill_token_threshold": 7}),
+        ("all", "qwen3-moe", {}),
+        ("all", "mistral-window", {}),
+        ("all", "gemma3", {}),
+        ("all", "deepseek3", {}),
+        ("evicted", "llama", {}),
+        ("evicted", "llama", {"async_scheduling": True}),
+        ("evicted", "gemma3", {}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value), "plain"),
 )

@@ -48,7 +48,6 @@ def processes() -> Any:
     ("name", "layout"),
     [
         ("llama", {"tensor_parallel_size": 2}),
-        ("llama", {"pipeline_parallel_size": 2}),
         ("mixtral", {"tensor_parallel_size": 4}),
         ("qwen3-moe-deep", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
         ("gemma3", {"pipeline_parallel_size": 3}),  # stages without layers of some groups
@@ -223,8 +222,7 @@ def alone(root: Path) -> Any:
         {"speculative_ngram": 4},
         {"max_loras": 1, "async_scheduling": True, "num_blocks": 40},
         {"batch_invariant": True},
-        {"stages": 2, "max_loras": 1},
-        {"stages": 2, "async_scheduling": True, "num_blocks": 40},
+        {"stages": 2, "max_loras": 1, "async_scheduling": True, "num_blocks": 40},
     ],
     ids=str,
 )

@@ -161,23 +161,6 @@ def test_the_largest_image_of_qwen_is_what_its_processor_makes(checkpoint: SaveM
     assert [vision.num_tokens(*size) for size in ((8, 448), (8, 456), (64, 64))] == [56, 0, 0]
 
 
-def test_qwen_is_read_by_its_newer_names(checkpoint: SaveModel, tmp_path: Path) -> None:
-    old = checkpoint("qwen2.5-vl").directory
-    names = {"model.": "model.language_model.", "visual.": "model.visual."}
-    tensors = {
-        next((new + name.removeprefix(was) for was, new in names.items() if name.startswith(was)),
-             name): tensor
-        for name, tensor in load_file(old / "model.safetensors").items()
-    }  # fmt: skip
-    save_file(tensors, tmp_path / "model.safetensors")
-    for name in ("config.json", "preprocessor_config.json"):
-        (tmp_path / name).write_bytes((old / name).read_bytes())
-    open_checkpoint(tmp_path, read_spec(tmp_path), ModelConfig(model=str(tmp_path)))
-    image = encoder_input(1, 0, num_tokens=16)
-    one, other = (encoder_of(each).encode(image.pixels, 32, 32) for each in (old, tmp_path))
-    assert torch.equal(one, other)
-
-
 GEMMA3_4B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
     "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
@@ -207,29 +190,33 @@ def test_gemma_3_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("name", "names"),
     [
-        {"vision_tower.": "vision_tower.vision_model."},
-        {
-            "vision_tower.": "model.vision_tower.vision_model.",
-            "multi_modal_projector.": "model.multi_modal_projector.",
-            "language_model.model.": "model.language_model.",
-        },
+        ("qwen2.5-vl", {"model.": "model.language_model.", "visual.": "model.visual."}),
+        ("gemma3-vision", {"vision_tower.": "vision_tower.vision_model."}),
+        (
+            "gemma3-vision",
+            {
+                "vision_tower.": "model.vision_tower.vision_model.",
+                "multi_modal_projector.": "model.multi_modal_projector.",
+                "language_model.model.": "model.language_model.",
+            },
+        ),
     ],
-    ids=["published", "newer"],
+    ids=["Qwen", "Gemma, published", "Gemma, newer"],
 )
-def test_gemma_3_is_read_by_its_names(
-    names: dict[str, str], checkpoint: SaveModel, tmp_path: Path
+def test_tensors_are_found_by_other_names(
+    name: str, names: dict[str, str], checkpoint: SaveModel, tmp_path: Path
 ) -> None:
-    saved = checkpoint("gemma3-vision").directory
+    saved = checkpoint(name).directory
     tensors = {
-        next((new + name.removeprefix(was) for was, new in names.items() if name.startswith(was)),
-             name): tensor
-        for name, tensor in load_file(saved / "model.safetensors").items()
+        next((new + key.removeprefix(was) for was, new in names.items() if key.startswith(was)),
+             key): tensor
+        for key, tensor in load_file(saved / "model.safetensors").items()
     }  # fmt: skip
     save_file(tensors, tmp_path / "model.safetensors")
-    for name in ("config.json", "preprocessor_config.json"):
-        (tmp_path / name).write_bytes((saved / name).read_bytes())
+    for file in ("config.json", "preprocessor_config.json"):
+        (tmp_path / file).write_bytes((saved / file).read_bytes())
     open_checkpoint(tmp_path, read_spec(tmp_path), ModelConfig(model=str(tmp_path)))
     image = encoder_input(1, 0, num_tokens=16)
     one, other = (encoder_of(each).encode(image.pixels, 32, 32) for each in (saved, tmp_path))

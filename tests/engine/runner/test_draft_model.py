@@ -93,8 +93,6 @@ def test_another_draft_model_changes_no_token(plain: list[Answer], cut: Cut) -> 
     [
         ("llama", "mistral-window"),
         ("llama", "deepseek3"),
-        ("llama", "gpt-oss"),
-        ("llama", "gemma3"),
         ("gemma3", "llama"),
         ("mistral-window", "llama"),
     ],
@@ -184,15 +182,6 @@ def test_it_finds_cached_prefixes_too() -> None:
     assert alone[0].tokens == answers[17].tokens
 
 
-def test_a_request_goes_on_elsewhere_with_the_same_tokens(cut: Cut) -> None:
-    prompt = SOME_TEXT[:20] * 2
-    (whole,), _ = serve(BUNDLED_MODEL, [request(3, prompt)], dtype="float32")
-    sampling = request(3, prompt).sampling
-    moved = AddRequest(3, "3", 0, 0, prompt, sampling, output_token_ids=whole.tokens[:23])
-    (rest,), _ = serve(BUNDLED_MODEL, [moved], dtype="float32", speculative_model=str(cut(4)))
-    assert whole.tokens[:23] + rest.tokens == whole.tokens
-
-
 def settings(cache: CacheConfig, max_drafting: int | None = None) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(BUNDLED_MODEL), dtype="float32", device="cpu"),
@@ -250,9 +239,8 @@ def test_blocks_that_filled_while_drafts_were_skipped_can_be_drafted_from() -> N
     executor.shutdown()
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_it_sleeps_and_wakes_with_the_model(level: int) -> None:
-    stats = assert_drafts_outlast_a_sleep(settings(CacheConfig(num_kv_blocks=100)), level)
+def test_it_sleeps_and_wakes_with_the_model() -> None:
+    stats = assert_drafts_outlast_a_sleep(settings(CacheConfig(num_kv_blocks=100)), level=2)
     assert stats.counters.spec_draft_tokens == stats.counters.spec_accepted_tokens
 
 

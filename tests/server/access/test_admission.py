@@ -148,25 +148,6 @@ def test_bursts_through_processes_fill_the_queue_exactly(tmp_path: Path) -> None
             taker.end()
 
 
-def test_a_front_end_that_dies_takes_nothing_with_it(tmp_path: Path) -> None:
-    create_admission_table(tmp_path, 2)
-    survivor = admission(tmp_path, 0, slots=4, max_queue=10)
-    taker = Taker(tmp_path, 1, 10)
-    try:
-        taker.ask(20)
-        assert int(taker.line()) == 14
-        with pytest.raises(Overloaded):
-            survivor.reserve(1, 10, 0.0)
-    finally:
-        taker.end()
-    for _ in range(14):
-        survivor.reserve(1, 10, 0.0)
-    with pytest.raises(Overloaded):
-        survivor.reserve(1, 10, 0.0)
-    successor = AdmissionTable(tmp_path, 1)
-    assert successor.totals() == Totals(14, 0)
-
-
 def test_a_front_end_that_is_stopped_while_it_holds_the_lock_stops_nobody(tmp_path: Path) -> None:
     create_admission_table(tmp_path, 2)
     node = admission(tmp_path, 0, max_queue=3)

@@ -12,7 +12,7 @@ from server.api.services import ServicesDep
 from server.config import FrontEndConfig, GuardConfig
 from server.http.call import Call
 from server.schema.body import RequestBody
-from tests.server.http.test_http_protocol import run, served
+from tests.server.http.test_http_protocol import served
 from tests.support.waiting import PATIENCE
 
 
@@ -74,23 +74,20 @@ def test_guards_are_before_the_router(http_of: Any) -> None:
     assert http_of(config).post("/v1/completions", {"prompt": "x"}).status_code == 401
 
 
-def test_head_is_answered_like_get_without_the_body(app: FastAPI) -> None:
+async def test_head_is_answered_like_get_without_the_body(app: FastAPI) -> None:
     paths = [
         "/", "/docs", "/health", "/load", "/metrics", "/openapi.json", "/ping", "/ready",
         "/status.css", "/status.json", "/v1/models", "/v1/models/tiny", "/v1/nothing", "/version",
     ]  # fmt: skip
 
-    async def scenario() -> None:
-        async with (
-            served(app, GuardConfig()) as port,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client,
-        ):
-            for path in paths:
-                got, head = await client.get(path), await client.head(path)
-                assert head.status_code == got.status_code, path
-                assert head.headers["content-type"] == got.headers["content-type"]
-                assert "content-length" in head.headers
-                assert head.content == b""
-            assert (await client.head("/v1/completions")).status_code == 405
-
-    run(scenario)
+    async with (
+        served(app, GuardConfig()) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client,
+    ):
+        for path in paths:
+            got, head = await client.get(path), await client.head(path)
+            assert head.status_code == got.status_code, path
+            assert head.headers["content-type"] == got.headers["content-type"]
+            assert "content-length" in head.headers
+            assert head.content == b""
+        assert (await client.head("/v1/completions")).status_code == 405

@@ -1,8 +1,6 @@
 """`swell run-batch` against a server in this process, and once with one of its own."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -188,23 +186,3 @@ def test_an_own_server_gets_what_differs_from_the_defaults() -> None:
         "org/model", "--served-model-name", "a", "b", "--max-num-seqs", "7",
         "--data-parallel-size", "3",
     ]  # fmt: skip
-
-
-@pytest.mark.stack
-def test_a_batch_starts_a_server_and_stops_it(files: tuple[Path, Path]) -> None:
-    body = {"prompt": "ROMEO:", "max_tokens": 4}
-    request = {"custom_id": "a", "url": "/v1/completions", "body": body}
-    files[0].write_text(json.dumps(request) + "\n", encoding="utf-8")
-    program = "import sys; from server.cli import main; sys.exit(main())"
-    finished = subprocess.run(
-        [
-            sys.executable, "-c", program, "run-batch", *map(str, files),
-            "--data-parallel-size", "1", "--api-server-count", "1",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
-    assert "1 answered" in finished.stderr
-    assert results(files)["a"]["response"]["body"]["choices"][0]["text"]

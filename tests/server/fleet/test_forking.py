@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,8 @@ import pytest
 from engine.shared.messages import ChildReady, ChildStatus
 from server.fleet.child import Child, Program, watch_children_without_threads
 from server.fleet.forking import Template, can_fork
-from tests.support.waiting import PATIENCE, until, until_async
+from tests.server.conftest import RunLoop
+from tests.support.waiting import until, until_async
 
 pytestmark = [
     pytest.mark.slow,  # it starts processes
@@ -100,129 +100,107 @@ async def end(*children: Child) -> None:
         await each.wait()
 
 
-def play(part: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(PATIENCE):
-            await part()
-
+@pytest.fixture
+def run_loop() -> RunLoop:
     watch_children_without_threads()
-    asyncio.run(run())
+    return asyncio.run
 
 
-def test_forks_have_what_was_loaded_and_else_their_own(tmp_path: Path) -> None:
+async def test_forks_have_what_was_loaded_and_else_their_own(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
-    async def run() -> None:
-        template = await place.template()
-        children = await asyncio.gather(place.start(template, 1), place.start(template, 2))
-        details = await place.details(2)
-        await template.close()
-        assert [each[:2] for each in details] == [["True", "True"]] * 2
-        assert details[0][2] != details[1][2]  # what is drawn at random
-        assert {psutil.Process(each.pid).ppid() for each in children} == {os.getpid()}
-        await until_async(lambda: len(place.lines) == 2, "both have said something")
-        assert sorted(place.lines) == ["it says 1", "it says 2"]
-        await end(*children)
-
-    play(run)
+    template = await place.template()
+    children = await asyncio.gather(place.start(template, 1), place.start(template, 2))
+    details = await place.details(2)
+    await template.close()
+    assert [each[:2] for each in details] == [["True", "True"]] * 2
+    assert details[0][2] != details[1][2]  # what is drawn at random
+    assert {psutil.Process(each.pid).ppid() for each in children} == {os.getpid()}
+    await until_async(lambda: len(place.lines) == 2, "both have said something")
+    assert sorted(place.lines) == ["it says 1", "it says 2"]
+    await end(*children)
 
 
-def test_the_end_of_a_fork_is_seen_with_its_code(tmp_path: Path) -> None:
+async def test_the_end_of_a_fork_is_seen_with_its_code(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
-    async def run() -> None:
-        template = await place.template()
-        child = await place.start(template, 1, code=5)
-        assert (await child.wait()).code == 5
-        killed = await place.start(template, 2)
-        await place.details(1)
-        os.kill(killed.pid, signal.SIGKILL)
-        assert (await killed.wait()).code == -signal.SIGKILL
-        assert list(killed.last_lines) == ["it says 2"]
-        await template.close()
-
-    play(run)
+    template = await place.template()
+    child = await place.start(template, 1, code=5)
+    assert (await child.wait()).code == 5
+    killed = await place.start(template, 2)
+    await place.details(1)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert (await killed.wait()).code == -signal.SIGKILL
+    assert list(killed.last_lines) == ["it says 2"]
+    await template.close()
 
 
-def test_forks_do_not_notice_that_their_template_ends(tmp_path: Path) -> None:
+async def test_forks_do_not_notice_that_their_template_ends(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
-    async def run() -> None:
-        template = await place.template()
-        child = await place.start(template)
-        await place.details(1)
-        pid = template.pid
-        await template.close()
-        assert not psutil.pid_exists(pid)
-        assert child.alive
-        child.terminate()
-        assert (await child.wait()).code == -signal.SIGTERM
-
-    play(run)
+    template = await place.template()
+    child = await place.start(template)
+    await place.details(1)
+    pid = template.pid
+    await template.close()
+    assert not psutil.pid_exists(pid)
+    assert child.alive
+    child.terminate()
+    assert (await child.wait()).code == -signal.SIGTERM
 
 
-def test_a_template_ends_with_its_last_fork(tmp_path: Path) -> None:
+async def test_a_template_ends_with_its_last_fork(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
-    async def run() -> None:
-        template = await place.template(forks=2)
-        children = [await place.start(template, number) for number in range(2)]
-        await until_async(lambda: not template.pid, "it has ended")
-        children.append(await place.start(template, 3))
-        assert sorted(each[0] for each in await place.details(3)) == ["False", "True", "True"]
-        await template.close()
-        await end(*children)
-
-    play(run)
+    template = await place.template(forks=2)
+    children = [await place.start(template, number) for number in range(2)]
+    await until_async(lambda: not template.pid, "it has ended")
+    children.append(await place.start(template, 3))
+    assert sorted(each[0] for each in await place.details(3)) == ["False", "True", "True"]
+    await template.close()
+    await end(*children)
 
 
 @pytest.mark.parametrize("loaded", [DIES, THREAD], ids=["it dies", "it has a thread"])
-def test_what_cannot_be_forked_loads_its_libraries_itself(tmp_path: Path, loaded: str) -> None:
+async def test_what_cannot_be_forked_loads_its_libraries_itself(
+    tmp_path: Path, loaded: str
+) -> None:
     place = Place(tmp_path, loaded)
 
-    async def run() -> None:
-        template = await place.template()
-        child = await place.start(template)
-        assert (await place.details(1))[0][0] == "False"
-        await end(child)
-        await template.close()
-
-    play(run)
+    template = await place.template()
+    child = await place.start(template)
+    assert (await place.details(1))[0][0] == "False"
+    await end(child)
+    await template.close()
 
 
-def test_a_template_that_does_not_load_is_given_up(
+async def test_a_template_that_does_not_load_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.fleet.forking.LOAD_TIMEOUT", 0.3)
     place = Place(tmp_path, NEVER)
 
-    async def run() -> None:
-        template = await place.template()
-        children = await asyncio.gather(place.start(template, 1), place.start(template, 2))
-        assert [each[0] for each in await place.details(2)] == ["False", "False"]
-        await until_async(lambda: not template.pid, "it has ended")
-        await template.close()
-        await end(*children)
-
-    play(run)
+    template = await place.template()
+    children = await asyncio.gather(place.start(template, 1), place.start(template, 2))
+    assert [each[0] for each in await place.details(2)] == ["False", "False"]
+    await until_async(lambda: not template.pid, "it has ended")
+    await template.close()
+    await end(*children)
 
 
-def test_after_a_template_was_killed_processes_are_started_without_it(tmp_path: Path) -> None:
+async def test_after_a_template_was_killed_processes_are_started_without_it(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
-    async def run() -> None:
-        template = await place.template()
-        forked = await place.start(template)
-        os.kill(template.pid, signal.SIGKILL)
-        other = await place.start(template)
-        assert sorted(each[0] for each in await place.details(2)) == ["False", "True"]
-        await end(forked, other)
-        await template.close()
-
-    play(run)
+    template = await place.template()
+    forked = await place.start(template)
+    os.kill(template.pid, signal.SIGKILL)
+    other = await place.start(template)
+    assert sorted(each[0] for each in await place.details(2)) == ["False", "True"]
+    await end(forked, other)
+    await template.close()
 
 
-def test_nothing_is_left_of_a_template_and_its_forks(tmp_path: Path) -> None:
+async def test_nothing_is_left_of_a_template_and_its_forks(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
     def open_here() -> int:
@@ -231,18 +209,15 @@ def test_nothing_is_left_of_a_template_and_its_forks(tmp_path: Path) -> None:
     # What other tests of this process have left behind may be collected at any time.
     gc.collect()
 
-    async def run() -> None:
-        before = open_here()
-        children = set(psutil.Process().children())
-        template = await place.template()
-        forked = [await place.start(template, number) for number in range(3)]
-        await place.details(3)
-        await template.close()
-        await end(*forked)
-        await until_async(lambda: open_here() <= before, "all are closed")
-        assert set(psutil.Process().children()) <= children  # zombies would be among them
-
-    play(run)
+    before = open_here()
+    children = set(psutil.Process().children())
+    template = await place.template()
+    forked = [await place.start(template, number) for number in range(3)]
+    await place.details(3)
+    await template.close()
+    await end(*forked)
+    await until_async(lambda: open_here() <= before, "all are closed")
+    assert set(psutil.Process().children()) <= children  # zombies would be among them
 
 
 def test_a_template_that_still_loads_ends_with_its_supervisor(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_children_need_no_threads_that_there_may_be_no_memory_for(
     asyncio.run(run())
 
 
-def test_an_error_around_a_death_does_not_end_a_place(
+async def test_an_error_around_a_death_does_not_end_a_place(
     role: Role, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("server.fleet.keeper.MAX_SPAWN_BACKOFF", 0.1)
@@ -183,22 +183,19 @@ def test_an_error_around_a_death_does_not_end_a_place(
     def report_death(_: Role) -> None:
         raise ValueError("nobody expected this")
 
-    async def run() -> None:
-        kept = keeper(report_death)
-        kept.fill(role)
-        await kept.until_ready([role])
-        assert role.holder is not None
-        first = pid_of(role)
-        role.holder.kill()
-        await until_async(lambda: role.holder is not None and pid_of(role) != first, "another")
-        await until_async(role.ready.is_set, "it is ready")
-        await stop(kept, role)
-
-    asyncio.run(run())
+    kept = keeper(report_death)
+    kept.fill(role)
+    await kept.until_ready([role])
+    assert role.holder is not None
+    first = pid_of(role)
+    role.holder.kill()
+    await until_async(lambda: role.holder is not None and pid_of(role) != first, "another")
+    await until_async(role.ready.is_set, "it is ready")
+    await stop(kept, role)
     assert "nobody expected this" in caplog.text
 
 
-def test_lines_that_cannot_be_shown_do_not_stop_the_reading(
+async def test_lines_that_cannot_be_shown_do_not_stop_the_reading(
     role: Role, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "sleeper.py").write_text(
@@ -211,13 +208,10 @@ def test_lines_that_cannot_be_shown_do_not_stop_the_reading(
 
     monkeypatch.setattr("server.fleet.keeper.relay_line", fail)
 
-    async def run() -> None:
-        kept = keeper()
-        kept.fill(role)
-        await until_async(lambda: role.phase == "all is written", "all is written")
-        await stop(kept, role)
-
-    asyncio.run(run())
+    kept = keeper()
+    kept.fill(role)
+    await until_async(lambda: role.phase == "all is written", "all is written")
+    await stop(kept, role)
     assert "cannot be shown" in caplog.text
 
 

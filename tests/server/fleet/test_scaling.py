@@ -1,7 +1,8 @@
 """Where API servers are kept as engines come to nodes and leave them, without processes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+
+import pytest
 
 from server.fleet.keeper import MAX_BACKOFF, Role, StartupFailed
 from server.fleet.scaling import LEAVE_AFTER, NodeApiServers
@@ -71,74 +72,62 @@ def place(name: str) -> Role:
     return Role(name=name, module="", launch=lambda _: None)
 
 
-def run(body: Callable[[Scene], Awaitable[None]]) -> None:
-    async def main() -> None:
-        scene = Scene()
-        await body(scene)
-        await scene.keeper.close()
-
-    asyncio.run(main())
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
 
 
-def test_each_node_with_engines_gets_one_except_the_supervisors() -> None:
-    async def body(scene: Scene) -> None:
-        scene.put("head", "a", "a", "b", "")
-        scene.servers.look(0.0)
-        scene.servers.look(1.0)
-        assert sorted(scene.keeper.filled) == ["a", "b"]
-
-    run(body)
+async def test_each_node_with_engines_gets_one_except_the_supervisors(scene: Scene) -> None:
+    scene.put("head", "a", "a", "b", "")
+    scene.servers.look(0.0)
+    scene.servers.look(1.0)
+    assert sorted(scene.keeper.filled) == ["a", "b"]
+    await scene.keeper.close()
 
 
-def test_a_node_keeps_it_while_an_engine_is_only_started_again() -> None:
-    async def body(scene: Scene) -> None:
-        scene.put("a")
-        scene.servers.look(0.0)
-        scene.put("")
-        scene.servers.look(LEAVE_AFTER)
-        scene.put("a")
-        scene.servers.look(LEAVE_AFTER + 1)
-        scene.put()
-        scene.keeper.may_retire.set()
-        scene.servers.look(2 * LEAVE_AFTER)
-        await asyncio.sleep(0)
-        assert scene.keeper.retired == []
-        scene.servers.look(2 * LEAVE_AFTER + 2)
-        await until_async(lambda: not scene.servers.roles, "it leaves")
-        assert scene.keeper.retired == ["a"]
-
-    run(body)
+async def test_a_node_keeps_it_while_an_engine_is_only_started_again(scene: Scene) -> None:
+    scene.put("a")
+    scene.servers.look(0.0)
+    scene.put("")
+    scene.servers.look(LEAVE_AFTER)
+    scene.put("a")
+    scene.servers.look(LEAVE_AFTER + 1)
+    scene.put()
+    scene.keeper.may_retire.set()
+    scene.servers.look(2 * LEAVE_AFTER)
+    await asyncio.sleep(0)
+    assert scene.keeper.retired == []
+    scene.servers.look(2 * LEAVE_AFTER + 2)
+    await until_async(lambda: not scene.servers.roles, "it leaves")
+    assert scene.keeper.retired == ["a"]
+    await scene.keeper.close()
 
 
-def test_engines_that_come_back_while_it_drains_get_another_one() -> None:
-    async def body(scene: Scene) -> None:
-        scene.put("a")
-        scene.servers.look(0.0)
-        scene.put()
-        scene.servers.look(LEAVE_AFTER + 1)
-        scene.put("a")
-        scene.servers.look(LEAVE_AFTER + 2)
-        assert scene.keeper.filled == ["a"]
-        scene.keeper.may_retire.set()
-        await until_async(lambda: not scene.servers.roles, "it leaves")
-        scene.servers.look(LEAVE_AFTER + 3)
-        assert scene.keeper.filled == ["a", "a"]
-
-    run(body)
+async def test_engines_that_come_back_while_it_drains_get_another_one(scene: Scene) -> None:
+    scene.put("a")
+    scene.servers.look(0.0)
+    scene.put()
+    scene.servers.look(LEAVE_AFTER + 1)
+    scene.put("a")
+    scene.servers.look(LEAVE_AFTER + 2)
+    assert scene.keeper.filled == ["a"]
+    scene.keeper.may_retire.set()
+    await until_async(lambda: not scene.servers.roles, "it leaves")
+    scene.servers.look(LEAVE_AFTER + 3)
+    assert scene.keeper.filled == ["a", "a"]
+    await scene.keeper.close()
 
 
-def test_one_that_cannot_start_is_tried_again_later() -> None:
-    async def body(scene: Scene) -> None:
-        scene.keeper.refuses = {"a"}
-        scene.put("a", "b")
-        scene.servers.look(0.0)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        scene.servers.look(1.0)
-        assert set(scene.servers.roles) == {"b"}
-        scene.servers.look(MAX_BACKOFF)
-        assert scene.keeper.filled.count("a") == 1
-        scene.servers.look(MAX_BACKOFF + 1)
-        assert scene.keeper.filled.count("a") == 2
-
-    run(body)
+async def test_one_that_cannot_start_is_tried_again_later(scene: Scene) -> None:
+    scene.keeper.refuses = {"a"}
+    scene.put("a", "b")
+    scene.servers.look(0.0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    scene.servers.look(1.0)
+    assert set(scene.servers.roles) == {"b"}
+    scene.servers.look(MAX_BACKOFF)
+    assert scene.keeper.filled.count("a") == 1
+    scene.servers.look(MAX_BACKOFF + 1)
+    assert scene.keeper.filled.count("a") == 2
+    await scene.keeper.close()

@@ -113,7 +113,7 @@ def of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_answers_are_those_of_transformers(
     engine: OneEngine, reference: Any, prompt: str, width: int

@@ -213,7 +213,7 @@ def test_a_large_answer_says_what_a_small_one_does(http: Any, engines: Any) -> N
     assert whole["token_ids"][:10] == part["token_ids"]
 
 
-def test_a_client_that_does_not_read_is_not_waited_for_by_each_of_its_sequences(
+async def test_a_client_that_does_not_read_is_not_waited_for_by_each_of_its_sequences(
     app: FastAPI, engines: Any
 ) -> None:
     """However many sequences it has, what is kept for it is bounded for all of them together."""
@@ -230,31 +230,29 @@ def test_a_client_that_does_not_read_is_not_waited_for_by_each_of_its_sequences(
         producers.append(asyncio.create_task(produce()))
         return []
 
-    async def scenario() -> None:
-        engines.script = script
-        body = b'{"prompt":"hello","n":128,"stream":true,"max_tokens":400}'
-
-        async def receive() -> dict[str, Any]:
-            if not engines.streams:
-                return {"type": "http.request", "body": body, "more_body": False}
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        async def send(message: dict[str, Any]) -> None:
-            if message.get("more_body"):
-                await asyncio.gather(*[stream.closed.wait() for stream in engines.streams])
-
-        scope = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"",
-            "query_string": b"", "headers": [(b"content-type", b"application/json")],
-            "scheme": "http", "http_version": "1.1", "server": ("swell", 1),
-            "client": ("test", 1), "root_path": "",
-        }  # fmt: skip
-        async with asyncio.timeout(PATIENCE):
-            await app(scope, receive, send)  # type: ignore[arg-type]
-
     engines.context = 512
-    asyncio.run(scenario())
+
+    engines.script = script
+    body = b'{"prompt":"hello","n":128,"stream":true,"max_tokens":400}'
+
+    async def receive() -> dict[str, Any]:
+        if not engines.streams:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("more_body"):
+            await asyncio.gather(*[stream.closed.wait() for stream in engines.streams])
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"",
+        "query_string": b"", "headers": [(b"content-type", b"application/json")],
+        "scheme": "http", "http_version": "1.1", "server": ("swell", 1),
+        "client": ("test", 1), "root_path": "",
+    }  # fmt: skip
+    async with asyncio.timeout(PATIENCE):
+        await app(scope, receive, send)  # type: ignore[arg-type]
     assert given[0] < 2 * MAX_UNREAD
 
 

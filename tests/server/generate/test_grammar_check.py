@@ -21,7 +21,7 @@ COSTLY: dict[str, dict[str, Any]] = {
 """Takes ten seconds and more."""
 
 
-def test_one_tenants_slow_grammars_leave_a_thread_for_others(
+async def test_one_tenants_slow_grammars_leave_a_thread_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     release, order = threading.Event(), list[str]()
@@ -35,20 +35,17 @@ def test_one_tenants_slow_grammars_leave_a_thread_for_others(
 
     monkeypatch.setattr(grammar_check, "found", slow)
 
-    async def run() -> None:
-        checks = GrammarCheck()
-        slow_ones = [
-            asyncio.create_task(checks.require(RegexGrammar(f"slow{number}"), "regex", 1))
-            for number in range(8)
-        ]
-        await asyncio.sleep(0)
-        for number in range(3):
-            await asyncio.wait_for(checks.require(RegexGrammar(f"{number}"), "regex", 2), PATIENCE)
-        assert order == ["0", "1", "2"]
-        release.set()
-        await asyncio.gather(*slow_ones)
-
-    asyncio.run(run())
+    checks = GrammarCheck()
+    slow_ones = [
+        asyncio.create_task(checks.require(RegexGrammar(f"slow{number}"), "regex", 1))
+        for number in range(8)
+    ]
+    await asyncio.sleep(0)
+    for number in range(3):
+        await asyncio.wait_for(checks.require(RegexGrammar(f"{number}"), "regex", 2), PATIENCE)
+    assert order == ["0", "1", "2"]
+    release.set()
+    await asyncio.gather(*slow_ones)
     assert len(order) == 11
 
 

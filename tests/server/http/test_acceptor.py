@@ -101,38 +101,35 @@ def test_a_small_share_ends_what_was_learned_of_neighbours() -> None:
     assert courtesy.gives_way(share_is_large=True)
 
 
-def test_who_has_many_connections_leaves_new_ones_to_others(
+async def test_who_has_many_connections_leaves_new_ones_to_others(
     tables: list[AdmissionTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor, "YIELD_SECONDS", 10 * PATIENCE)
     taken: list[int] = []
 
-    async def scenario() -> None:
-        both = asyncio.Event()
+    both = asyncio.Event()
 
-        def take(number: int, connection: socket.socket, _: str) -> None:
-            connection.close()
-            taken.append(number)
-            if len(taken) == 3:
-                both.set()
+    def take(number: int, connection: socket.socket, _: str) -> None:
+        connection.close()
+        taken.append(number)
+        if len(taken) == 3:
+            both.set()
 
-        with socket.create_server(("127.0.0.1", 0)) as listener, listener.dup() as other:
-            acceptors = []
-            for number, each in enumerate((listener, other)):
-                share = ConnectionShare(tables[number])
-                acceptors.append(Acceptor(each, functools.partial(take, number), share))
-                acceptors[-1].begin(8)
-                share.changed(0 if number else 40)
-            address = listener.getsockname()
-            clients = [socket.create_connection(address, PATIENCE) for _ in range(3)]
-            async with asyncio.timeout(PATIENCE):
-                await both.wait()
-            for accepting in acceptors:
-                accepting.end()
-            for client in clients:
-                client.close()
-
-    uvloop.run(scenario())
+    with socket.create_server(("127.0.0.1", 0)) as listener, listener.dup() as other:
+        acceptors = []
+        for number, each in enumerate((listener, other)):
+            share = ConnectionShare(tables[number])
+            acceptors.append(Acceptor(each, functools.partial(take, number), share))
+            acceptors[-1].begin(8)
+            share.changed(0 if number else 40)
+        address = listener.getsockname()
+        clients = [socket.create_connection(address, PATIENCE) for _ in range(3)]
+        async with asyncio.timeout(PATIENCE):
+            await both.wait()
+        for accepting in acceptors:
+            accepting.end()
+        for client in clients:
+            client.close()
     assert taken == [1, 1, 1]
 
 

@@ -13,7 +13,7 @@ import uvicorn
 from server.access.guards import tls_options
 from server.config import GuardConfig
 from server.http.certificates import LOOK_INTERVAL, Certificates
-from tests.server.http.test_http_protocol import run, served
+from tests.server.http.test_http_protocol import served
 from tests.support.certificates import make_certificate
 from tests.support.waiting import PATIENCE
 
@@ -66,30 +66,27 @@ async def certificate_at(port: int) -> bytes:
     return shown
 
 
-def test_a_renewed_certificate_is_shown_to_new_connections_and_the_others_go_on(
+async def test_a_renewed_certificate_is_shown_to_new_connections_and_the_others_go_on(
     app: Any, secret: Secret
 ) -> None:
-    async def scenario() -> None:
-        # By default clients keep idle connections for five seconds.
-        limits = httpx.Limits(keepalive_expiry=PATIENCE)
-        async with (
-            served(app, secret.guards) as port,
-            httpx.AsyncClient(verify=secret.trusting(), timeout=PATIENCE, limits=limits) as kept,
-        ):
-            url = f"https://127.0.0.1:{port}/health"
-            assert (await kept.get(url)).status_code == 200
-            first = secret.shown
-            assert await certificate_at(port) == first
-            secret.renew()
-            assert secret.shown != first
-            shown = first
-            while shown != secret.shown:
-                shown = await certificate_at(port)
-            assert (await kept.get(url)).status_code == 200, "its certificate is the first"
-            async with httpx.AsyncClient(verify=secret.trusting(), timeout=PATIENCE) as client:
-                assert (await client.get(url)).status_code == 200
-
-    run(scenario)
+    # By default clients keep idle connections for five seconds.
+    limits = httpx.Limits(keepalive_expiry=PATIENCE)
+    async with (
+        served(app, secret.guards) as port,
+        httpx.AsyncClient(verify=secret.trusting(), timeout=PATIENCE, limits=limits) as kept,
+    ):
+        url = f"https://127.0.0.1:{port}/health"
+        assert (await kept.get(url)).status_code == 200
+        first = secret.shown
+        assert await certificate_at(port) == first
+        secret.renew()
+        assert secret.shown != first
+        shown = first
+        while shown != secret.shown:
+            shown = await certificate_at(port)
+        assert (await kept.get(url)).status_code == 200, "its certificate is the first"
+        async with httpx.AsyncClient(verify=secret.trusting(), timeout=PATIENCE) as client:
+            assert (await client.get(url)).status_code == 200
 
 
 def certificates(secret: Secret) -> Certificates:

@@ -139,7 +139,7 @@ def test_an_outer_cancellation_is_not_taken_for_a_disconnect(app: Any, engines: 
     assert engines.streams[0].closed.is_set()
 
 
-def test_others_get_their_turn_while_a_request_is_handed_over_in_thousands(
+async def test_others_get_their_turn_while_a_request_is_handed_over_in_thousands(
     app: Any, engines: Any, tokenizer: Any
 ) -> None:
     turns: set[int] = set()
@@ -149,13 +149,10 @@ def test_others_get_their_turn_while_a_request_is_handed_over_in_thousands(
             turns.add(len(engines.streams))
             await asyncio.sleep(0)
 
-    async def scenario() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://swell") as client:
-            body = {"prompt": ["a"] * MAX_PROMPTS, "max_tokens": 1}
-            asked = asyncio.create_task(client.post("/v1/completions", json=body))
-            await others()
-            assert (await asked).status_code == 200
-
-    asyncio.run(scenario())
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://swell") as client:
+        body = {"prompt": ["a"] * MAX_PROMPTS, "max_tokens": 1}
+        asked = asyncio.create_task(client.post("/v1/completions", json=body))
+        await others()
+        assert (await asked).status_code == 200
     assert len(turns) > MAX_PROMPTS // 64

@@ -5,7 +5,7 @@ import contextlib
 import select
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,6 @@ import httpx
 import msgspec
 import pytest
 import uvicorn
-import uvloop
 
 from engine.shared.messages import AddRequest, RequestOutput
 from server.access.guards import tls_options
@@ -26,7 +25,6 @@ from server.router.token_stream import RequestStream, Unread
 from tests.support.certificates import make_certificate
 from tests.support.waiting import PATIENCE, until_async
 
-GUARD_SECONDS = PATIENCE
 BODY = b'{"prompt": "x", "stream": true}'
 
 
@@ -75,58 +73,41 @@ async def served_by(app: Any, guards: GuardConfig) -> AsyncIterator[tuple[HttpSe
             await task
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def guarded() -> None:
-        async with asyncio.timeout(GUARD_SECONDS):
-            await scenario()
-
-    uvloop.run(guarded())
-
-
 async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", HEAD[:-2]])
-def test_a_head_that_is_never_complete_is_not_waited_for(app: Any, sent: bytes) -> None:
-    async def scenario() -> None:
-        async with served(app, GuardConfig(receive_timeout=0.5)) as port:
-            reader, writer = await connect(port)
-            writer.write(sent)
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
-            writer.close()
-
-    run(scenario)
+async def test_a_head_that_is_never_complete_is_not_waited_for(app: Any, sent: bytes) -> None:
+    async with served(app, GuardConfig(receive_timeout=0.5)) as port:
+        reader, writer = await connect(port)
+        writer.write(sent)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
+        writer.close()
 
 
-def test_a_second_head_on_a_connection_is_not_waited_for_either(app: Any) -> None:
-    async def scenario() -> None:
-        async with served(app, GuardConfig(receive_timeout=0.5)) as port:
-            reader, writer = await connect(port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 200 ")
-            assert b"HTTP/1.1 408 " in answer
-            writer.close()
-
-    run(scenario)
+async def test_a_second_head_on_a_connection_is_not_waited_for_either(app: Any) -> None:
+    async with served(app, GuardConfig(receive_timeout=0.5)) as port:
+        reader, writer = await connect(port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"HTTP/1.1 408 " in answer
+        writer.close()
 
 
-def test_a_head_has_a_largest_size(app: Any) -> None:
-    async def scenario() -> None:
-        async with served(app, GuardConfig(max_header_bytes=4096)) as port:
-            reader, writer = await connect(port)
-            writer.write(b"GET /health HTTP/1.1\r\n")
-            with contextlib.suppress(ConnectionError):
-                while not reader.at_eof() and not reader._buffer:  # type: ignore[attr-defined]
-                    writer.write(b"X-Filler: %s\r\n" % (b"x" * 1000))
-                    await writer.drain()
-                    await asyncio.sleep(0.001)
-            assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
-            writer.close()
-
-    run(scenario)
+async def test_a_head_has_a_largest_size(app: Any) -> None:
+    async with served(app, GuardConfig(max_header_bytes=4096)) as port:
+        reader, writer = await connect(port)
+        writer.write(b"GET /health HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof() and not reader._buffer:  # type: ignore[attr-defined]
+                writer.write(b"X-Filler: %s\r\n" % (b"x" * 1000))
+                await writer.drain()
+                await asyncio.sleep(0.001)
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        writer.close()
 
 
 class TestHurriedServer:
@@ -134,17 +115,14 @@ class TestHurriedServer:
     def config(self, config: FrontEndConfig) -> FrontEndConfig:
         return msgspec.structs.replace(config, guards=GuardConfig(receive_timeout=0.5))
 
-    def test_a_body_that_is_never_complete_is_not_waited_for(self, app: Any) -> None:
-        async def scenario() -> None:
-            async with served(app, GuardConfig()) as port:
-                reader, writer = await connect(port)
-                writer.write(HEAD + BODY[:-5])
-                answer = await reader.read()
-                assert answer.startswith(b"HTTP/1.1 408 ")
-                assert b"request_timeout" in answer
-                writer.close()
-
-        run(scenario)
+    async def test_a_body_that_is_never_complete_is_not_waited_for(self, app: Any) -> None:
+        async with served(app, GuardConfig()) as port:
+            reader, writer = await connect(port)
+            writer.write(HEAD + BODY[:-5])
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"request_timeout" in answer
+            writer.close()
 
 
 CHUNKED = (
@@ -177,57 +155,45 @@ async def flood(port: int, start: bytes, piece: bytes, most: int = 2**24) -> tup
     ids=["lines", "one line", "short lines"],
 )
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/health"])
-def test_trailers_without_end_are_cut_off(app: Any, piece: bytes, path: bytes) -> None:
-    async def scenario() -> None:
-        async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
-            start = CHUNKED.replace(b"/v1/completions", path)
-            start += b"%x\r\n%s\r\n0\r\nX: " % (len(BODY), BODY)
-            _, sent = await flood(port, start, piece)
-            assert sent < 2**22
-
-    run(scenario)
+async def test_trailers_without_end_are_cut_off(app: Any, piece: bytes, path: bytes) -> None:
+    async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
+        start = CHUNKED.replace(b"/v1/completions", path)
+        start += b"%x\r\n%s\r\n0\r\nX: " % (len(BODY), BODY)
+        _, sent = await flood(port, start, piece)
+        assert sent < 2**22
 
 
-def test_trailers_are_no_headers(app: Any) -> None:
-    async def scenario() -> None:
-        seen: list[Any] = []
+async def test_trailers_are_no_headers(app: Any) -> None:
+    seen: list[Any] = []
 
-        async def application(scope: Any, receive: Any, send: Any) -> None:
-            while (await receive())["more_body"]:
-                pass
-            seen.extend(scope["headers"])
-            await app(scope, receive, send)
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        seen.extend(scope["headers"])
+        await app(scope, receive, send)
 
-        async with served(application, GuardConfig()) as port:
-            reader, writer = await connect(port)
-            writer.write(CHUNKED.replace(b"POST /v1/completions", b"GET /health") + b"1\r\n \r\n")
-            writer.write(b"0\r\nAuthorization: Bearer late\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\n")
-            writer.close()
-        assert b"authorization" not in dict(seen)
-
-    run(scenario)
+    async with served(application, GuardConfig()) as port:
+        reader, writer = await connect(port)
+        writer.write(CHUNKED.replace(b"POST /v1/completions", b"GET /health") + b"1\r\n \r\n")
+        writer.write(b"0\r\nAuthorization: Bearer late\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+    assert b"authorization" not in dict(seen)
 
 
 @pytest.mark.parametrize("piece", [b"0" * 4096, b"5;" + b"e" * 4096, b"e" * 4096])
-def test_chunk_sizes_and_extensions_without_end_are_cut_off(app: Any, piece: bytes) -> None:
-    async def scenario() -> None:
-        async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
-            _, sent = await flood(port, CHUNKED, piece)
-            assert sent < 2**22
-
-    run(scenario)
+async def test_chunk_sizes_and_extensions_without_end_are_cut_off(app: Any, piece: bytes) -> None:
+    async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
+        _, sent = await flood(port, CHUNKED, piece)
+        assert sent < 2**22
 
 
-def test_a_head_that_comes_at_once_has_a_largest_size_too(app: Any) -> None:
-    async def scenario() -> None:
-        async with served(app, GuardConfig(max_header_bytes=4096)) as port:
-            reader, writer = await connect(port)
-            writer.write(b"GET /health HTTP/1.1\r\nX: %s\r\n\r\n" % (b"x" * 5000))
-            assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
-            writer.close()
-
-    run(scenario)
+async def test_a_head_that_comes_at_once_has_a_largest_size_too(app: Any) -> None:
+    async with served(app, GuardConfig(max_header_bytes=4096)) as port:
+        reader, writer = await connect(port)
+        writer.write(b"GET /health HTTP/1.1\r\nX: %s\r\n\r\n" % (b"x" * 5000))
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        writer.close()
 
 
 UNFINISHED = head(10**6).replace(b"/v1/completions", b"/nowhere")
@@ -247,65 +213,53 @@ HURRIED = GuardConfig(receive_timeout=0.5, keep_alive_timeout=1)
     ],
     ids=["unfinished", "one byte", "two bytes", "chunked", "blank line", "next head", "upgrade"],
 )  # fmt: skip
-def test_a_connection_ends_whatever_was_answered_early(app: Any, sent: list[bytes]) -> None:
-    async def scenario() -> None:
-        async with served(app, HURRIED) as port:
-            reader, writer = await connect(port)
-            for piece in sent:
-                writer.write(piece)
-                if piece is sent[0]:
-                    await reader.readuntil(b"}")
-            with contextlib.suppress(ConnectionError):  # it may have ended before the last piece
-                await reader.read()
-            writer.close()
-
-    run(scenario)
+async def test_a_connection_ends_whatever_was_answered_early(app: Any, sent: list[bytes]) -> None:
+    async with served(app, HURRIED) as port:
+        reader, writer = await connect(port)
+        for piece in sent:
+            writer.write(piece)
+            if piece is sent[0]:
+                await reader.readuntil(b"}")
+        with contextlib.suppress(ConnectionError):  # it may have ended before the last piece
+            await reader.read()
+        writer.close()
 
 
-def test_who_keeps_sending_after_an_answer_is_cut_off(app: Any) -> None:
-    async def scenario() -> None:
-        async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
-            endless = head(10**9).replace(b"/v1/completions", b"/nowhere")
-            _, sent = await flood(port, endless, b"x" * 4096, most=2**25)
-            assert sent < 2**24
-
-    run(scenario)
+async def test_who_keeps_sending_after_an_answer_is_cut_off(app: Any) -> None:
+    async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
+        endless = head(10**9).replace(b"/v1/completions", b"/nowhere")
+        _, sent = await flood(port, endless, b"x" * 4096, most=2**25)
+        assert sent < 2**24
 
 
-def test_a_client_may_send_all_before_it_reads_an_early_answer(app: Any) -> None:
-    async def scenario() -> None:
-        async with served(app, GuardConfig(keep_alive_timeout=1)) as port:
-            reader, writer = await connect(port)
-            for _ in range(2):
-                body = b"x" * 2**20
-                writer.write(head(len(body)).replace(b"/v1/completions", b"/nowhere") + body)
-                await writer.drain()
-                answer = await reader.readuntil(b"}}")
-                assert answer.startswith(b"HTTP/1.1 404 ")
-            assert await reader.read() == b""
-            writer.close()
-
-    run(scenario)
+async def test_a_client_may_send_all_before_it_reads_an_early_answer(app: Any) -> None:
+    async with served(app, GuardConfig(keep_alive_timeout=1)) as port:
+        reader, writer = await connect(port)
+        for _ in range(2):
+            body = b"x" * 2**20
+            writer.write(head(len(body)).replace(b"/v1/completions", b"/nowhere") + body)
+            await writer.drain()
+            answer = await reader.readuntil(b"}}")
+            assert answer.startswith(b"HTTP/1.1 404 ")
+        assert await reader.read() == b""
+        writer.close()
 
 
-def test_a_client_that_sends_all_of_a_body_that_is_too_large_reads_why_it_was_refused(
+async def test_a_client_that_sends_all_of_a_body_that_is_too_large_reads_why_it_was_refused(
     app: Any,
 ) -> None:
     limit = FrontEndConfig().guards.max_body_bytes
     body = b"x" * (8 * limit)
 
-    async def scenario() -> None:
-        async with served(app, GuardConfig()) as port:
-            for sent in (head(len(body)) + body, CHUNKED + b"%x\r\n%s\r\n" % (len(body), body)):
-                reader, writer = await connect(port)
-                writer.write(sent)
-                await writer.drain()
-                answer = await reader.readuntil(b"}}")
-                assert answer.startswith(b"HTTP/1.1 413 ")
-                assert b"body_too_large" in answer
-                writer.close()
-
-    run(scenario)
+    async with served(app, GuardConfig()) as port:
+        for sent in (head(len(body)) + body, CHUNKED + b"%x\r\n%s\r\n" % (len(body), body)):
+            reader, writer = await connect(port)
+            writer.write(sent)
+            await writer.drain()
+            answer = await reader.readuntil(b"}}")
+            assert answer.startswith(b"HTTP/1.1 413 ")
+            assert b"body_too_large" in answer
+            writer.close()
 
 
 LARGE = b"x" * (4 * FrontEndConfig().guards.max_body_bytes)
@@ -339,26 +293,23 @@ LARGE = b"x" * (4 * FrontEndConfig().guards.max_body_bytes)
         "large extension",
     ],
 )
-def test_a_client_whose_connection_ends_reads_the_answer_first(
+async def test_a_client_whose_connection_ends_reads_the_answer_first(
     app: Any, certified: GuardConfig, sent: bytes, status: bytes, secure: bool
 ) -> None:
     guards = certified if secure else GuardConfig()
 
-    async def scenario() -> None:
-        context = None
-        if secure:
-            context = ssl.create_default_context(cafile=certified.ssl_certfile)
-        async with served(app, guards) as port:
-            for _ in range(3):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-                writer.write(sent)
-                await writer.drain()
-                first, _, rest = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
-                assert first.split()[1] == status
-                assert b"connection: close" in rest
-                writer.close()
-
-    run(scenario)
+    context = None
+    if secure:
+        context = ssl.create_default_context(cafile=certified.ssl_certfile)
+    async with served(app, guards) as port:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+            writer.write(sent)
+            await writer.drain()
+            first, _, rest = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
+            assert first.split()[1] == status
+            assert b"connection: close" in rest
+            writer.close()
 
 
 class TestServerWithKeys:
@@ -366,118 +317,99 @@ class TestServerWithKeys:
     def config(self, config: FrontEndConfig) -> FrontEndConfig:
         return msgspec.structs.replace(config, guards=GuardConfig(api_key=("secret",)))
 
-    def test_a_client_without_a_key_reads_that_before_its_connection_ends(self, app: Any) -> None:
+    async def test_a_client_without_a_key_reads_that_before_its_connection_ends(
+        self, app: Any
+    ) -> None:
         closing = head(len(LARGE)).replace(b"Host", b"Connection: close\r\nHost") + LARGE
 
-        async def scenario() -> None:
-            async with served(app, GuardConfig()) as port:
-                for _ in range(12):
-                    reader, writer = await connect(port)
-                    writer.write(closing)
-                    await writer.drain()
-                    assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 401 ")
-                    writer.close()
-
-        run(scenario)
+        async with served(app, GuardConfig()) as port:
+            for _ in range(12):
+                reader, writer = await connect(port)
+                writer.write(closing)
+                await writer.drain()
+                assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 401 ")
+                writer.close()
 
 
-def test_a_body_that_is_said_to_be_too_large_is_refused_before_it_is_sent(app: Any) -> None:
+async def test_a_body_that_is_said_to_be_too_large_is_refused_before_it_is_sent(app: Any) -> None:
     expecting = head(len(LARGE)).replace(b"Host", b"Expect: 100-continue\r\nHost")
 
-    async def scenario() -> None:
-        async with served(app, GuardConfig()) as port:
-            reader, writer = await connect(port)
-            writer.write(expecting)
-            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 413 ")
-            writer.close()
-
-    run(scenario)
+    async with served(app, GuardConfig()) as port:
+        reader, writer = await connect(port)
+        writer.write(expecting)
+        assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 413 ")
+        writer.close()
 
 
-def test_a_shutdown_leaves_a_client_that_still_sends_its_answer(app: Any) -> None:
-    async def scenario() -> None:
-        async with served_by(app, GuardConfig()) as (server, port):
-            reader, writer = await connect(port)
-            writer.write(head(len(LARGE)) + LARGE[:1000])
-            await reader.readuntil(b"HTTP/1.1 413 ")
-            server.end_connections()
-            writer.write(LARGE[1000:])
-            await writer.drain()
-            assert b"body_too_large" in await reader.read()
-            writer.close()
-
-    run(scenario)
+async def test_a_shutdown_leaves_a_client_that_still_sends_its_answer(app: Any) -> None:
+    async with served_by(app, GuardConfig()) as (server, port):
+        reader, writer = await connect(port)
+        writer.write(head(len(LARGE)) + LARGE[:1000])
+        await reader.readuntil(b"HTTP/1.1 413 ")
+        server.end_connections()
+        writer.write(LARGE[1000:])
+        await writer.drain()
+        assert b"body_too_large" in await reader.read()
+        writer.close()
 
 
-def test_a_connection_that_ends_drops_a_limited_amount_for_a_limited_time(app: Any) -> None:
+async def test_a_connection_that_ends_drops_a_limited_amount_for_a_limited_time(app: Any) -> None:
     endless = head(10**9).replace(b"Host", b"Connection: close\r\nHost")
 
-    async def scenario() -> None:
-        guards = msgspec.structs.replace(HURRIED, max_body_bytes=2**17)
-        async with served_by(app, guards) as (server, port):
-            reader, writer = await connect(port)
-            writer.write(endless + b"x")
-            assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
-            await until_async(lambda: not server.server_state.connections, "it is closed")
-            writer.close()
-            _, sent = await flood(port, endless, b"x" * 4096, most=2**25)
-            assert sent < 2**24
-
-    run(scenario)
+    guards = msgspec.structs.replace(HURRIED, max_body_bytes=2**17)
+    async with served_by(app, guards) as (server, port):
+        reader, writer = await connect(port)
+        writer.write(endless + b"x")
+        assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
+        await until_async(lambda: not server.server_state.connections, "it is closed")
+        writer.close()
+        _, sent = await flood(port, endless, b"x" * 4096, most=2**25)
+        assert sent < 2**24
 
 
-def test_the_answer_that_others_are_queued_behind_ends_when_the_client_hangs_up(
+async def test_the_answer_that_others_are_queued_behind_ends_when_the_client_hangs_up(
     app: Any, engines: Any
 ) -> None:
     engines.script = lambda stream: []
 
-    async def scenario() -> None:
-        async with served(app, GuardConfig()) as port:
-            _, writer = await connect(port)
-            writer.write((HEAD + BODY) * 3)
-            await engines.submitted.wait()
-            writer.close()
-            await engines.streams[0].closed.wait()
-            assert len(engines.streams) == 1
-
-    run(scenario)
+    async with served(app, GuardConfig()) as port:
+        _, writer = await connect(port)
+        writer.write((HEAD + BODY) * 3)
+        await engines.submitted.wait()
+        writer.close()
+        await engines.streams[0].closed.wait()
+        assert len(engines.streams) == 1
 
 
-def test_requests_that_wait_on_one_connection_are_counted(app: Any) -> None:
-    async def scenario() -> None:
-        async with served(app, GuardConfig()) as port:
-            reader, writer = await connect(port)
-            few = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * MAX_PIPELINED
-            writer.write(few)
-            for _ in range(MAX_PIPELINED):
-                await reader.readuntil(b'"}')
-            writer.write(few * 20)
-            rest = await reader.read()
-            assert rest.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED
-            writer.close()
-
-    run(scenario)
+async def test_requests_that_wait_on_one_connection_are_counted(app: Any) -> None:
+    async with served(app, GuardConfig()) as port:
+        reader, writer = await connect(port)
+        few = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * MAX_PIPELINED
+        writer.write(few)
+        for _ in range(MAX_PIPELINED):
+            await reader.readuntil(b'"}')
+        writer.write(few * 20)
+        rest = await reader.read()
+        assert rest.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED
+        writer.close()
 
 
-def test_connections_beyond_the_limit_push_out_idle_ones_only(app: Any, engines: Any) -> None:
+async def test_connections_beyond_the_limit_push_out_idle_ones_only(app: Any, engines: Any) -> None:
     engines.script = lambda stream: []
 
-    async def scenario() -> None:
-        async with served(app, GuardConfig(max_connections=4)) as port:
-            busy = await connect(port)
-            busy[1].write(HEAD + BODY)
-            await engines.submitted.wait()
-            idle = [await connect(port) for _ in range(40)]
-            served_late = await connect(port)
-            served_late[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            await served_late[0].readuntil(b'"}')
-            with contextlib.suppress(ConnectionError):
-                assert await idle[0][0].read() == b""
-            assert not busy[0].at_eof()
-            for _, writer in (busy, served_late, *idle):
-                writer.close()
-
-    run(scenario)
+    async with served(app, GuardConfig(max_connections=4)) as port:
+        busy = await connect(port)
+        busy[1].write(HEAD + BODY)
+        await engines.submitted.wait()
+        idle = [await connect(port) for _ in range(40)]
+        served_late = await connect(port)
+        served_late[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        await served_late[0].readuntil(b'"}')
+        with contextlib.suppress(ConnectionError):
+            assert await idle[0][0].read() == b""
+        assert not busy[0].at_eof()
+        for _, writer in (busy, served_late, *idle):
+            writer.close()
 
 
 def is_over(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
@@ -485,56 +417,51 @@ def is_over(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bo
     return reader.at_eof() or reader.exception() is not None
 
 
-def test_a_client_is_answered_beside_hundreds_that_never_finish(app: Any, engines: Any) -> None:
+async def test_a_client_is_answered_beside_hundreds_that_never_finish(
+    app: Any, engines: Any
+) -> None:
     """They idle, or have sent a part of a head, or a head and a part of a body."""
     begun = (b"", HEAD[:-20], HEAD + BODY[:-1])
 
-    async def scenario() -> None:
-        async with served(app, GuardConfig(max_connections=32)) as port:
-            others = []
-            for number in range(300):
-                others.append(await connect(port))
-                others[-1][1].write(begun[number % len(begun)])
-            reader, writer = await connect(port)
-            writer.write(HEAD + BODY)
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-            await until_async(lambda: sum(map(is_over, others)) > 300 - 32, "the others gave way")
-            for _, each in (*others, (reader, writer)):
-                each.close()
-
-    run(scenario)
+    async with served(app, GuardConfig(max_connections=32)) as port:
+        others = []
+        for number in range(300):
+            others.append(await connect(port))
+            others[-1][1].write(begun[number % len(begun)])
+        reader, writer = await connect(port)
+        writer.write(HEAD + BODY)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        await until_async(lambda: sum(map(is_over, others)) > 300 - 32, "the others gave way")
+        for _, each in (*others, (reader, writer)):
+            each.close()
 
 
-def test_connections_are_refused_when_all_others_are_being_answered(app: Any, engines: Any) -> None:
+async def test_connections_are_refused_when_all_others_are_being_answered(
+    app: Any, engines: Any
+) -> None:
     engines.script = lambda stream: []
 
-    async def scenario() -> None:
-        async with served(app, GuardConfig(max_connections=2)) as port:
-            busy = [await connect(port) for _ in range(2)]
-            for _, writer in busy:
-                writer.write(HEAD + BODY)
-            await until_async(lambda: len(engines.streams) == 2, "both are submitted")
-            reader, writer = await connect(port)
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 503 ")
-            assert b"retry-after: 1\r\n" in answer
-            for each in (writer, busy[0][1], busy[1][1]):
-                each.close()
-
-    run(scenario)
+    async with served(app, GuardConfig(max_connections=2)) as port:
+        busy = [await connect(port) for _ in range(2)]
+        for _, writer in busy:
+            writer.write(HEAD + BODY)
+        await until_async(lambda: len(engines.streams) == 2, "both are submitted")
+        reader, writer = await connect(port)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in answer
+        for each in (writer, busy[0][1], busy[1][1]):
+            each.close()
 
 
-def test_a_patient_client_is_served_whatever_its_pieces(app: Any) -> None:
-    async def scenario() -> None:
-        async with served(app, GuardConfig()) as port:
-            reader, writer = await connect(port)
-            for byte in HEAD + BODY:
-                writer.write(bytes([byte]))
-                await writer.drain()
-            assert b"[DONE]" in await reader.readuntil(b"data: [DONE]\n\n")
-            writer.close()
-
-    run(scenario)
+async def test_a_patient_client_is_served_whatever_its_pieces(app: Any) -> None:
+    async with served(app, GuardConfig()) as port:
+        reader, writer = await connect(port)
+        for byte in HEAD + BODY:
+            writer.write(bytes([byte]))
+            await writer.drain()
+        assert b"[DONE]" in await reader.readuntil(b"data: [DONE]\n\n")
+        writer.close()
 
 
 def hung_up(client: socket.socket) -> bool:
@@ -580,48 +507,41 @@ class TestReaders:
     def engines(self, engines: Any) -> Any:
         return Flood(engines)
 
-    def test_a_client_that_never_reads_is_cut_off_and_its_engine_freed(
+    async def test_a_client_that_never_reads_is_cut_off_and_its_engine_freed(
         self, app: Any, engines: Any
     ) -> None:
-        async def scenario() -> None:
-            async with served(app, GuardConfig(send_timeout=0.3)) as port:
-                with socket.socket() as client:
-                    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                    client.connect(("127.0.0.1", port))
-                    client.setblocking(False)
-                    client.sendall(HEAD + BODY)
-                    await until_async(engines.closed.is_set, "the stream is closed")
-                    # It hangs up on the client, without having sent more than buffers hold.
-                    await until_async(lambda: hung_up(client), "the server hangs up")
-
-        run(scenario)
+        async with served(app, GuardConfig(send_timeout=0.3)) as port:
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(("127.0.0.1", port))
+                client.setblocking(False)
+                client.sendall(HEAD + BODY)
+                await until_async(engines.closed.is_set, "the stream is closed")
+                # It hangs up on the client, without having sent more than buffers hold.
+                await until_async(lambda: hung_up(client), "the server hangs up")
 
     @pytest.mark.parametrize("choices", [1, 3])
-    def test_what_is_kept_for_a_client_that_pauses_has_an_end(
+    async def test_what_is_kept_for_a_client_that_pauses_has_an_end(
         self, app: Any, engines: Any, choices: int
     ) -> None:
-        async def scenario() -> None:
-            async with served(app, GuardConfig()) as port:
-                reader, writer = await connect(port)
-                body = b'{"prompt": "x", "stream": true, "n": %d}' % choices
-                writer.write(head(len(body)) + body)
-                # uvloop's transports are of classes of its own.
-                transport = cast("asyncio.Transport", writer.transport)
-                transport.pause_reading()
-                await until_async(engines.closed.is_set, "the stream is closed")
-                pieces = [each for stream in engines.streams for each in stream._pieces]
-                unread = sum(len(each.token_ids) for each in pieces)
-                assert unread <= MAX_UNREAD + 64 * 8
-                transport.resume_reading()
-                answer = b""
-                while b"client_too_slow" not in answer:
-                    part = await reader.read(1 << 16)
-                    assert part, "the connection was closed"
-                    answer = answer[-500:] + part
-                writer.close()
-                await writer.wait_closed()
-
-        run(scenario)
+        async with served(app, GuardConfig()) as port:
+            reader, writer = await connect(port)
+            body = b'{"prompt": "x", "stream": true, "n": %d}' % choices
+            writer.write(head(len(body)) + body)
+            # uvloop's transports are of classes of its own.
+            transport = cast("asyncio.Transport", writer.transport)
+            transport.pause_reading()
+            await until_async(engines.closed.is_set, "the stream is closed")
+            pieces = [each for stream in engines.streams for each in stream._pieces]
+            assert sum(len(each.token_ids) for each in pieces) <= MAX_UNREAD + 64 * 8
+            transport.resume_reading()
+            answer = b""
+            while b"client_too_slow" not in answer:
+                part = await reader.read(1 << 16)
+                assert part, "the connection was closed"
+                answer = answer[-500:] + part
+            writer.close()
+            await writer.wait_closed()
 
 
 @pytest.fixture
@@ -631,76 +551,66 @@ def certified(tmp_path: Path) -> GuardConfig:
     return GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
 
 
-def test_unfinished_handshakes_count_as_connections_and_give_way(
+async def test_unfinished_handshakes_count_as_connections_and_give_way(
     app: Any, certified: GuardConfig
 ) -> None:
-    async def scenario() -> None:
-        trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
-        limited = msgspec.structs.replace(certified, max_connections=4)
-        async with served(app, limited) as port:
-            silent = [await connect(port) for _ in range(9)]
-            cut = [asyncio.create_task(reader.read()) for reader, _ in silent]
-            done, _ = await asyncio.wait(cut, return_when=asyncio.FIRST_COMPLETED)
-            while len(done) < 5:
-                await asyncio.wait([each for each in cut if each not in done],
-                                   return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
-                done = {each for each in cut if each.done()}
-            assert {cut.index(each) for each in done} == set(range(5)), "the oldest give way"
-            async with httpx.AsyncClient(verify=trusting, timeout=PATIENCE) as client:
-                answer = await client.get(f"https://127.0.0.1:{port}/health")
-                assert answer.status_code == 200, "one more gave way"
-            for _, writer in silent:
-                writer.close()
-            await asyncio.gather(*cut, return_exceptions=True)
-
-    run(scenario)
+    trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
+    limited = msgspec.structs.replace(certified, max_connections=4)
+    async with served(app, limited) as port:
+        silent = [await connect(port) for _ in range(9)]
+        cut = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        done, _ = await asyncio.wait(cut, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 5:
+            await asyncio.wait([each for each in cut if each not in done],
+                               return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+            done = {each for each in cut if each.done()}
+        assert {cut.index(each) for each in done} == set(range(5)), "the oldest give way"
+        async with httpx.AsyncClient(verify=trusting, timeout=PATIENCE) as client:
+            answer = await client.get(f"https://127.0.0.1:{port}/health")
+            assert answer.status_code == 200, "one more gave way"
+        for _, writer in silent:
+            writer.close()
+        await asyncio.gather(*cut, return_exceptions=True)
 
 
-def test_a_server_that_ends_does_not_wait_for_handshakes(app: Any, certified: GuardConfig) -> None:
-    async def scenario() -> None:
-        async with served(app, certified) as port:
-            reader, writer = await connect(port)
-            writer.write(b"\x16\x03\x01\x02\x00\x01")
-            await writer.drain()
+async def test_a_server_that_ends_does_not_wait_for_handshakes(
+    app: Any, certified: GuardConfig
+) -> None:
+    async with served(app, certified) as port:
+        reader, writer = await connect(port)
+        writer.write(b"\x16\x03\x01\x02\x00\x01")
+        await writer.drain()
+    with contextlib.suppress(ConnectionError):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_https_is_served_with_a_certificate(app: Any, certified: GuardConfig) -> None:
+    trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
+    async with (
+        served(app, certified) as port,
+        httpx.AsyncClient(verify=trusting, timeout=PATIENCE) as client,
+    ):
+        answer = await client.get(f"https://127.0.0.1:{port}/health")
+        assert answer.status_code == 200
+        body = {"prompt": "x", "stream": True}
+        url = f"https://127.0.0.1:{port}/v1/completions"
+        assert (await client.post(url, json=body)).text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
+async def test_a_handshake_that_is_never_complete_is_not_waited_for(
+    app: Any, certified: GuardConfig, sent: bytes
+) -> None:
+    async with served(app, msgspec.structs.replace(certified, receive_timeout=0.5)) as port:
+        reader, writer = await connect(port)
+        writer.write(sent)
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
         writer.close()
 
-    run(scenario)
 
-
-def test_https_is_served_with_a_certificate(app: Any, certified: GuardConfig) -> None:
-    async def scenario() -> None:
-        trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
-        async with (
-            served(app, certified) as port,
-            httpx.AsyncClient(verify=trusting, timeout=PATIENCE) as client,
-        ):
-            answer = await client.get(f"https://127.0.0.1:{port}/health")
-            assert answer.status_code == 200
-            body = {"prompt": "x", "stream": True}
-            url = f"https://127.0.0.1:{port}/v1/completions"
-            assert (await client.post(url, json=body)).text.endswith("data: [DONE]\n\n")
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
-def test_a_handshake_that_is_never_complete_is_not_waited_for(
-    app: Any, certified: GuardConfig, sent: bytes
-) -> None:
-    async def scenario() -> None:
-        async with served(app, msgspec.structs.replace(certified, receive_timeout=0.5)) as port:
-            reader, writer = await connect(port)
-            writer.write(sent)
-            with contextlib.suppress(ConnectionError):
-                assert await reader.read() == b""
-            writer.close()
-
-    run(scenario)
-
-
-def test_connections_end_before_the_server_does() -> None:
+async def test_connections_end_before_the_server_does() -> None:
     answering, may_end = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -711,23 +621,20 @@ def test_connections_end_before_the_server_does() -> None:
             await may_end.wait()
         await send({"type": "http.response.body", "body": b"ended"})
 
-    async def scenario() -> None:
-        async with served_by(app, GuardConfig()) as (server, port):
-            waiting, its_writer = await connect(port)
-            its_writer.write(b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n")
-            await waiting.readuntil(b"ended\r\n0\r\n\r\n")
-            reader, writer = await connect(port)
-            writer.write(b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n")
-            await answering.wait()
-            server.end_connections()
-            assert await waiting.read() == b""
-            later, later_writer = await connect(port)  # it still listens, to refuse
-            later_writer.write(b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n")
-            await later.readuntil(b"ended\r\n0\r\n\r\n")
-            may_end.set()
-            answer = await reader.read()
-            assert answer.endswith(b"begun\r\n5\r\nended\r\n0\r\n\r\n")
-            for each in (its_writer, writer, later_writer):
-                each.close()
-
-    run(scenario)
+    async with served_by(app, GuardConfig()) as (server, port):
+        waiting, its_writer = await connect(port)
+        its_writer.write(b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n")
+        await waiting.readuntil(b"ended\r\n0\r\n\r\n")
+        reader, writer = await connect(port)
+        writer.write(b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n")
+        await answering.wait()
+        server.end_connections()
+        assert await waiting.read() == b""
+        later, later_writer = await connect(port)  # it still listens, to refuse
+        later_writer.write(b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n")
+        await later.readuntil(b"ended\r\n0\r\n\r\n")
+        may_end.set()
+        answer = await reader.read()
+        assert answer.endswith(b"begun\r\n5\r\nended\r\n0\r\n\r\n")
+        for each in (its_writer, writer, later_writer):
+            each.close()

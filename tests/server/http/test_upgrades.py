@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from server.config import GuardConfig
-from tests.server.http.test_http_protocol import connect, run, served
+from tests.server.http.test_http_protocol import connect, served
 from tests.support.waiting import PATIENCE, until_async
 
 UPGRADE = (
@@ -71,23 +71,20 @@ FIRST, NONE, END = (
     ids=["sized", "chunked", "no body", "pipelined", "HTTP/1.0", "websocket"],
 )
 @pytest.mark.parametrize("size", [1, 7, 100, 1 << 16])
-def test_a_body_behind_an_upgrade_belongs_to_its_request(
+async def test_a_body_behind_an_upgrade_belongs_to_its_request(
     sent: bytes, requests: list[list[str]], size: int
 ) -> None:
-    async def scenario() -> None:
-        async with served(echo, GuardConfig()) as port:
-            reader, writer = await connect(port)
-            for start in range(0, len(sent), size):
-                writer.write(sent[start : start + size])
-                await writer.drain()
-                await asyncio.sleep(0)
-            answer = await reader.read()
-            writer.close()
-            lines = [line for line in answer.split(b"\n") if line.startswith(b"[")]
-            assert [msgspec.json.decode(line) for line in lines] == requests
-            assert answer.count(b"HTTP/1.1 200 ") == len(requests)
-
-    run(scenario)
+    async with served(echo, GuardConfig()) as port:
+        reader, writer = await connect(port)
+        for start in range(0, len(sent), size):
+            writer.write(sent[start : start + size])
+            await writer.drain()
+            await asyncio.sleep(0)
+        answer = await reader.read()
+        writer.close()
+        lines = [line for line in answer.split(b"\n") if line.startswith(b"[")]
+        assert [msgspec.json.decode(line) for line in lines] == requests
+        assert answer.count(b"HTTP/1.1 200 ") == len(requests)
 
 
 @pytest.mark.parametrize(
@@ -104,17 +101,16 @@ def test_a_body_behind_an_upgrade_belongs_to_its_request(
     ],
     ids=["CONNECT", "large head", "two lengths", "two framings", "bad chunk"],
 )
-def test_what_is_refused_without_an_upgrade_is_refused_with_one(sent: bytes, status: bytes) -> None:
-    async def scenario() -> None:
-        async with served(echo, GuardConfig()) as port:
-            reader, writer = await connect(port)
-            writer.write(sent)
-            answer = await reader.read()
-            writer.close()
-            assert answer[9:12] == status
-            assert answer.count(b"HTTP/1.1") <= 1
-
-    run(scenario)
+async def test_what_is_refused_without_an_upgrade_is_refused_with_one(
+    sent: bytes, status: bytes
+) -> None:
+    async with served(echo, GuardConfig()) as port:
+        reader, writer = await connect(port)
+        writer.write(sent)
+        answer = await reader.read()
+        writer.close()
+        assert answer[9:12] == status
+        assert answer.count(b"HTTP/1.1") <= 1
 
 
 JAVA = """
@@ -176,24 +172,23 @@ def _node(url: str, directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("client", [_java, _curl, _node])
-def test_clients_that_offer_http2_are_answered_over_http1(client: Any, tmp_path: Path) -> None:
+async def test_clients_that_offer_http2_are_answered_over_http1(
+    client: Any, tmp_path: Path
+) -> None:
     program = client("", tmp_path)[0]
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
 
-    async def scenario() -> None:
-        async with served(echo, GuardConfig()) as port:
-            command = client(f"http://127.0.0.1:{port}/first", tmp_path)
-            process = await asyncio.create_subprocess_exec(
-                *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            async with asyncio.timeout(PATIENCE):
-                output, _ = await process.communicate()
-            lines = [line.removeprefix("200 ") for line in output.decode().splitlines()]
-            expected = [["POST", "/first", f"hello {turn}"] for turn in range(3)]
-            assert [msgspec.json.decode(line) for line in lines] == expected, output
-
-    run(scenario)
+    async with served(echo, GuardConfig()) as port:
+        command = client(f"http://127.0.0.1:{port}/first", tmp_path)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        async with asyncio.timeout(PATIENCE):
+            output, _ = await process.communicate()
+        lines = [line.removeprefix("200 ") for line in output.decode().splitlines()]
+        expected = [["POST", "/first", f"hello {turn}"] for turn in range(3)]
+        assert [msgspec.json.decode(line) for line in lines] == expected, output
 
 
 NGINX = """
@@ -259,7 +254,7 @@ async def nginx(directory: Path, behind: int) -> AsyncIterator[str]:
 
 
 @needs_nginx
-def test_a_client_of_nginx_as_installed_reads_why_its_body_is_refused(
+async def test_a_client_of_nginx_as_installed_reads_why_its_body_is_refused(
     app: Any, tmp_path: Path
 ) -> None:
     body = b"x" * (8 * GuardConfig().max_body_bytes)
@@ -271,21 +266,18 @@ def test_a_client_of_nginx_as_installed_reads_why_its_body_is_refused(
     async def renamed(scope: Any, receive: Any, send: Any) -> None:
         await app({**scope, "path": "/v1/completions"}, receive, send)
 
-    async def scenario() -> None:
-        async with served(renamed, GuardConfig()) as port, nginx(tmp_path, port) as listening:
-            for _ in range(5):
-                reader, writer = await asyncio.open_unix_connection(listening)
-                writer.write(sent)
-                answer = await reader.readuntil(b"}}")
-                assert answer.startswith(b"HTTP/1.1 413 ")
-                assert b"body_too_large" in answer
-                writer.close()
-
-    run(scenario)
+    async with served(renamed, GuardConfig()) as port, nginx(tmp_path, port) as listening:
+        for _ in range(5):
+            reader, writer = await asyncio.open_unix_connection(listening)
+            writer.write(sent)
+            answer = await reader.readuntil(b"}}")
+            assert answer.startswith(b"HTTP/1.1 413 ")
+            assert b"body_too_large" in answer
+            writer.close()
 
 
 @needs_nginx
-def test_nginx_that_passes_upgrades_on_never_gives_a_client_the_answer_of_another(
+async def test_nginx_that_passes_upgrades_on_never_gives_a_client_the_answer_of_another(
     tmp_path: Path,
 ) -> None:
     async def exchange(listening: str, sent: bytes) -> list[str]:
@@ -296,12 +288,9 @@ def test_nginx_that_passes_upgrades_on_never_gives_a_client_the_answer_of_anothe
         line: list[str] = msgspec.json.decode(answer.splitlines()[-1])
         return line
 
-    async def scenario() -> None:
-        async with served(echo, GuardConfig()) as port, nginx(tmp_path, port) as listening:
-            for _ in range(5):
-                assert await exchange(listening, SIZED) == FIRST
-                assert await exchange(listening, LAST) == END
-                assert await exchange(listening, CHUNKED) == FIRST
-                assert await exchange(listening, EMPTY) == NONE
-
-    run(scenario)
+    async with served(echo, GuardConfig()) as port, nginx(tmp_path, port) as listening:
+        for _ in range(5):
+            assert await exchange(listening, SIZED) == FIRST
+            assert await exchange(listening, LAST) == END
+            assert await exchange(listening, CHUNKED) == FIRST
+            assert await exchange(listening, EMPTY) == NONE

@@ -9,7 +9,6 @@ import pytest
 
 from server.media.decode import BadImage
 from server.media.hosts import MAX_REDIRECTS, Hosts, is_public
-from tests.server.media.loops import in_loop
 
 IMAGE = b"not looked at here"
 
@@ -83,7 +82,6 @@ async def refusal(hosts: Hosts, url: str) -> str:
     return str(raised.value)
 
 
-@in_loop
 async def test_an_image_of_an_allowed_host_is_fetched() -> None:
     async with served() as here:
         here.answers["/a.png?x=1"] = found(IMAGE)
@@ -97,7 +95,6 @@ async def test_an_image_of_an_allowed_host_is_fetched() -> None:
     "host",
     ["example.com", "images.example.com.evil.org", "evilimages.example.com", "127.0.0.1", "[::1]"],
 )
-@in_loop
 async def test_other_hosts_are_not_even_resolved(host: str) -> None:
     async with served() as here:
         assert "--allowed-media-domains" in await refusal(here.hosts(), here.url("/", host))
@@ -112,7 +109,6 @@ async def test_other_hosts_are_not_even_resolved(host: str) -> None:
         "http://images.example.com/\r\nX: y", "http://\u24d8mages.example.com/", "http://[::1/",
     ],
 )  # fmt: skip
-@in_loop
 async def test_urls_that_may_be_read_in_two_ways_are_refused(url: str) -> None:
     async with served() as here:
         await refusal(here.hosts(), url)
@@ -120,7 +116,6 @@ async def test_urls_that_may_be_read_in_two_ways_are_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize("others", [["10.0.0.1"], ["127.0.0.1", "10.0.0.1"], []])
-@in_loop
 async def test_a_host_with_any_private_address_is_not_asked(others: list[str]) -> None:
     async with served() as here:
         here.answers["/"] = found(IMAGE)
@@ -129,7 +124,6 @@ async def test_a_host_with_any_private_address_is_not_asked(others: list[str]) -
         assert here.asked == []
 
 
-@in_loop
 async def test_a_name_that_points_elsewhere_later_is_resolved_once() -> None:
     async with served() as here:
         here.answers["/"] = found(IMAGE)
@@ -151,7 +145,6 @@ async def test_a_name_that_points_elsewhere_later_is_resolved_once() -> None:
         "http://other.example.com:{port}/b",
     ],
 )  # fmt: skip
-@in_loop
 async def test_redirects_lead_to_nothing_that_is_not_allowed(to: str) -> None:
     async with served() as here:
         here.answers |= {"/a": moved(to.format(port=here.port)), "/b": found(IMAGE)}
@@ -159,7 +152,6 @@ async def test_redirects_lead_to_nothing_that_is_not_allowed(to: str) -> None:
         assert [path for _, path in here.asked] == ["/a"]
 
 
-@in_loop
 async def test_redirects_are_resolved_and_checked_anew() -> None:
     async with served() as here:
         here.answers |= {"/a": moved("/b"), "/b": found(IMAGE)}
@@ -174,7 +166,6 @@ async def test_redirects_are_resolved_and_checked_anew() -> None:
         assert "not public" in await refusal(hosts, here.url("/a"))
 
 
-@in_loop
 async def test_redirects_end() -> None:
     async with served() as here:
         here.answers["/a"] = moved("/a")
@@ -182,7 +173,6 @@ async def test_redirects_end() -> None:
         assert len(here.asked) == MAX_REDIRECTS + 1
 
 
-@in_loop
 async def test_an_image_is_refused_while_it_is_too_large() -> None:
     async with served() as here:
         endless = b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n" + b"x" * 100_000
@@ -194,21 +184,18 @@ async def test_an_image_is_refused_while_it_is_too_large() -> None:
     "answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab",
                b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"],
 )  # fmt: skip
-@in_loop
 async def test_a_host_that_answers_nothing_good_is_the_clients_error(answer: bytes) -> None:
     async with served() as here:
         here.answers["/"] = answer
         assert "could not be fetched" in await refusal(here.hosts(), here.url("/"))
 
 
-@in_loop
 async def test_a_host_that_is_slow_is_not_waited_for() -> None:
     async with served() as here:
         hosts = here.hosts(seconds=0.2)
         assert "within 0.2 s" in await refusal(hosts, here.url("/slow"))
 
 
-@in_loop
 async def test_a_host_that_is_not_there_is_the_clients_error() -> None:
     async with served() as here:
         url = here.url("/")

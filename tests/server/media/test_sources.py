@@ -7,7 +7,6 @@ import pytest
 
 from server.media.decode import BadImage
 from server.media.sources import ImageSources
-from tests.server.media.loops import in_loop
 
 
 @pytest.fixture
@@ -30,7 +29,6 @@ def sources(root: Path | None) -> ImageSources:
 
 
 @pytest.mark.parametrize("path", ["deep/a%20b.png", "inside", "deep/../inside"])
-@in_loop
 async def test_a_file_below_the_directory_is_read(root: Path, path: str) -> None:
     for host in ("", "localhost"):
         assert await sources(root).read(f"file://{host}{root}/{path}") == b"image"
@@ -41,13 +39,11 @@ async def test_a_file_below_the_directory_is_read(root: Path, path: str) -> None
     ["../shown-not/b.png", "%2e%2e/shown-not/b.png", "outside", "up/shown-not/b.png", "deep",
      "pipe", "nothing", "a%00b", "large.png"],
 )  # fmt: skip
-@in_loop
 async def test_what_is_not_below_it_is_refused(root: Path, path: str) -> None:
     with pytest.raises(BadImage):
         await sources(root).read(f"file://{root}/{path}")
 
 
-@in_loop
 async def test_files_of_other_hosts_or_of_none_allowed_are_refused(root: Path) -> None:
     with pytest.raises(BadImage, match="file:///PATH"):
         await sources(root).read(f"file://example.com{root}/inside")
@@ -56,7 +52,6 @@ async def test_files_of_other_hosts_or_of_none_allowed_are_refused(root: Path) -
 
 
 @pytest.mark.parametrize("size", [0, 99, 100])
-@in_loop
 async def test_data_of_any_size_up_to_the_limit_are_read(size: int) -> None:
     import base64
 
@@ -64,7 +59,6 @@ async def test_data_of_any_size_up_to_the_limit_are_read(size: int) -> None:
     assert await sources(None).read(url) == b"x" * size
 
 
-@in_loop
 async def test_more_data_are_not_read() -> None:
     with pytest.raises(BadImage, match="more than 100 bytes"):
         await sources(None).read("data:image/png;base64," + "A" * 200)

@@ -366,42 +366,9 @@ async def test_closing_an_unfinished_stream_aborts_it_once(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["last words", "view", "unreachable"])
-def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(tmp_path: Path, how: str) -> None:
-    async def scenario() -> None:
-        async with world(tmp_path) as w:
-            engines = await w.two_engines()
-            stream = w.submit("a", [1, 2], GREEDY)
-            dying, other = engines[stream.request.rank], engines[1 - stream.request.rank]
-            request = await dying.receive()
-            assert isinstance(request, AddRequest)
-            dying.send(RequestOutput(request.id, [7, 8], timing=RequestTiming(2.0, 1.0)))
-            assert (await stream.next()).token_ids == [7, 8]
-            if how == "last words":
-                dying.die("boom")
-            elif how == "view":
-                w.publish(other)
-            else:
-                dying.die()
-                await provoke(w)
-            moved = await other.receive()
-            while isinstance(moved, AddRequest) and moved.request_id != request.request_id:
-                moved = await other.receive()
-            assert isinstance(moved, AddRequest)
-            assert moved.id != request.id
-            assert (moved.prompt_token_ids, moved.output_token_ids) == ([1, 2], [7, 8])
-            assert moved.sampling.seed == request.sampling.seed
-            other.send(RequestOutput(moved.id, [9], "stop", timing=RequestTiming(4.0, 3.0, 0.5)))
-            output = await stream.next()
-            assert (output.token_ids, output.finish_reason) == ([9], "stop")
-            # Probes that were sent before the end was noticed move on as well.
-            assert w.counts.resumed == 1 or how == "unreachable"
-            took = stream.times.ended(time.monotonic())
-            assert took is not None
-            assert stream.times.engine == other.rank
-            assert took.queue >= 6.0
-            assert took.prefill == 4.0
-            assert took.decode > 0.5
-
+async def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(
+    tmp_path: Path, how: str
+) -> None:
     async def provoke(w: World) -> None:
         # A send to a peer that has gone fails as soon as its disconnection is noticed.
         async with asyncio.timeout(GUARD):
@@ -409,7 +376,39 @@ def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(tmp_path: Path,
                 w.submit("probe", [1], GREEDY)
                 await asyncio.sleep(0.01)
 
-    asyncio.run(scenario())
+    async with world(tmp_path) as w:
+        engines = await w.two_engines()
+        stream = w.submit("a", [1, 2], GREEDY)
+        dying, other = engines[stream.request.rank], engines[1 - stream.request.rank]
+        request = await dying.receive()
+        assert isinstance(request, AddRequest)
+        dying.send(RequestOutput(request.id, [7, 8], timing=RequestTiming(2.0, 1.0)))
+        assert (await stream.next()).token_ids == [7, 8]
+        if how == "last words":
+            dying.die("boom")
+        elif how == "view":
+            w.publish(other)
+        else:
+            dying.die()
+            await provoke(w)
+        moved = await other.receive()
+        while isinstance(moved, AddRequest) and moved.request_id != request.request_id:
+            moved = await other.receive()
+        assert isinstance(moved, AddRequest)
+        assert moved.id != request.id
+        assert (moved.prompt_token_ids, moved.output_token_ids) == ([1, 2], [7, 8])
+        assert moved.sampling.seed == request.sampling.seed
+        other.send(RequestOutput(moved.id, [9], "stop", timing=RequestTiming(4.0, 3.0, 0.5)))
+        output = await stream.next()
+        assert (output.token_ids, output.finish_reason) == ([9], "stop")
+        # Probes that were sent before the end was noticed move on as well.
+        assert w.counts.resumed == 1 or how == "unreachable"
+        took = stream.times.ended(time.monotonic())
+        assert took is not None
+        assert stream.times.engine == other.rank
+        assert took.queue >= 6.0
+        assert took.prefill == 4.0
+        assert took.decode > 0.5
 
 
 async def test_a_moved_request_weighs_with_all_its_tokens(tmp_path: Path) -> None:

@@ -133,28 +133,18 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimpleQueue[Played]"]:
 
 @pytest.fixture
 def start_node(workers: "SimpleQueue[Played]") -> Iterator[StartNode]:
-    running: list[OtherNode] = []
+    with contextlib.ExitStack() as running:
 
-    def start(config: EngineConfig, timeout: float = PATIENCE) -> OtherNode:
-        running.append(OtherNode(config, timeout))
-        return running[-1]
+        def start(config: EngineConfig, timeout: float = PATIENCE) -> OtherNode:
+            return running.enter_context(contextlib.closing(OtherNode(config, timeout)))
 
-    yield start
-    for each in running:
-        each.close()
+        yield start
 
 
 @pytest.fixture
 def lead() -> Iterator[Callable[[EngineConfig], NodeLinks]]:
-    made: list[NodeLinks] = []
-
-    def start(config: EngineConfig) -> NodeLinks:
-        made.append(NodeLinks(config))
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.close()
+    with contextlib.ExitStack() as made:
+        yield lambda config: made.enter_context(contextlib.closing(NodeLinks(config)))
 
 
 Lead = Callable[[EngineConfig], NodeLinks]
