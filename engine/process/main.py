@@ -23,9 +23,9 @@ from engine.core.engine_core import EngineCore
 from engine.core.events import AdaptersSettled, PrerequisitesSettled
 from engine.core.hosted import Backend, HostedEngine
 from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
+from engine.core.loop import EngineLoop
 from engine.core.sender import Sender
 from engine.core.steps import StepFailed
-from engine.core.turns import Turns
 from engine.core.watchdog import StepWatch, Watchdog
 from engine.core.wave_clock import OwnClock
 from engine.executor.binding import bound, sharers
@@ -48,7 +48,6 @@ from engine.models.hf_config import read_config, read_spec
 from engine.models.spec import check_heads
 from engine.process.divided import divided_executor
 from engine.process.early_stop import EarlyStop
-from engine.process.loop import EngineLoop
 from engine.process.receiver import Receiver, build_reception
 from engine.process.reception import HaveAdapters, Serve, StandInGroup, WantNothingNew
 from engine.shared.adapters import configured_adapters
@@ -381,10 +380,10 @@ class EngineProcess:
         self._ready(core.setup)
         loop = EngineLoop(
             core,
-            Turns(core, self._config.cluster.drain_timeout),
             self._inbox,
             self._sender,
             self._watch,
+            drain_timeout=self._config.cluster.drain_timeout,
             on_turn=self._health.turn,
             on_drain=self._drain,
         )
