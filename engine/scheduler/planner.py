@@ -164,7 +164,7 @@ class Planner:
             return
         while (
             not self._books.num_free_slots
-            or not self._adapters.admits(request.adapter)
+            or not self._adapters.admits(request.adapter, first=True)
             or (cached := self._try_admit(request)) is None
         ):
             self._books.preempt(self._last_to_run())
