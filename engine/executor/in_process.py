@@ -134,8 +134,9 @@ class InProcessExecutor(GroupExecutor):
         if config.lora.enable_lora:
             self.adapters = _adapter_store(config, model)
         self._model: Decoder | None = model
-        self._runner: ModelRunner | None = self._new_runner(model)
-        self._pipelined = self._pipeline(self._runner)
+        self._runner: ModelRunner | None
+        self._pipelined: PipelinedSteps | None
+        self._run_with(model)
         self._offloaded: OffloadedWeights | None = None
         """The weights, while they are not on the device."""
         self._was_shut_down = False
@@ -245,8 +246,7 @@ class InProcessExecutor(GroupExecutor):
                 self._share_experts(self._experts)
         if not kv_cache:
             return
-        self._runner = self._new_runner(self._model)
-        self._pipelined = self._pipeline(self._runner)
+        self._run_with(self._model)
 
     def load_weights(self, model: str, revision: str | None) -> None:
         """Compute with another checkpoint from now on, with an empty KV cache.
@@ -349,8 +349,7 @@ class InProcessExecutor(GroupExecutor):
         self._runner = self._pipelined = None  # which holds the KV cache
         self.__dict__.update(weights)
         assert self._model is not None, "it is among them"
-        self._runner = self._new_runner(self._model)
-        self._pipelined = self._pipeline(self._runner)
+        self._run_with(self._model)
 
     def start_profile(self) -> None:
         """Begin to record what steps do; raises as `StepThread.start_profile`."""
@@ -459,10 +458,11 @@ class InProcessExecutor(GroupExecutor):
             self._loader.spread_experts(model, place)
         give_back_freed_memory(self._device)
 
-    def _new_runner(self, model: Decoder) -> ModelRunner:
+    def _run_with(self, model: Decoder) -> None:
+        """Allocate an empty KV cache, and have steps computed with it."""
         if self._leader is not None:
             self._leader.allocate(self.info.num_kv_blocks, self.info.model_fingerprint)
-        return ModelRunner(
+        self._runner = ModelRunner(
             model,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=self.info.max_model_len,
@@ -477,11 +477,9 @@ class InProcessExecutor(GroupExecutor):
             draft=self._draft,
             vision=self._vision,
         )
-
-    def _pipeline(self, runner: ModelRunner) -> PipelinedSteps | None:
-        if self._num_stages == 1 or self._steps.pool is None:
-            return None
-        return PipelinedSteps(runner, self._steps.pool)
+        self._pipelined = None
+        if self._num_stages > 1 and self._steps.pool is not None:
+            self._pipelined = PipelinedSteps(self._runner, self._steps.pool)
 
 
 def _adapter_store(config: EngineConfig, model: Decoder) -> AdapterStore[AdapterWeights]:

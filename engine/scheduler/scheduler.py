@@ -8,6 +8,7 @@ the result of the plan before is known; everything a plan in flight uses stays r
 
 import sys
 from collections import deque
+from typing import NamedTuple
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import ExecutorInfo
@@ -21,7 +22,6 @@ from engine.scheduler.block_log import BlockChanges
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
 from engine.scheduler.encoder_cache import EncoderCache
 from engine.scheduler.fairness import Fairness
-from engine.scheduler.gauges import Gauges, InFlight
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output, pooled_output
@@ -37,6 +37,41 @@ from engine.shared.messages import AddRequest, EngineCounters, RequestOutput
 
 ADMISSION_HEADROOM = 0.01
 """Share of the KV blocks that an admission leaves free, see `StepLimits.headroom`."""
+
+
+class Gauges(NamedTuple):
+    """The load right now."""
+
+    waiting: int
+    running: int
+    kv_usage: float
+    queued_prefill_tokens: int
+
+
+class InFlight(NamedTuple):
+    """A plan whose result is not known, with the request of each row."""
+
+    plan: BatchPlan
+    requests: list[Request]
+    num_prefill_tokens: int
+    planned_at: float = 0.0
+    """In seconds of the loop's clock."""
+
+    def describe(self) -> str:
+        """Return what is computed, in numbers and names only (never a prompt), for the log."""
+        plan, requests, *_ = self
+        head = (
+            f"step {plan.step}: {len(requests)} rows, {plan.num_tokens} tokens, "
+            f"{len(plan.starting)} starting"
+        )
+        rows = [
+            f"  {request.id} ({request.request_id}): slot {slot}, start {start}, "
+            f"count {count}, {request.num_tokens} tokens, {request.table.num_blocks} blocks"
+            for request, slot, start, count in zip(
+                requests, plan.slots, plan.starts, plan.counts, strict=True
+            )
+        ]
+        return "\n".join([head, *rows])
 
 
 class Scheduler:
