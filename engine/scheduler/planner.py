@@ -341,7 +341,7 @@ class Planner:
     def _admitted(self, budget: StepBudget, request: Request) -> int:
         """Reserve tokens for a request that has just got its blocks; return how many."""
         if self._limits.in_one_step:
-            return budget.admit_whole(request.queued_tokens)
+            return budget.try_admit(request.queued_tokens, whole=True)
         whole = self._encoder.must_be_whole(request)
         return budget.try_admit(self._chunk(request, budget), whole=whole)
 

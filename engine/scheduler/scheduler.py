@@ -77,7 +77,7 @@ class InFlight(NamedTuple):
 class Scheduler:
     """Continuous batching of requests over one executor's slots and KV blocks.
 
-    It composes the parts that decide: arrivals, the planner of steps, and what results mean.
+    It composes the parts that decide: arrivals and the planner of steps.
     """
 
     def __init__(
