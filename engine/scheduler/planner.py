@@ -73,11 +73,6 @@ class Planner:
         plan.adapters = self._adapters.take_placed()
         plan.encoded, plan.forgotten = self._encoder.take_changes()
 
-    def preempt_all(self) -> None:
-        """Give up all slots and blocks; the requests wait to be computed again, in their order."""
-        for request in self._fairness.in_order(self._books.running.values()):
-            self._books.preempt(request)
-
     # -- what the next step has room for ---------------------------------------------------------
 
     def rank_state(

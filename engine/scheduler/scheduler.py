@@ -310,7 +310,8 @@ class Scheduler:
         No plan may be in flight.
         """
         assert not self._in_flight
-        self._planner.preempt_all()
+        for request in self._fairness.in_order(self._books.running.values()):
+            self._books.preempt(request)
         self.adapters.vacate()
         self._encoder.reset()
 
