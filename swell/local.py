@@ -12,10 +12,9 @@ from engine.core.engine_core import EngineCore
 from engine.core.events import AdaptersSettled, FrontEndJoined, PrerequisitesSettled
 from engine.core.front_ends import CoreStep
 from engine.core.inbox import InboxItem, Stop
-from engine.core.turns import Turns
+from engine.core.loop import EngineLoop
 from engine.core.watchdog import StepWatch
 from engine.process.early_stop import EarlyStop
-from engine.process.loop import EngineLoop
 from engine.process.main import build_executor
 from engine.shared.config import EngineConfig
 from engine.shared.lifeline import Lifeline
@@ -64,10 +63,10 @@ class LocalEngine:
         self.adapters = Adapters(_FRONT_END, _INCARNATION)
         self._step_loop = EngineLoop(
             self._core,
-            Turns(self._core, config.cluster.drain_timeout),
             self._inbox,
             self,
             StepWatch(config.executor.step_timeout),
+            drain_timeout=config.cluster.drain_timeout,
             on_turn=lambda: None,
             on_drain=lambda: None,
         )

@@ -104,7 +104,7 @@ STATE_MACHINES = [
             "coordinator/events.py", "coordinator/expected.py", "coordinator/formation.py",
             "coordinator/groups.py", "coordinator/state.py", "coordinator/wave.py",
             "engine/core/ending.py", "engine/core/halting.py", "engine/core/front_ends.py",
-            "engine/core/turns.py", "engine/core/wave_clock.py",
+            "engine/core/wave_clock.py",
             "engine/lockstep/group_membership.py", "engine/lockstep/wave.py",
             "engine/process/links.py", "engine/process/reception.py", "engine/shared/cpu/lists.py",
             "engine/shared/cpu/plan.py", "engine/shared/membership.py", "engine/shared/roster.py",

@@ -1,7 +1,8 @@
 """The one interface between the engine's loop and whatever computes tokens."""
 
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -68,34 +69,29 @@ class PendingResult(Protocol):
         ...
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """Runs batch plans in the order in which they are submitted."""
 
-    @property
-    def info(self) -> ExecutorInfo: ...
+    info: ExecutorInfo
+    """What was found while loading."""
+    grammars: Grammars | None = None
+    """What makes draws follow the grammars of requests; None where it cannot."""
+    adapters: "AdapterStore[Any] | None" = None
+    """The adapters that plans may put into slots; None where there are none."""
 
-    @property
-    def grammars(self) -> Grammars | None:
-        """What makes draws follow the grammars of requests; None where it cannot."""
-        ...
-
-    @property
-    def adapters(self) -> "AdapterStore[Any] | None":
-        """The adapters that plans may put into slots; None where there are none."""
-        ...
-
+    @abstractmethod
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Start a step. Plans arrive in order; each may refer to tokens of the one before."""
-        ...
 
+    @abstractmethod
     def sleep(self, level: int) -> None:
         """Free memory until `wake_up`; no step may be in flight, and none may follow.
 
         Level 1 frees the KV cache and keeps the weights where they are quick to have again, level
         2 frees the weights too. Sleeping again, or deeper, is allowed.
         """
-        ...
 
+    @abstractmethod
     def wake_up(self, *, kv_cache: bool = True) -> None:
         """Be ready for steps again, with an empty KV cache and no slot in use; idempotent.
 
@@ -104,7 +100,6 @@ class Executor(Protocol):
         Raises:
             CannotDo: the weights are gone or have changed; it stays asleep.
         """
-        ...
 
     def load_weights(self, model: str, revision: str | None) -> None:
         """Compute with a checkpoint of the same shape from now on, with an empty KV cache.
@@ -115,7 +110,7 @@ class Executor(Protocol):
         Raises:
             CannotDo: it cannot be loaded here; everything is as it was.
         """
-        ...
+        raise CannotDo("weights are replaced in engines that generate only")
 
     def weight_transfer(self) -> "WeightTransfer":
         """Return what receives weights of a trainer for `take_weights`.
@@ -123,11 +118,11 @@ class Executor(Protocol):
         Raises:
             CannotDo: this executor's weights cannot be replaced so.
         """
-        ...
+        raise CannotDo("weights are replaced in engines that generate only")
 
     def take_weights(self) -> None:
         """Compute with what a trainer has sent, otherwise as `load_weights`."""
-        ...
+        self.weight_transfer()
 
     def settle_weights(self, *, back: bool) -> None:
         """Give up the weights that were replaced last, or have them `back` with an empty KV cache.
@@ -137,7 +132,8 @@ class Executor(Protocol):
         Raises:
             CannotDo: they are not there.
         """
-        ...
+        if back:
+            raise CannotDo("the weights before are not there any more")
 
     def start_profile(self) -> None:
         """Begin to record what steps do.
@@ -145,38 +141,43 @@ class Executor(Protocol):
         Raises:
             CannotDo: this executor has nothing to record, or does so already.
         """
-        ...
+        raise CannotDo("this engine has nothing to profile")
 
     def stop_profile(self, path: Path) -> None:
         """End the recording and write its trace; the directory is made if it is not there.
 
         Raises:
             CannotDo: nothing is being recorded.
+            OSError: the trace cannot be written.
         """
-        ...
+        raise CannotDo("this engine has nothing to profile")
 
+    @abstractmethod
     def shutdown(self) -> None:
         """Release the device and any worker processes; idempotent."""
-        ...
 
 
-@runtime_checkable
-class GroupExecutor(Executor, Protocol):
+class GroupExecutor(Executor):
     """An executor whose steps hold collectives with other engines.
 
     It is made for the place that it will probably have. No step may be in flight when it is
     moved to another; steps need a group, and raise `GroupBroken` when that fails.
     """
 
-    @property
-    def expert_balance(self) -> "ExpertBalance | None":
-        """What is known of the experts' load; None if it is not measured."""
-        ...
+    expert_balance: "ExpertBalance | None" = None
+    """What is known of the experts' load; None if it is not measured."""
 
+    @abstractmethod
     def prepare_group(self, position: int, size: int) -> None:
-        """Load what an engine at this place of a group of `size` holds, and free the rest."""
-        ...
+        """Load what an engine at this place of a group of `size` holds, and free the rest.
 
+        The KV cache and what slots know stay as they are.
+
+        Raises:
+            CannotDo: the model was loaded whole, or has no experts.
+        """
+
+    @abstractmethod
     def join_group(self, spec: "GroupSpec", listener: "socket | None") -> "EngineGroup":
         """Meet the other engines and take steps with them from now on.
 
@@ -185,4 +186,3 @@ class GroupExecutor(Executor, Protocol):
         Raises:
             GroupBroken: not everybody came.
         """
-        ...

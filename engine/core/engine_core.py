@@ -21,7 +21,7 @@ from engine.core.operations import Operations
 from engine.core.shared_sampling import SharedSampling
 from engine.core.steps import Steps
 from engine.core.utilities import carry_out
-from engine.core.wave_clock import OwnClock, WaveClock
+from engine.core.wave_clock import WaveClock
 from engine.kv_events.events import KvEventLog
 from engine.kv_tiers.tiers import KvTiers
 from engine.scheduler.admission import AdmissionPolicy
@@ -79,7 +79,7 @@ class EngineCore:
             on_setup: is called with its setup, when its weights have been replaced.
             weight_version: what the weights of the settings are called.
         """
-        self.clock: WaveClock = clock or OwnClock()
+        self.clock = clock or WaveClock()
         self._kv_events = kv_events
         self._rank, self._incarnation = rank, incarnation
         self._now = now

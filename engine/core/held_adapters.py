@@ -171,10 +171,7 @@ class HeldAdapters:
         Raises:
             CannotDo: there is none of that name, or no slot would be left for others.
         """
-        version = self.versions().get(name)
-        if version is None:
-            raise CannotDo(f"there is no adapter {name!r}")
-        if not self._scheduler.adapters.pin(version):
+        if not self._scheduler.adapters.pin(self._version(name)):
             raise CannotDo("one slot has to stay for other adapters: raise --max-loras")
 
     def unpin(self, name: str) -> None:
@@ -183,7 +180,10 @@ class HeldAdapters:
         Raises:
             CannotDo: there is none of that name.
         """
+        self._scheduler.adapters.unpin(self._version(name))
+
+    def _version(self, name: str) -> str:
         version = self.versions().get(name)
         if version is None:
             raise CannotDo(f"there is no adapter {name!r}")
-        self._scheduler.adapters.unpin(version)
+        return version

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from engine.core.events import CoreEvent
 from engine.core.front_ends import CoreStep
-from engine.core.wave_clock import OwnClock
+from engine.core.wave_clock import WaveClock
 from engine.shared.config import EngineConfig
 from engine.shared.messages import EngineSetup, EngineStats
 
@@ -74,7 +74,7 @@ class Backend(HostedEngine, Protocol):
         *,
         rank: int,
         incarnation: int,
-        clock: OwnClock,
+        clock: WaveClock,
         on_failure: Callable[[str], None],
         weight_version: str = "",
     ) -> None:

@@ -3,8 +3,8 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from engine.batch.batch import BatchPlan, BatchResult
@@ -110,12 +110,10 @@ class Steps:
         Raises:
             StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
-        try:
+        with self._described():
             launched = may_launch and self._launch()
             if not launched or len(self._in_flight) == self._max_in_flight:
                 self._land()
-        except Exception as error:
-            raise self._failed(error) from error
 
     def vacate(self) -> None:
         """Take the results of all steps in flight, then give up all slots, blocks and prefixes.
@@ -126,13 +124,11 @@ class Steps:
         """
         if any(each.is_given_up for each in self._in_flight):
             raise CannotDo("a step that its group gave up has to be finished first")
-        try:
+        with self._described():
             while self._in_flight:
                 self._land()
             self._scheduler.preempt_all()
             self._scheduler.reset_prefix_cache()
-        except Exception as error:
-            raise self._failed(error) from error
 
     # -- of the member of a lockstep group -------------------------------------------------------
 
@@ -159,7 +155,7 @@ class Steps:
             GroupBroken: a member failed, and `give_up` has to follow.
             StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
-        try:
+        with self._described(GroupBroken):
             grant = self._grant(number, loads)
             pending = [each.pending for each in self._in_flight]
             place = pending.index(None) if None in pending else len(pending)
@@ -168,10 +164,6 @@ class Steps:
                 self._in_flight.append(_Launched(plan, None))
             plan = self._in_flight[place].plan
             self._in_flight[place] = _Launched(plan, self._executor.submit(plan))
-        except GroupBroken:
-            raise
-        except Exception as error:
-            raise self._failed(error) from error
 
     def land_together(self) -> None:
         """Wait for the oldest step of the group in flight, and take its result.
@@ -180,12 +172,8 @@ class Steps:
             GroupBroken: a member failed, and `give_up` has to follow.
             StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
-        try:
+        with self._described(GroupBroken):
             self._land_oldest()
-        except GroupBroken:
-            raise
-        except Exception as error:
-            raise self._failed(error) from error
 
     def give_up(self) -> None:
         """The group has ended: take the results that are there, and keep the plans of the others.
@@ -195,7 +183,7 @@ class Steps:
         Raises:
             StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
-        try:
+        with self._described():
             with suppress(GroupBroken):
                 while self._in_flight and self._in_flight[0].pending is not None:
                     self._land_oldest()
@@ -205,15 +193,20 @@ class Steps:
                     with suppress(GroupBroken):
                         pending.result()
                         raise AssertionError("a step has followed one that was given up")
-        except Exception as error:
-            raise self._failed(error) from error
 
     # -- parts of a step -------------------------------------------------------------------------
 
-    def _failed(self, error: Exception) -> StepFailed:
-        """Describe in the log what failed; return what to raise."""
-        logger.error("step failed: %s", self._scheduler.describe_in_flight(), exc_info=error)
-        return StepFailed(f"engine {self._rank}: {type(error).__name__} in a step")
+    @contextmanager
+    def _described(self, *others: type[Exception]) -> Iterator[None]:
+        """Describe in the log what fails within, and raise StepFailed for it, but for `others`."""
+        try:
+            yield
+        except others:
+            raise
+        except Exception as error:
+            logger.error("step failed: %s", self._scheduler.describe_in_flight(), exc_info=error)
+            name = type(error).__name__
+            raise StepFailed(f"engine {self._rank}: {name} in a step") from error
 
     def _grant(self, number: int, loads: Sequence[RankState] = ()) -> Grant:
         if isinstance(self._admission, AdmitAll):

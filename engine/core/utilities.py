@@ -4,9 +4,10 @@ Only what is listed here can be called. Whatever is wrong with a call, or goes w
 answered to the caller; the engine goes on serving.
 """
 
+import inspect
 import logging
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol, get_type_hints
 
 import msgspec
 
@@ -69,65 +70,24 @@ class Operated(Protocol):
     def weight_updates(self) -> int: ...
 
 
-class _NoArguments(msgspec.Struct, forbid_unknown_fields=True):
-    pass
-
-
-class _Pause(msgspec.Struct, forbid_unknown_fields=True):
-    mode: PauseMode = "keep"
-
-
-class _Sleep(msgspec.Struct, forbid_unknown_fields=True):
-    level: Literal[0, 1, 2] = 1
-    mode: SleepMode = "keep"
-
-
-class _WakeUp(msgspec.Struct, forbid_unknown_fields=True):
-    tags: str = ",".join(ASLEEP_TAGS)
-    """What to have back, separated by commas."""
-
-
-class _Adapter(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-
-
-class _LoadWeights(msgspec.Struct, forbid_unknown_fields=True):
-    model: str
-    version: str
-    after: int
-    """How often the weights have been replaced before, see `info`."""
-    revision: str | None = None
-
-
-class _JoinTrainer(msgspec.Struct, forbid_unknown_fields=True):
-    master_address: str
-    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    rank: Annotated[int, msgspec.Meta(ge=1)]
-    world_size: int
-    timeout: Annotated[float, msgspec.Meta(gt=0, le=3600)]
-    """Seconds that everybody waits for the others, to meet and for each tensor."""
-
-
-class _Receive(msgspec.Struct, forbid_unknown_fields=True):
-    names: str
-    """A JSON list, as are the next two."""
-    dtype_names: str
-    shapes: str
-
-
-class _Rpc(msgspec.Struct, forbid_unknown_fields=True):
-    method: str
-    args: str
-    """A JSON list."""
-    kwargs: str
-    """A JSON object."""
-
-
 class _Utility(NamedTuple):
-    """The type of the arguments, and the call."""
+    """A call, and the Struct that its arguments have to be."""
 
+    run: Callable[..., Answer]
     arguments: type[msgspec.Struct]
-    run: Callable[[Any, Any], Answer]
+
+
+def _utility(run: Callable[..., Answer]) -> _Utility:
+    """Return a call whose arguments are what a function's parameters after the engine say."""
+    hints = get_type_hints(run, include_extras=True)
+    _, *parameters = inspect.signature(run).parameters.values()
+    fields = [
+        (each.name, hints[each.name])
+        if each.default is each.empty
+        else (each.name, hints[each.name], each.default)
+        for each in parameters
+    ]
+    return _Utility(run, msgspec.defstruct(run.__name__, fields, forbid_unknown_fields=True))
 
 
 def carry_out(
@@ -187,7 +147,8 @@ def call_utility(engine: Operated, call: UtilityCall, rank: int) -> UtilityResul
         return msgspec.structs.replace(result, error=error)
     try:
         arguments = msgspec.convert(call.arguments, utility.arguments)
-        return msgspec.structs.replace(result, result=utility.run(engine, arguments))
+        answer = utility.run(engine, **msgspec.structs.asdict(arguments))
+        return msgspec.structs.replace(result, result=answer)
     except StepFailed:
         raise
     except msgspec.ValidationError as invalid:
@@ -200,7 +161,7 @@ def call_utility(engine: Operated, call: UtilityCall, rank: int) -> UtilityResul
     return msgspec.structs.replace(result, error=error)
 
 
-def _info(engine: Operated, _: _NoArguments) -> Answer:
+def _info(engine: Operated) -> Answer:
     stats, setup, halting = engine.stats(), engine.setup, engine.halting
     return {
         "rank": stats.rank,
@@ -226,82 +187,93 @@ def _info(engine: Operated, _: _NoArguments) -> Answer:
     }
 
 
-def _reset_prefix_cache(engine: Operated, _: _NoArguments) -> Answer:
+def _reset_prefix_cache(engine: Operated) -> Answer:
     return {"blocks_forgotten": engine.reset_prefix_cache()}
 
 
-def _reset_encoder_cache(engine: Operations, _: _NoArguments) -> Answer:
+def _reset_encoder_cache(engine: Operations) -> Answer:
     return {"images_forgotten": engine.reset_encoder_cache()}
 
 
-def _pause(engine: Operated, arguments: _Pause) -> Answer:
-    engine.pause(arguments.mode)
+def _pause(engine: Operated, mode: PauseMode = "keep") -> Answer:
+    engine.pause(mode)
     return {"is_paused": engine.is_paused}
 
 
-def _resume(engine: Operated, _: _NoArguments) -> Answer:
+def _resume(engine: Operated) -> Answer:
     engine.resume()
     return {"is_paused": False}
 
 
-def _sleep(engine: Operated, arguments: _Sleep) -> Answer:
-    engine.sleep(arguments.level, arguments.mode)
+def _sleep(engine: Operated, level: Literal[0, 1, 2] = 1, mode: SleepMode = "keep") -> Answer:
+    engine.sleep(level, mode)
     return {"is_sleeping": True}
 
 
-def _wake_up(engine: Operated, arguments: _WakeUp) -> Answer:
-    tags = set(arguments.tags.split(","))
-    if unknown := tags.difference(ASLEEP_TAGS, ["scheduling"]):
+def _wake_up(engine: Operated, tags: str = ",".join(ASLEEP_TAGS)) -> Answer:
+    """`tags`: what to have back, separated by commas."""
+    wanted = set(tags.split(","))
+    if unknown := wanted.difference(ASLEEP_TAGS, ["scheduling"]):
         raise CannotDo(f"there is no tag {min(unknown)!r}; there are {', '.join(ASLEEP_TAGS)}")
-    engine.wake_up(tags)
+    engine.wake_up(wanted)
     return {"is_sleeping": engine.halting.is_sleeping}
 
 
-def _is_sleeping(engine: Operated, _: _NoArguments) -> Answer:
+def _is_sleeping(engine: Operated) -> Answer:
     return {"is_sleeping": engine.halting.is_sleeping}
 
 
-def _load_weights(engine: Operations, arguments: _LoadWeights) -> Answer:
-    source = WeightsSource(arguments.model, arguments.revision, arguments.version)
-    before = engine.load_weights(source, arguments.after)
+def _load_weights(
+    engine: Operations, model: str, version: str, after: int, revision: str | None = None
+) -> Answer:
+    """`after`: how often the weights have been replaced before, see `info`."""
+    before = engine.load_weights(WeightsSource(model, revision, version), after)
     return {"model": before.model, "revision": before.revision, "version": before.version}
 
 
-def _settle_weights(engine: Operations, _: _NoArguments) -> Answer:
+def _settle_weights(engine: Operations) -> Answer:
     engine.settle_weights()
     return {"is_settled": True}
 
 
-def _join_trainer(engine: Operations, arguments: _JoinTrainer) -> Answer:
-    if arguments.rank >= arguments.world_size:
-        raise CannotDo(f"rank {arguments.rank} is none of a world of {arguments.world_size}")
-    address = join_host_port(arguments.master_address, arguments.master_port)
-    transfer = engine.weight_transfer
-    transfer.join(GroupSpec(address, arguments.rank, arguments.world_size, 0, arguments.timeout))
-    return _transfer(engine, _NoArguments())
+def _join_trainer(
+    engine: Operations,
+    master_address: str,
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)],
+    rank: Annotated[int, msgspec.Meta(ge=1)],
+    world_size: int,
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=3600)],
+) -> Answer:
+    """`timeout`: seconds that everybody waits for the others, to meet and for each tensor."""
+    if rank >= world_size:
+        raise CannotDo(f"rank {rank} is none of a world of {world_size}")
+    address = join_host_port(master_address, master_port)
+    engine.weight_transfer.join(GroupSpec(address, rank, world_size, 0, timeout))
+    return _transfer(engine)
 
 
-def _start_weight_update(engine: Operations, _: _NoArguments) -> Answer:
+def _start_weight_update(engine: Operations) -> Answer:
     engine.weight_transfer.start()
-    return _transfer(engine, _NoArguments())
+    return _transfer(engine)
 
 
-def _update_weights(engine: Operations, arguments: _Receive) -> Answer:
+def _update_weights(engine: Operations, names: str, dtype_names: str, shapes: str) -> Answer:
+    """The arguments are JSON lists."""
     decode = msgspec.json.decode
     engine.weight_transfer.receive(
-        decode(arguments.names, type=list[str]),
-        decode(arguments.dtype_names, type=list[str]),
-        decode(arguments.shapes, type=list[list[int]]),
+        decode(names, type=list[str]),
+        decode(dtype_names, type=list[str]),
+        decode(shapes, type=list[list[int]]),
     )
-    return _transfer(engine, _NoArguments())
+    return _transfer(engine)
 
 
-def _leave_trainer(engine: Operations, _: _NoArguments) -> Answer:
+def _leave_trainer(engine: Operations) -> Answer:
     engine.weight_transfer.leave()
-    return _transfer(engine, _NoArguments())
+    return _transfer(engine)
 
 
-def _transfer(engine: Operations, _: _NoArguments) -> Answer:
+def _transfer(engine: Operations) -> Answer:
     transfer = engine.weight_transfer
     return {
         "phase": transfer.phase,
@@ -311,54 +283,54 @@ def _transfer(engine: Operations, _: _NoArguments) -> Answer:
     }
 
 
-def _start_profile(engine: Operations, _: _NoArguments) -> Answer:
+def _start_profile(engine: Operations) -> Answer:
     return {"directory": engine.start_profile()}
 
 
-def _stop_profile(engine: Operations, _: _NoArguments) -> Answer:
+def _stop_profile(engine: Operations) -> Answer:
     return {"trace": engine.stop_profile()}
 
 
-def _list_loras(engine: Operations, _: _NoArguments) -> Answer:
+def _list_loras(engine: Operations) -> Answer:
     return dict(engine.adapters.versions())
 
 
-def _pin_lora(engine: Operations, arguments: _Adapter) -> Answer:
-    engine.adapters.pin(arguments.name)
+def _pin_lora(engine: Operations, name: str) -> Answer:
+    engine.adapters.pin(name)
     return {"is_pinned": True}
 
 
-def _unpin_lora(engine: Operations, arguments: _Adapter) -> Answer:
-    engine.adapters.unpin(arguments.name)
+def _unpin_lora(engine: Operations, name: str) -> Answer:
+    engine.adapters.unpin(name)
     return {"is_pinned": False}
 
 
-def _collective_rpc(engine: Operations, arguments: _Rpc) -> Answer:
-    result = engine.extensions.call(arguments.method, arguments.args, arguments.kwargs)
-    return {"result": result}
+def _collective_rpc(engine: Operations, method: str, args: str, kwargs: str) -> Answer:
+    """`args` is a JSON list, `kwargs` a JSON object."""
+    return {"result": engine.extensions.call(method, args, kwargs)}
 
 
 UTILITIES = {
-    "collective_rpc": _Utility(_Rpc, _collective_rpc),
-    "info": _Utility(_NoArguments, _info),
-    "init_weight_transfer_engine": _Utility(_JoinTrainer, _join_trainer),
-    "is_sleeping": _Utility(_NoArguments, _is_sleeping),
-    "leave_weight_transfer": _Utility(_NoArguments, _leave_trainer),
-    "load_weights": _Utility(_LoadWeights, _load_weights),
-    "list_loras": _Utility(_NoArguments, _list_loras),
-    "pause": _Utility(_Pause, _pause),
-    "pin_lora": _Utility(_Adapter, _pin_lora),
-    "reset_encoder_cache": _Utility(_NoArguments, _reset_encoder_cache),
-    "reset_prefix_cache": _Utility(_NoArguments, _reset_prefix_cache),
-    "resume": _Utility(_NoArguments, _resume),
-    "settle_weights": _Utility(_NoArguments, _settle_weights),
-    "sleep": _Utility(_Sleep, _sleep),
-    "start_profile": _Utility(_NoArguments, _start_profile),
-    "start_weight_update": _Utility(_NoArguments, _start_weight_update),
-    "stop_profile": _Utility(_NoArguments, _stop_profile),
-    "unpin_lora": _Utility(_Adapter, _unpin_lora),
-    "update_weights": _Utility(_Receive, _update_weights),
-    "wake_up": _Utility(_WakeUp, _wake_up),
-    "weight_transfer": _Utility(_NoArguments, _transfer),
+    "collective_rpc": _utility(_collective_rpc),
+    "info": _utility(_info),
+    "init_weight_transfer_engine": _utility(_join_trainer),
+    "is_sleeping": _utility(_is_sleeping),
+    "leave_weight_transfer": _utility(_leave_trainer),
+    "load_weights": _utility(_load_weights),
+    "list_loras": _utility(_list_loras),
+    "pause": _utility(_pause),
+    "pin_lora": _utility(_pin_lora),
+    "reset_encoder_cache": _utility(_reset_encoder_cache),
+    "reset_prefix_cache": _utility(_reset_prefix_cache),
+    "resume": _utility(_resume),
+    "settle_weights": _utility(_settle_weights),
+    "sleep": _utility(_sleep),
+    "start_profile": _utility(_start_profile),
+    "start_weight_update": _utility(_start_weight_update),
+    "stop_profile": _utility(_stop_profile),
+    "unpin_lora": _utility(_unpin_lora),
+    "update_weights": _utility(_update_weights),
+    "wake_up": _utility(_wake_up),
+    "weight_transfer": _utility(_transfer),
 }
 """By the names that front ends send."""

@@ -1,52 +1,32 @@
 """Which wave an engine is in."""
 
-from typing import Protocol
-
 from engine.shared.messages import StartDpWave
 
 
-class WaveClock(Protocol):
-    """Which wave an engine is in, for its stats: that of its group, or its own count."""
+class WaveClock:
+    """The wave of an engine that steps alone, for its stats: what the coordinator says.
 
-    wave: int
-    topology: int
-    hold_epoch: int
-
-    @property
-    def running(self) -> bool:
-        """Whether the engine steps in `wave` together with its group."""
-        ...
-
-    def request_received(self, wave: int) -> None:
-        """A request stamped with its front end's wave has come."""
-        ...
-
-    def start_ordered(self, order: StartDpWave) -> None:
-        """The coordinator orders paused engines to run."""
-        ...
-
-    def welcomed(self, wave: int) -> None:
-        """A coordinator that the engine registered with again knows of `wave`."""
-        ...
-
-
-class OwnClock:
-    """The clock of an engine that steps alone: it only repeats what the coordinator says."""
+    `engine.lockstep.wave.EngineWave` is that of an engine in a group.
+    """
 
     topology = 0
     hold_epoch = 0
-    running = False
 
     def __init__(self, wave: int = 0) -> None:
         self.wave = wave
 
+    @property
+    def running(self) -> bool:
+        """Whether the engine steps in `wave` together with its group."""
+        return False
+
     def request_received(self, wave: int) -> None:
-        """Nothing follows: the stamp is the front end's view of what the coordinator says."""
+        """A request stamped with its front end's wave has come."""
 
     def start_ordered(self, order: StartDpWave) -> None:
-        """Adopt a newer wave."""
+        """The coordinator orders paused engines to run."""
         self.wave = max(self.wave, order.wave)
 
     def welcomed(self, wave: int) -> None:
-        """Adopt a newer wave."""
+        """A coordinator that the engine registered with (again) knows of `wave`."""
         self.wave = max(self.wave, wave)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 
 import torch
+from msgspec.structs import replace
 
 from engine.distributed.backend import open_store
 from engine.distributed.group import (
@@ -70,13 +71,7 @@ def join_engines(
     if shards == 1:
         group = join_group(spec, device, listener)
         return EngineGroup(spec, group, group)
-    everybody = GroupSpec(
-        spec.address,
-        spec.rank * shards + shard,
-        spec.size * shards,
-        spec.topology,
-        spec.timeout_s,
-    )
+    everybody = replace(spec, rank=spec.rank * shards + shard, size=spec.size * shards)
     processes: Group | None = None
     try:
         store = open_store(everybody, listener)

@@ -7,6 +7,7 @@ before and in the stage after, by groups of two, so that no stage waits for what
 import socket
 
 import torch
+from msgspec.structs import replace
 
 from engine.distributed.backend import open_store
 from engine.distributed.group import Bundle, Group, Transfer, connect, could_not_join
@@ -68,9 +69,7 @@ def join_grid(
     (stages, shards), (stage, shard) = shape, place
 
     def group(name: str, rank: int, size: int) -> Group:
-        return connect(
-            store, GroupSpec(address, rank, size, spec.topology, spec.timeout_s), name, device
-        )
+        return connect(store, replace(spec, address=address, rank=rank, size=size), name, device)
 
     made: list[Group] = []
     before = after = None

@@ -111,13 +111,16 @@ class Group:
         Raises:
             GroupBroken: the group has ended.
         """
+        return self._gather(self._rows, row)
+
+    def _gather(self, connections: Connections | None, row: Sequence[int]) -> PendingRows:
         mine = torch.tensor([row], dtype=torch.int64)
-        if self._rows is None:
+        if connections is None:
             self._check()
             return PendingRows(self, None, mine)
         table = torch.empty(self.size, len(row), dtype=torch.int64)
         with self._launching():
-            return PendingRows(self, self._rows.backend._allgather_base(table, mine), table)
+            return PendingRows(self, connections.backend._allgather_base(table, mine), table)
 
     def all_gather_counts(self, count: int) -> list[int]:
         """Exchange one integer, in order with the other collectives on tensors.
@@ -151,16 +154,7 @@ class Group:
         Raises:
             GroupBroken: not all ranks came.
         """
-        if self._counts is None:
-            self._check()
-            return [list(row)]
-        mine = torch.tensor([row], dtype=torch.int64)
-        table = torch.empty(self.size, len(row), dtype=torch.int64)
-        with self._launching():
-            work = self._counts.backend._allgather_base(table, mine)
-        self.finish(work)
-        rows: list[list[int]] = table.tolist()
-        return rows
+        return self._gather(self._counts, row).wait()
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send `sent[r]` of the rows [rows, ...], in order, to rank r; return what comes.

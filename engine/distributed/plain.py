@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
@@ -90,9 +91,7 @@ def join_plain_group(
         store = backend.open_store(spec, listener)
         scope = PrefixStore(f"tcp://{spec.address}", store)
         if is_nccl:
-            patient = GroupSpec(
-                spec.address, spec.rank, spec.size, spec.topology, spec.timeout_s + _NCCL_MARGIN
-            )
+            patient = replace(spec, timeout_s=spec.timeout_s + _NCCL_MARGIN)
             return PlainGroup(spec, store, backend.nccl_backend(scope, patient, device), is_nccl)
         return PlainGroup(spec, store, backend.gloo_backend(scope, spec), is_nccl)
     except (RuntimeError, OSError) as error:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import torch
 
-from engine.executor.draft_rules import BadDraftModel, check_draft_model, check_head_settings
 from engine.executor.loading import draft_settings, load_model
+from engine.executor.rules import BadDraftModel, check_draft_model, check_head_settings
 from engine.models.decoder import Decoder
 from engine.models.fallback.decoder import FallbackDecoder
 from engine.models.heads.eagle3 import is_eagle3, is_other_head, load_eagle3
@@ -83,20 +83,19 @@ def load_draft(
         UnsupportedModel: its config asks for something that is not implemented.
         CheckpointError: the weights do not fit the config.
     """
-    if config.scheduler.speculative_method == "mtp":
-        return _load_mtp(config, target, max_model_len, report)
+    is_mtp = config.scheduler.speculative_method == "mtp"
     name = config.scheduler.speculative_model
-    if name is None:
+    if name is None and not is_mtp:
         return None
     settings = msgspec.structs.replace(draft_settings(config), max_model_len=max_model_len)
     described = read_config(model_directory(settings, weights=False))
+    if is_mtp or is_eagle3(described):
+        return _load_head(config, settings, described, target, report)
     if is_other_head(described):
         named = ", ".join(described.get("architectures") or []) or "a speculator"
         raise BadDraftModel(
             f"--speculative-model {name}: {named} is not supported; of draft heads EAGLE-3 is"
         )
-    if is_eagle3(described):
-        return _load_eagle3(config, settings, described, target, report)
     check_draft_model(settings, config.model, target.spec, max_model_len)
     alone = msgspec.structs.replace(
         config,
@@ -107,48 +106,37 @@ def load_draft(
     return load_model(alone, target.device, report, served=target.spec.cache_groups).model
 
 
-def _load_eagle3(
+def _load_head(
     config: EngineConfig,
     settings: ModelConfig,
     described: dict[str, Any],
     target: Decoder,
     report: Callable[[str], None],
 ) -> DraftHead:
+    """Load the head that `settings` name, or the served model's layer that predicts tokens."""
     check_head_settings(config, is_fallback=isinstance(target, FallbackDecoder))
     directory = model_directory(settings, weights=True)
-    report(f"loading the draft head {directory.name}")
     assert settings.max_model_len is not None
+    # What the served model is computed in.
+    types = ComputeTypes(target.dtype, target.kv_format.dtype, config.cache.kv_cache_dtype)
     with torch.inference_mode():
+        if config.scheduler.speculative_method == "mtp":
+            report(f"loading the layer for multi-token prediction of {directory.name}")
+            described = described | (described.get("text_config") or {})
+            return load_mtp(
+                directory,
+                described.get("num_nextn_predict_layers"),
+                target,
+                types=types,
+                max_model_len=settings.max_model_len,
+                quantization=settings.quantization,
+            )
+        report(f"loading the draft head {directory.name}")
         return load_eagle3(
             directory,
             described,
             target,
-            types=_types(config, target),
+            types=types,
             max_model_len=settings.max_model_len,
             quantization=settings.quantization,
-        )
-
-
-def _types(config: EngineConfig, target: Decoder) -> ComputeTypes:
-    """Return what the served model is computed in."""
-    return ComputeTypes(target.dtype, target.kv_format.dtype, config.cache.kv_cache_dtype)
-
-
-def _load_mtp(
-    config: EngineConfig, target: Decoder, max_model_len: int, report: Callable[[str], None]
-) -> DraftHead:
-    check_head_settings(config, is_fallback=isinstance(target, FallbackDecoder))
-    directory = model_directory(config.model, weights=True)
-    described = read_config(directory)
-    described = described | (described.get("text_config") or {})
-    report(f"loading the layer for multi-token prediction of {directory.name}")
-    quantization = config.scheduler.speculative_model_quantization or config.model.quantization
-    with torch.inference_mode():
-        return load_mtp(
-            directory,
-            described.get("num_nextn_predict_layers"),
-            target,
-            types=_types(config, target),
-            max_model_len=max_model_len,
-            quantization=quantization,
         )

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.batch.batch import BatchPlan
-from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
-from engine.batch.weight_transfer import WeightTransfer
+from engine.batch.executor import Executor, ExecutorInfo, PendingResult
 from engine.executor.environment import num_cores
 from engine.executor.loading import set_threads, take_device
 from engine.executor.offloading import OffloadedWeights, offload
@@ -22,16 +21,11 @@ from engine.shared.pooling import PoolingSpec
 logger = logging.getLogger(__name__)
 
 
-class EncoderExecutor:
+class EncoderExecutor(Executor):
     """Executor of a model without a KV cache.
 
     Where steps overlap they run in a thread of their own, as those of `InProcessExecutor` do.
     """
-
-    grammars = None
-    """Nothing is generated."""
-    adapters = None
-    """Encoders have none."""
 
     def __init__(
         self,
@@ -63,7 +57,6 @@ class EncoderExecutor:
             in_one_step=True,
             has_kv=False,
         )
-        """What was found while loading."""
         self._steps = StepThread(self._device, own=config.scheduler.steps_overlap)
         self._runner: EncoderRunner | None = self._new_runner(loaded)
         self._asleep: tuple[EncoderRunner, OffloadedWeights] | None = None
@@ -106,21 +99,6 @@ class EncoderExecutor:
         loaded = self._load()
         self.info.check_unchanged(loaded.fingerprint)
         self._runner = self._new_runner(loaded)
-
-    def load_weights(self, model: str, revision: str | None) -> None:
-        """Raise CannotDo."""
-        raise CannotDo("weights are replaced in engines that generate only")
-
-    def weight_transfer(self) -> WeightTransfer:
-        """Raise CannotDo."""
-        raise CannotDo("weights are replaced in engines that generate only")
-
-    def take_weights(self) -> None:
-        """Raise CannotDo."""
-        self.weight_transfer()
-
-    def settle_weights(self, *, back: bool) -> None:
-        """Do nothing: none have been replaced."""
 
     def start_profile(self) -> None:
         """Begin to record what steps do; raises as `StepThread.start_profile`."""

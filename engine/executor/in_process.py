@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.batch.batch import BatchPlan
-from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
+from engine.batch.executor import CannotDo, ExecutorInfo, GroupExecutor, PendingResult
 from engine.batch.weight_transfer import SentTensors, WeightTransfer
 from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
@@ -59,14 +59,14 @@ logger = logging.getLogger(__name__)
 
 
 _OF_WEIGHTS = (
-    "_config", "_model", "_draft", "_vision", "_loader", "_balance", "_pooling",
+    "_config", "_model", "_draft", "_vision", "_loader", "expert_balance", "_pooling",
     "_is_batch_invariant", "info",
 )  # fmt: skip
 """Attributes that change with the weights."""
 
 
-class InProcessExecutor:
-    """Executor without a process of its own.
+class InProcessExecutor(GroupExecutor):
+    """Executor that computes in the engine's own process.
 
     Where steps overlap they run in a thread of their own and `submit` returns at once (torch
     releases the GIL while it computes); else `submit` returns when the step is done.
@@ -108,7 +108,7 @@ class InProcessExecutor:
         if config.parallel.enable_expert_parallel:
             size = config.parallel.data_parallel_size
             self._place = GroupPlace(rank % size, size)
-        self._balance: ExpertBalance | None = None
+        self.expert_balance: ExpertBalance | None = None
         self._experts: Group | None = None
         """All processes that hold experts."""
         self._draft: Decoder | DraftHead | None = None
@@ -122,19 +122,21 @@ class InProcessExecutor:
             self._max_head_threads = 1
         self._report("allocating the KV cache")
         self.info = self._size_cache(model, fingerprint, engines_on_node * processes)
-        """What was found while loading."""
         self._steps = StepThread(
             self._device, own=config.scheduler.steps_overlap or self._num_stages > 1
         )
-        self._grammars = grammar_table(
+        self.grammars: GrammarTable | None = grammar_table(
             model_directory(config.model, weights=False),
             spec.vocab_size,
             spec.eos_token_ids,
         )
-        self._adapters = _adapter_store(config, model) if config.lora.enable_lora else None
+        self.adapters: AdapterStore[AdapterWeights] | None = None
+        if config.lora.enable_lora:
+            self.adapters = _adapter_store(config, model)
         self._model: Decoder | None = model
-        self._runner: ModelRunner | None = self._new_runner(model)
-        self._pipelined = self._pipeline(self._runner)
+        self._runner: ModelRunner | None
+        self._pipelined: PipelinedSteps | None
+        self._run_with(model)
         self._offloaded: OffloadedWeights | None = None
         """The weights, while they are not on the device."""
         self._was_shut_down = False
@@ -145,37 +147,16 @@ class InProcessExecutor:
             self._share_experts(Group.alone() if self._shard is None else self._shard.group)
         keep_freed_memory()
 
-    @property
-    def grammars(self) -> GrammarTable | None:
-        """What makes draws follow grammars; None for a model without tokenizer."""
-        return self._grammars
-
-    @property
-    def adapters(self) -> AdapterStore[AdapterWeights] | None:
-        """The adapters that plans may name; None if the model is served without."""
-        return self._adapters
-
-    @property
-    def expert_balance(self) -> ExpertBalance | None:
-        """What is known of the experts' load; None without --enable-eplb."""
-        return self._balance
-
     def prepare_group(self, position: int, size: int) -> None:
-        """Hold the experts of this place in a group of `size`, and no others.
-
-        The KV cache and what slots know stay as they are.
-
-        Raises:
-            CannotDo: the model was loaded whole, or has no experts.
-        """
+        """Hold the experts of this place in a group of `size`, and no others."""
         loaded_whole = self._model is not None and self._model.expert_group is None
         if self._place is None or loaded_whole:
             raise CannotDo("only --enable-expert-parallel and a model with experts form groups")
         place, before = GroupPlace(position, size), self._place
         self._place = place
-        if self._balance is not None:
-            self._balance.form(size * self._num_shards)
-        is_new = place != before or self._balance is not None
+        if self.expert_balance is not None:
+            self.expert_balance.form(size * self._num_shards)
+        is_new = place != before or self.expert_balance is not None
         if self._offloaded is not None and is_new:  # they are of another place
             self._model = self._draft = self._vision = self._offloaded = None
         if self._model is not None and is_new:
@@ -241,7 +222,7 @@ class InProcessExecutor:
             self._model = self._draft = self._vision = self._offloaded = None
         elif self._device.type != "cpu" and self._model is not None and self._offloaded is None:
             roots = [self._model, self._draft, self._vision]
-            self._offloaded = offload(roots, self._device, [self._balance])
+            self._offloaded = offload(roots, self._device, [self.expert_balance])
             if self._offloaded is None:
                 self._model = self._draft = self._vision = None
         give_back_freed_memory(self._device)
@@ -265,8 +246,7 @@ class InProcessExecutor:
                 self._share_experts(self._experts)
         if not kv_cache:
             return
-        self._runner = self._new_runner(self._model)
-        self._pipelined = self._pipeline(self._runner)
+        self._run_with(self._model)
 
     def load_weights(self, model: str, revision: str | None) -> None:
         """Compute with another checkpoint from now on, with an empty KV cache.
@@ -369,8 +349,7 @@ class InProcessExecutor:
         self._runner = self._pipelined = None  # which holds the KV cache
         self.__dict__.update(weights)
         assert self._model is not None, "it is among them"
-        self._runner = self._new_runner(self._model)
-        self._pipelined = self._pipeline(self._runner)
+        self._run_with(self._model)
 
     def start_profile(self) -> None:
         """Begin to record what steps do; raises as `StepThread.start_profile`."""
@@ -384,10 +363,10 @@ class InProcessExecutor:
         """Free the model and the KV cache."""
         self._was_shut_down = True
         self._steps.shutdown()
-        if self._grammars is not None:
-            self._grammars.shutdown()
-        if self._adapters is not None:
-            self._adapters.shutdown()
+        if self.grammars is not None:
+            self.grammars.shutdown()
+        if self.adapters is not None:
+            self.adapters.shutdown()
         if self._transfer is not None:
             self._transfer.leave()
         self._runner = self._pipelined = self._offloaded = self._kept = None
@@ -402,12 +381,12 @@ class InProcessExecutor:
             place=self._place,
             shard=self._shard,
             stage=self._num_stages - 1,
-            balance=self._balance,
+            balance=self.expert_balance,
             sees=True,
             sent=sent,
         )
         if loaded.model.expert_group is not None:
-            self._balance = loaded.model.expert_group.balance
+            self.expert_balance = loaded.model.expert_group.balance
         self._loader = loaded.loader
         self._pooling = loaded.pooling
         self._vision = loaded.vision
@@ -479,29 +458,28 @@ class InProcessExecutor:
             self._loader.spread_experts(model, place)
         give_back_freed_memory(self._device)
 
-    def _new_runner(self, model: Decoder) -> ModelRunner:
+    def _run_with(self, model: Decoder) -> None:
+        """Allocate an empty KV cache, and have steps computed with it."""
         if self._leader is not None:
             self._leader.allocate(self.info.num_kv_blocks, self.info.model_fingerprint)
-        return ModelRunner(
+        self._runner = ModelRunner(
             model,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=self.info.max_model_len,
             num_kv_blocks=self.info.num_kv_blocks,
             block_size=self._config.cache.block_size,
-            grammars=self._grammars,
+            grammars=self.grammars,
             enforce_eager=self._config.executor.enforce_eager,
             max_head_threads=self._max_head_threads,
             pooler=None if self._pooling is None else Pooler(self._pooling, model.classify),
-            adapters=self._adapters,
+            adapters=self.adapters,
             earlier=None if self._leader is None else self._leader.earlier(model),
             draft=self._draft,
             vision=self._vision,
         )
-
-    def _pipeline(self, runner: ModelRunner) -> PipelinedSteps | None:
-        if self._num_stages == 1 or self._steps.pool is None:
-            return None
-        return PipelinedSteps(runner, self._steps.pool)
+        self._pipelined = None
+        if self._num_stages > 1 and self._steps.pool is not None:
+            self._pipelined = PipelinedSteps(self._runner, self._steps.pool)
 
 
 def _adapter_store(config: EngineConfig, model: Decoder) -> AdapterStore[AdapterWeights]:

@@ -1,5 +1,7 @@
 """How many KV blocks the processes of an engine have memory for."""
 
+from dataclasses import dataclass
+
 import msgspec
 import torch
 
@@ -13,32 +15,20 @@ from engine.scheduler.block_table import CacheShape
 from engine.shared.config import EngineConfig
 
 
+@dataclass(frozen=True)
 class KvSizing:
     """Sizes the KV cache of an engine whose model has been loaded."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        device: torch.device,
-        processes: int,
-        leader: TeamLeader | None = None,
-        draft: Decoder | DraftHead | None = None,
-        kept_bytes: int = 0,
-    ) -> None:
-        """Keep what the size depends on beside the model.
-
-        Args:
-            processes: how many share this node's memory.
-            leader: leads the processes that hold the other parts of the model.
-            draft: the draft model or head, whose keys and values lie in the same blocks.
-            kept_bytes: what the engine keeps besides, later on.
-        """
-        self._kept_bytes = kept_bytes
-        self._config = config
-        self._device = device
-        self._processes = processes
-        self._leader = leader
-        self._draft = draft
+    config: EngineConfig
+    device: torch.device
+    processes: int
+    """How many share this node's memory."""
+    leader: TeamLeader | None = None
+    """Leads the processes that hold the other parts of the model."""
+    draft: Decoder | DraftHead | None = None
+    """The draft model or head, whose keys and values lie in the same blocks."""
+    kept_bytes: int = 0
+    """What the engine keeps besides, later on."""
 
     def num_blocks(self, model: Decoder, max_model_len: int, shape: CacheShape) -> int:
         """Return how many blocks the KV cache has.
@@ -47,7 +37,7 @@ class KvSizing:
             NotEnoughMemory: it cannot hold one sequence.
         """
         available = self._free_blocks(model, max_model_len)
-        block_bytes, cache = self._block_bytes(model), self._config.cache
+        block_bytes, cache = self._block_bytes(model), self.config.cache
         if cache.kv_cache_memory_bytes is not None:  # a stage with more layers has fewer blocks
             cache = msgspec.structs.replace(
                 cache, kv_cache_memory_bytes=max(1, available * block_bytes)
@@ -56,7 +46,7 @@ class KvSizing:
             cache,
             block_bytes=block_bytes,
             max_model_len=max_model_len,
-            max_num_seqs=self._config.scheduler.max_num_seqs,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
             available_bytes=available * block_bytes,
             shape=shape,
         )
@@ -67,17 +57,17 @@ class KvSizing:
         The other engines that hold experts are not there yet: the step is run as if they did the
         same as this one. Nothing may be in the KV cache.
         """
-        leader, experts, parallel = self._leader, model.expert_group, self._config.parallel
+        leader, experts, parallel = self.leader, model.expert_group, self.config.parallel
         if experts is not None:
             size = parallel.data_parallel_size * parallel.tensor_parallel_size
             experts.join(MirrorGroup(size))
         try:
             left = profiled_memory(
                 model,
-                self._config.cache,
-                self._config.scheduler,
+                self.config.cache,
+                self.config.scheduler,
                 max_model_len,
-                processes=self._processes,
+                processes=self.processes,
                 prepare=(lambda _: None) if leader is None else leader.begin_trial,
                 earlier=None if leader is None else leader.earlier(model),
             )
@@ -95,23 +85,23 @@ class KvSizing:
 
         On CUDA the largest step is tried first.
         """
-        cache = self._config.cache
-        kept = self._kept_bytes
+        cache = self.config.cache
+        kept = self.kept_bytes
         budget = cache.kv_cache_memory_bytes or (
-            available_memory(self._device, self._processes) - kept
+            available_memory(self.device, self.processes) - kept
         )
         free = max(0, budget) // self._block_bytes(model)
-        if self._leader is not None:
-            free = self._leader.min_blocks(free)
+        if self.leader is not None:
+            free = self.leader.min_blocks(free)
         is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
-        if self._device.type != "cuda" or is_given:
+        if self.device.type != "cuda" or is_given:
             return free
         after_trial = self.blocks_after_trial(model, max_model_len)
         return max(0, after_trial - kept // self._block_bytes(model))
 
     def _block_bytes(self, model: Decoder) -> int:
         """Return the memory of one block, in the KV caches of both models if there are two."""
-        models = (model,) if self._draft is None else (model, self._draft)
-        size = self._config.cache.block_size
-        kept = self._draft.state_bytes if isinstance(self._draft, DraftHead) else 0
+        models = (model,) if self.draft is None else (model, self.draft)
+        size = self.config.cache.block_size
+        kept = self.draft.state_bytes if isinstance(self.draft, DraftHead) else 0
         return kept + sum(bytes_per_block(each.spec, size, each.kv_format) for each in models)

@@ -9,8 +9,8 @@ import msgspec
 import torch
 
 from engine.executor.environment import num_cores
-from engine.executor.image_rules import why_blind
 from engine.executor.layout import Layout
+from engine.executor.rules import why_blind
 from engine.kernels.processor import kernels_are_faster
 from engine.kernels.registry import fused_kernels
 from engine.models.cache_groups import CacheGroups, divide, one_group
@@ -212,16 +212,14 @@ def _beside(draft: ModelSpec, served: CacheGroups) -> CacheGroups:
 
 
 def draft_settings(config: EngineConfig) -> ModelConfig:
-    """Return the settings of the draft model, all but its length."""
-    name = config.scheduler.speculative_model
-    assert name is not None
+    """Return the settings of what drafts, all but its length: a model, a head, or a layer."""
+    name, quantization = config.scheduler.speculative_model, config.model.quantization
+    quantization = config.scheduler.speculative_model_quantization or quantization
+    own = msgspec.structs.replace(config.model, quantization=quantization)
+    if name is None:
+        return own
     return msgspec.structs.replace(
-        config.model,
-        model=name,
-        revision=None,
-        model_impl="swell",
-        runner="generate",
-        quantization=config.scheduler.speculative_model_quantization or config.model.quantization,
+        own, model=name, revision=None, model_impl="swell", runner="generate"
     )
 
 

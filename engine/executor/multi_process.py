@@ -7,8 +7,7 @@ from socket import socket
 import torch
 
 from engine.batch.batch import BatchPlan, BatchResult
-from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
-from engine.batch.weight_transfer import WeightTransfer
+from engine.batch.executor import CannotDo, PendingResult
 from engine.distributed.engines import EngineGroup
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.spec import GroupBroken, GroupSpec
@@ -25,11 +24,7 @@ from engine.executor.team_messages import (
     StopProfile,
 )
 from engine.executor.worker import GROUP_TIMEOUT
-from engine.grammar.masks import GrammarTable
-from engine.lora.store import AdapterStore
-from engine.models.adapters import AdapterWeights
 from engine.models.hf_config import read_spec
-from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.experts import ExpertsLost
 from engine.models.parallel.stages import Stage, divide_layers
 from engine.shared.config import EngineConfig
@@ -58,12 +53,14 @@ class _TeamStep:
             raise self._team.failure() from error
 
 
-class MultiProcessExecutor:
+class MultiProcessExecutor(InProcessExecutor):
     """Executor whose model is divided over this process and the workers of a team.
 
     Plans, tokens and all else about requests stay in this process. Workers have a part of each
     layer, or other layers, and the KV cache of what they have.
     """
+
+    _leader: TeamLeader
 
     def __init__(
         self,
@@ -92,30 +89,13 @@ class MultiProcessExecutor:
             layout, device = Layout.of(config.parallel), take_device(config)
             team.meet(device.type)
             self._grid = self._join(layout, device)
-            self._leader = TeamLeader(team, self._grid, layout, device, _stages(config))
-            self._inner = InProcessExecutor(
-                config, rank, engines_on_node, progress, leader=self._leader
-            )
+            leader = TeamLeader(team, self._grid, layout, device, _stages(config))
+            super().__init__(config, rank, engines_on_node, progress, leader)
         except BaseException as error:
             self._end_team()
             if isinstance(error, CannotDo):
                 raise UnlikeWorkers(str(error)) from error
             raise
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """What was found while loading."""
-        return self._inner.info
-
-    @property
-    def grammars(self) -> GrammarTable | None:
-        """What makes draws follow grammars; None for a model without tokenizer."""
-        return self._inner.grammars
-
-    @property
-    def adapters(self) -> AdapterStore[AdapterWeights] | None:
-        """The adapters that plans may name; None if the model is served without."""
-        return self._inner.adapters
 
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Run a step in all processes.
@@ -123,21 +103,12 @@ class MultiProcessExecutor:
         Raises:
             RuntimeError: the executor sleeps or was shut down.
         """
-        return _TeamStep(self._inner.submit(plan), self._team)
-
-    @property
-    def expert_balance(self) -> ExpertBalance | None:
-        """What is known of the experts' load; None without --enable-eplb."""
-        return self._inner.expert_balance
+        return _TeamStep(super().submit(plan), self._team)
 
     def prepare_group(self, position: int, size: int) -> None:
-        """Hold the experts of this place in a group of `size` engines, in all processes.
-
-        Raises:
-            CannotDo: the model was loaded whole, or has no experts.
-        """
+        """Hold the experts of this place in a group of `size` engines, in all processes."""
         self._team.tell(PrepareGroup(position, size))
-        self._inner.prepare_group(position, size)
+        super().prepare_group(position, size)
         self._leader.wait()
 
     def join_group(self, spec: GroupSpec, listener: socket | None) -> EngineGroup:
@@ -149,7 +120,7 @@ class MultiProcessExecutor:
         """
         self._team.tell(JoinGroup(spec))
         try:
-            group = self._inner.join_group(spec, listener)
+            group = super().join_group(spec, listener)
         except GroupBroken:
             self._team.collect()
             raise
@@ -161,44 +132,16 @@ class MultiProcessExecutor:
         return group
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, at level 2 the weights too, in all processes."""
-        self._inner.sleep(level)
-        self._leader.call(Sleep(level))
+        """Free the KV cache, at level 2 the weights too, in all processes.
 
-    def wake_up(self, *, kv_cache: bool = True) -> None:
-        """Load the weights again if they are gone, and allocate the KV cache.
-
-        Workers do both when the KV cache is allocated.
-
-        Raises:
-            CannotDo: the model has changed since the start.
+        Workers have both again when `wake_up` allocates the KV cache.
         """
-        self._inner.wake_up(kv_cache=kv_cache)
+        super().sleep(level)
+        self._leader.call(Sleep(level))
 
     def load_weights(self, model: str, revision: str | None) -> None:
         """Raise CannotDo."""
         raise CannotDo("weights are replaced in engines of one process only")
-
-    def weight_transfer(self) -> WeightTransfer:
-        """Return what receives weights of a trainer, which the workers get from this process.
-
-        Raises:
-            CannotDo: they cannot be put in place of those of this model.
-        """
-        return self._inner.weight_transfer()
-
-    def take_weights(self) -> None:
-        """Compute with what a trainer has sent, in all processes, with an empty KV cache.
-
-        Raises:
-            CannotDo: it cannot be loaded in all of them; everything is as it was.
-            WorkerFailed: a worker has died.
-        """
-        self._inner.take_weights()
-
-    def settle_weights(self, *, back: bool) -> None:
-        """Free the weights that were replaced last, or those that they were replaced by."""
-        self._inner.settle_weights(back=back)
 
     def start_profile(self) -> None:
         """Begin to record what steps do, in all processes.
@@ -206,22 +149,17 @@ class MultiProcessExecutor:
         Raises:
             CannotDo: a profile is being recorded.
         """
-        self._inner.start_profile()
+        super().start_profile()
         self._leader.call(StartProfile())
 
     def stop_profile(self, path: Path) -> None:
-        """End the recording; workers put `-rank-N` into the names of their traces.
-
-        Raises:
-            CannotDo: nothing is being recorded.
-            OSError: the trace cannot be written.
-        """
-        self._inner.stop_profile(path)
+        """End the recording; workers put `-rank-N` into the names of their traces."""
+        super().stop_profile(path)
         self._leader.call(StopProfile(str(path)))
 
     def shutdown(self) -> None:
         """End the workers and free the model and the KV cache."""
-        self._inner.shutdown()
+        super().shutdown()
         self._end_team()
 
     def _join(self, layout: Layout, device: torch.device) -> Grid:

@@ -9,11 +9,12 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from engine.batch.batch import BatchPlan, BatchResult
-from engine.batch.executor import CannotDo, ExecutorInfo, PendingResult
+from msgspec.structs import replace
+
+from engine.batch.batch import BatchPlan, BatchResult, SlotStart
+from engine.batch.executor import ExecutorInfo, GroupExecutor, PendingResult
 from engine.models.spec import VisionSpec
 from engine.shared.config import EngineConfig, ExecutorConfig
 from engine.shared.messages import SamplingParams, TokenLogprob
@@ -22,7 +23,6 @@ from engine.shared.pooling import PoolingSpec
 if TYPE_CHECKING:  # torch is for groups and numpy for grammars only
     from socket import socket
 
-    from engine.batch.weight_transfer import WeightTransfer
     from engine.distributed.engines import EngineGroup
     from engine.distributed.group import Group
     from engine.distributed.spec import GroupSpec
@@ -112,15 +112,6 @@ class StageTimes:
             time.sleep(remaining)
 
 
-class SimulatedSlot(NamedTuple):
-    """The state of one slot, as an executor keeps it between steps."""
-
-    token_ids: list[int]
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    adapter: int
-
-
 class _Pending(NamedTuple):
     """A simulated step, over at `over_at` by the clock of the stages."""
 
@@ -138,7 +129,7 @@ def _row_price(costs: ExecutorConfig) -> float:
     return costs.simulated_token_us / max(1, costs.simulated_step_us + costs.simulated_token_us)
 
 
-class SimulatedExecutor:
+class SimulatedExecutor(GroupExecutor):
     """Runs plans at the cost of `simulated_step_us` per step and `simulated_token_us` per token.
 
     Args:
@@ -163,11 +154,11 @@ class SimulatedExecutor:
         pooling: PoolingSpec | None = None,
         vision: VisionSpec | None = None,
     ) -> None:
-        self._grammars = grammars
+        self.grammars: GrammarTable | None = grammars
         self._pooling = pooling
-        self._adapters = adapters
+        self.adapters: AdapterStore[bool] | None = adapters
         self._placed: dict[int, str] = {}
-        self._info = ExecutorInfo(
+        self.info = ExecutorInfo(
             num_kv_blocks=config.cache.num_kv_blocks or DEFAULT_NUM_KV_BLOCKS,
             max_model_len=config.model.max_model_len or DEFAULT_MAX_MODEL_LEN,
             vocab_size=vocab_size,
@@ -184,24 +175,10 @@ class SimulatedExecutor:
         """Cost of all steps so far."""
         self._step_us = config.executor.simulated_step_us
         self._token_us = config.executor.simulated_token_us
-        self.times = StageTimes(self._info.num_stages, virtual=timing == "virtual")
-        self._slots: dict[int, SimulatedSlot] = {}
+        self.times = StageTimes(self.info.num_stages, virtual=timing == "virtual")
+        self._slots: dict[int, SlotStart] = {}
+        """What each slot has, with the tokens drawn since."""
         self._group: Group | None = None
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """What the scheduler has to know."""
-        return self._info
-
-    @property
-    def grammars(self) -> "GrammarTable | None":
-        """What makes tokens follow grammars, if anything does."""
-        return self._grammars
-
-    @property
-    def adapters(self) -> "AdapterStore[bool] | None":
-        """Adapters that tokens depend on, by their versions, if there may be some."""
-        return self._adapters
 
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Run a step; its result is there when the steps before it and its own cost are over.
@@ -229,31 +206,10 @@ class SimulatedExecutor:
         """Forget all sequences; tokens do not depend on any weights."""
         self.sleep(1)
 
-    def weight_transfer(self) -> "WeightTransfer":
-        """Raise CannotDo."""
-        raise CannotDo("a simulated executor has no weights that a trainer could send")
-
-    def take_weights(self) -> None:
-        """Raise CannotDo."""
-        self.weight_transfer()
-
     def settle_weights(self, *, back: bool) -> None:
         """Forget all sequences, if weights are to be had back."""
         if back:
             self.sleep(1)
-
-    def start_profile(self) -> None:
-        """Raise CannotDo."""
-        raise CannotDo("a simulated executor has nothing to profile")
-
-    def stop_profile(self, path: Path) -> None:
-        """Raise CannotDo."""
-        raise CannotDo("a simulated executor has nothing to profile")
-
-    @property
-    def expert_balance(self) -> None:
-        """There are no experts."""
-        return None
 
     def prepare_group(self, position: int, size: int) -> None:
         """Load torch, which only groups need."""
@@ -274,10 +230,10 @@ class SimulatedExecutor:
     def shutdown(self) -> None:
         """Forget all sequences."""
         self._slots.clear()
-        if self._grammars is not None:
-            self._grammars.shutdown()
-        if self._adapters is not None:
-            self._adapters.shutdown()
+        if self.grammars is not None:
+            self.grammars.shutdown()
+        if self.adapters is not None:
+            self.adapters.shutdown()
 
     def _charge(self, num_tokens: int, plan: BatchPlan) -> float:
         cost_us = self._step_us + self._token_us * num_tokens
@@ -287,21 +243,19 @@ class SimulatedExecutor:
 
     def _apply_changes(self, plan: BatchPlan) -> None:
         for slot, version in plan.adapters.items():
-            assert self._adapters is not None
-            assert version in self._adapters, f"adapter {version} is not there"
+            assert self.adapters is not None
+            assert version in self.adapters, f"adapter {version} is not there"
             self._placed[slot] = version
         for start in plan.starting:
-            self._slots[start.slot] = SimulatedSlot(
-                start.token_ids.copy(), start.num_prompt_tokens, start.sampling, start.adapter
-            )
+            self._slots[start.slot] = replace(start, token_ids=start.token_ids.copy())
         for row, proposed in plan.proposed.items():
             self._slots[plan.slots[row]].token_ids.extend(proposed)
-        if self._grammars is not None:
+        if self.grammars is not None:
             for start in plan.starting:
-                self._grammars.start(start)
+                self.grammars.start(start)
 
     def _run(self, plan: BatchPlan) -> BatchResult:
-        slots, vocab_size = self._slots, self._info.vocab_size
+        slots, vocab_size = self._slots, self.info.vocab_size
         if self._pooling is not None:
             size, pooled = self._pooling.size, {}
             each = {s.slot for s in plan.starting if s.pooling and s.pooling.per_token}
@@ -312,7 +266,7 @@ class SimulatedExecutor:
             return BatchResult([], pooled=pooled)
         drawing = [slot for slot, sample in zip(plan.slots, plan.samples, strict=True) if sample]
         drafts = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
-        grammars = self._grammars
+        grammars = self.grammars
         choices = {} if grammars is None else grammars.choices(drawing, drafts)
         ends: dict[int, str | None] = {}
         stalls: dict[int, str | None] = {}
@@ -355,9 +309,7 @@ class SimulatedExecutor:
         mask_us = {} if grammars is None else grammars.mask_us
         return BatchResult(drawn, scores, prompt_logprobs, accepted, ends, stalls, mask_us)
 
-    def _draw(
-        self, state: SimulatedSlot, proposed: list[int], choices: list[list[int]]
-    ) -> list[int]:
+    def _draw(self, state: SlotStart, proposed: list[int], choices: list[list[int]]) -> list[int]:
         """Replace the proposed tokens at the end of a slot by those that are right and one more."""
         token_ids, sampling = state.token_ids, state.sampling
         end = len(token_ids) - len(proposed)
@@ -365,7 +317,7 @@ class SimulatedExecutor:
         new: list[int] = []
         while len(new) <= len(proposed) and new == proposed[: len(new)]:
             allowed = choices[len(new)] if choices else []
-            count = len(allowed) or self._info.vocab_size
+            count = len(allowed) or self.info.vocab_size
             seed = sampling.seed
             if state.adapter >= 0:
                 seed = adapted_seed(seed, self._placed[state.adapter])

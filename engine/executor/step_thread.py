@@ -1,28 +1,48 @@
 """Where an executor runs its steps: in a thread of their own, or in the caller's."""
 
+import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from engine.batch.batch import BatchPlan, BatchResult
-from engine.batch.executor import CannotDo, PendingResult
-from engine.runner.profiling import StepProfiler
+from engine.batch.executor import CannotDo
 
 
-class FinishedStep(msgspec.Struct, frozen=True):
-    """A step that has run: its result, or what went wrong in it."""
+class StepProfiler:
+    """Records between `start` and `stop`; both belong in the thread that runs the steps.
 
-    outcome: BatchResult | Exception
+    Everything is kept in memory until `stop`: record seconds, not hours.
+    """
 
-    def result(self) -> BatchResult:
-        """Return the result or raise."""
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
+    def __init__(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, acc_events=True)
+
+    def start(self) -> None:
+        """Begin to record."""
+        self._profile.start()
+
+    def stop(self, path: Path) -> None:
+        """Write what was recorded, gzipped if the name ends so; missing directories are made.
+
+        Raises:
+            OSError: the file cannot be written; nothing of it is left.
+        """
+        self._profile.stop()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._profile.export_chrome_trace(str(path))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
 
 
 class StepThread:
@@ -41,14 +61,18 @@ class StepThread:
         """Why a step of a group has failed, and with it those after it."""
         self._profiler: StepProfiler | None = None
 
-    def submit(self, run: Callable[[BatchPlan], BatchResult], plan: BatchPlan) -> PendingResult:
+    def submit(
+        self, run: Callable[[BatchPlan], BatchResult], plan: BatchPlan
+    ) -> "Future[BatchResult]":
         """Run a step, or have the thread run it after those before it."""
         if self.pool is not None:
             return self.pool.submit(self._run, run, plan)
+        finished: Future[BatchResult] = Future()
         try:
-            return FinishedStep(run(plan))
+            finished.set_result(run(plan))
         except Exception as error:  # belongs to whoever waits for this step
-            return FinishedStep(error)
+            finished.set_exception(error)
+        return finished
 
     def regroup(self) -> None:
         """Steps hold collectives with another group from now on; none is in flight.

@@ -15,7 +15,7 @@ from engine.executor.binding import sharers
 from engine.executor.environment import settle_environment
 from engine.executor.layout import Layout
 from engine.executor.team_messages import Command, WorkerLaunch, WorkerReply
-from engine.executor.worker_process import StartedWorker, end_worker, spawn, start_worker
+from engine.executor.worker_process import StartedWorker, end_worker, start_worker
 from engine.shared.config import EngineConfig
 from engine.shared.lifeline import FrameReader, pack_frame
 from engine.shared.messages import ChildFailed, ChildStatus
@@ -93,7 +93,7 @@ class Team:
                     self._workers.append(_Worker(rank, elsewhere.worker(rank)))
                     continue
                 launch = WorkerLaunch(config, engine, rank, self.size, address, engines_on_node)
-                self._workers.append(_Worker(rank, start_worker(launch, spawn)))
+                self._workers.append(_Worker(rank, start_worker(launch)))
             if elsewhere is not None:
                 elsewhere.begin(engine, address)
         except OSError:

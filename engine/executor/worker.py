@@ -27,6 +27,7 @@ from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.layout import Layout
 from engine.executor.loading import load_model, set_threads, take_device
 from engine.executor.offloading import OffloadedWeights, offload
+from engine.executor.step_thread import StepThread
 from engine.executor.team_messages import (
     Allocate,
     BeginTrial,
@@ -57,7 +58,6 @@ from engine.models.parallel.experts import ExpertsLost
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_block
 from engine.runner.memory_profile import MemoryTrial
-from engine.runner.profiling import StepProfiler
 from engine.runner.step_input import other_groups, plans_of
 from engine.shared.end_signals import end_signals
 from engine.shared.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
@@ -101,7 +101,7 @@ class Worker:
         """Model, loader and fingerprint before the weights were replaced, until that is settled."""
         self._load()
         self._cache: list[Tensor] = []
-        self._profiler: StepProfiler | None = None
+        self._steps = StepThread(device, own=False)
         self._trial: MemoryTrial | None = None
         self._arriving: deque[Transfer] = deque()
         """States of the stage before, of steps that it has been told."""
@@ -169,10 +169,9 @@ class Worker:
             case SettleWeights(back):
                 self._settle_weights(back=back)
             case StartProfile():
-                self._profiler = StepProfiler()
-                self._profiler.start()
+                self._steps.start_profile()
             case StopProfile(path):
-                self._stop_profile(Path(path))
+                self._steps.stop_profile(self._own_name(Path(path)))
 
     @property
     def _loaded(self) -> Decoder:
@@ -322,13 +321,10 @@ class Worker:
                 self._model = self._loader = None
         give_back_freed_memory(self._device)
 
-    def _stop_profile(self, path: Path) -> None:
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            raise CannotDo("no profile is being recorded")
+    def _own_name(self, path: Path) -> Path:
+        """Return this rank's path for what all of them write."""
         suffixes = "".join(path.suffixes)
-        name = f"{path.name.removesuffix(suffixes)}-rank-{self._rank}{suffixes}"
-        profiler.stop(path.with_name(name))
+        return path.with_name(f"{path.name.removesuffix(suffixes)}-rank-{self._rank}{suffixes}")
 
     def _tokens(self, command: Forward) -> StepTokens:
         model = self._loaded

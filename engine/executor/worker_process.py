@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -39,10 +38,6 @@ class Process(Protocol):
         """End it at once."""
 
 
-Spawn = Callable[[int, int], Process]
-"""Starts a process that has these descriptors: its lifeline, and its commands."""
-
-
 class StartedWorker(NamedTuple):
     """A worker process, and this side of its two sockets."""
 
@@ -51,7 +46,7 @@ class StartedWorker(NamedTuple):
     commands: socket.socket
 
 
-def start_worker(launch: WorkerLaunch, spawn: Spawn) -> StartedWorker:
+def start_worker(launch: WorkerLaunch) -> StartedWorker:
     """Start a worker and hand it what it is launched with.
 
     Raises:
@@ -84,8 +79,8 @@ def end_worker(process: Process) -> None:
         process.wait()
 
 
-def spawn(lifeline: int, commands: int) -> subprocess.Popen[bytes]:
-    """Start a worker process: a `Spawn`.
+def spawn(lifeline: int, commands: int) -> Process:
+    """Start a process that has these descriptors: its lifeline, and its commands.
 
     Raises:
         OSError: that is not possible.

@@ -128,11 +128,6 @@ class GrammarTable:
         self._followers.pop(slot, None)
         self._late.discard(slot)
 
-    @property
-    def num_followed(self) -> int:
-        """Slots with a grammar."""
-        return len(self._followers)
-
     def masks(
         self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
     ) -> TokenMasks | None:

@@ -36,11 +36,6 @@ class GroupMembership:
         self._me = member
         self._members: list[GroupMember] = []
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether the engine is in a group as far as it knows."""
-        return self.status.state == "joined"
-
     def ordered(self, order: FormGroup) -> Place | None:
         """Take an order; return the place to prepare for (without an address) or to take."""
         status = self.status

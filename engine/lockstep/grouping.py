@@ -43,11 +43,6 @@ class Grouping:
         self._listener = open_listener(host)
         self._membership = GroupMembership(member, listener_address(self._listener))
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether the engine is in a group as far as it knows."""
-        return self._membership.is_joined
-
     def announce(self) -> None:
         """Tell the coordinator that this engine could take part."""
         self._report(self._membership.status)

@@ -22,9 +22,9 @@ from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
 from engine.core.front_ends import CoreStep
 from engine.core.inbox import Drain, InboxItem, Stop, Welcomed, receive
+from engine.core.loop import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
 from engine.core.sender import Outlet
 from engine.core.steps import StepFailed
-from engine.core.turns import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
 from engine.core.watchdog import StepWatch
 from engine.distributed.spec import GroupBroken
 from engine.lockstep.grouping import Grouping

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+from engine.core.wave_clock import WaveClock
 from engine.scheduler.admission import RankState
 from engine.shared.messages import StartDpWave, StartWave, WaveComplete
 
@@ -161,7 +162,7 @@ def is_hold(hold_epoch: int) -> bool:
     return hold_epoch % 2 == 1
 
 
-class EngineWave:
+class EngineWave(WaveClock):
     """What one rank knows of its group, from which follows what it does next."""
 
     def __init__(
@@ -181,11 +182,9 @@ class EngineWave:
         look at the loads. At most `max_in_flight` steps are launched and not landed. Both are the
         same on all ranks. One of them, at first rank 0, leads: it reports the end of waves.
         """
+        super().__init__(wave)
         self.phase = phase
-        self.wave = wave
-        self.topology = 0
         self.step = 0
-        self.hold_epoch = 0
         self._rank = rank
         self._leads = rank == 0
         self._incarnation = incarnation
@@ -204,7 +203,7 @@ class EngineWave:
 
     @property
     def running(self) -> bool:
-        """Whether this rank steps in `wave`; for its stats."""
+        """Whether this rank steps in `wave` together with its group."""
         return self.phase is Phase.RUNNING
 
     @property
@@ -281,7 +280,7 @@ class EngineWave:
         self._adopt(wave)
 
     def welcomed(self, wave: int) -> None:
-        """A coordinator that this rank registered with (again) knows of `wave`."""
+        """Adopt a newer wave."""
         self._adopt(wave)
 
     def start_ordered(self, order: StartDpWave) -> None:

@@ -5,7 +5,6 @@ parameters have an axis of experts (`target_parameters`). Of the latter an adapt
 the rows of all experts, and one B whose columns go rank by rank through the experts.
 """
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from engine.lora.adapter_config import AdapterConfig, BadAdapter
@@ -100,11 +99,6 @@ class AdaptableModules:
             layer = part.removesuffix("mlp.router")
             for block in _BLOCKS:
                 self._aliases |= {f"{layer}{block}.{router}": known for router in _ROUTERS}
-
-    @property
-    def by_name(self) -> Mapping[str, Module]:
-        """All modules that may have adapters, as checkpoints know them."""
-        return self._modules
 
     def max_size(self, max_rank: int) -> int:
         """Return how many bytes an adapter of all modules has, with what PEFT saves beside it."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import zmq
 from msgspec.structs import replace
@@ -23,16 +24,15 @@ from engine.core.engine_core import EngineCore
 from engine.core.events import AdaptersSettled, PrerequisitesSettled
 from engine.core.hosted import Backend, HostedEngine
 from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
+from engine.core.loop import EngineLoop
 from engine.core.sender import Sender
 from engine.core.steps import StepFailed
-from engine.core.turns import Turns
 from engine.core.watchdog import StepWatch, Watchdog
-from engine.core.wave_clock import OwnClock
+from engine.core.wave_clock import WaveClock
 from engine.executor.binding import bound, sharers
-from engine.executor.draft_rules import check_draft_settings
 from engine.executor.environment import settle_environment
-from engine.executor.image_rules import why_blind
-from engine.executor.pooling_rules import check_pooling
+from engine.executor.rules import check_draft_settings, check_pooling, why_blind
+from engine.executor.team import Team
 from engine.kv_events.events import KvEventLog
 from engine.kv_events.publisher import KvEventPublisher, check_events, read_settings
 from engine.kv_tiers.opening import KvMemory, check_tiers, model_name, open_tiers
@@ -46,9 +46,7 @@ from engine.lora.store import AdapterStore
 from engine.models.fallback.choice import check_fallback, implementation
 from engine.models.hf_config import read_config, read_spec
 from engine.models.spec import check_heads
-from engine.process.divided import divided_executor
 from engine.process.early_stop import EarlyStop
-from engine.process.loop import EngineLoop
 from engine.process.receiver import Receiver, build_reception
 from engine.process.reception import HaveAdapters, Serve, StandInGroup, WantNothingNew
 from engine.shared.adapters import configured_adapters
@@ -72,6 +70,9 @@ from engine.shared.plugins import load_plugin
 from engine.shared.pooling import PoolingSpec, read_pooling
 from engine.shared.transport import Transport, advertised_host, make_context
 from engine.vllm.arguments import check_settings
+
+if TYPE_CHECKING:
+    from engine.executor.nodes.leading import NodeLinks
 
 logger = logging.getLogger(__name__)
 
@@ -146,10 +147,56 @@ def build_executor(
 
         return EncoderExecutor(config, pooling, engines_on_node, lifeline.progress)
     if config.parallel.processes > 1:
-        return divided_executor(config, rank, engines_on_node, lifeline, early_stop, on_failure)
+        return _divided_executor(config, rank, engines_on_node, lifeline, early_stop, on_failure)
     from engine.executor.in_process import InProcessExecutor  # imports torch
 
     return InProcessExecutor(config, rank, engines_on_node, lifeline.progress)
+
+
+def _divided_executor(
+    config: EngineConfig,
+    rank: int,
+    engines_on_node: int,
+    lifeline: Lifeline,
+    early_stop: EarlyStop,
+    on_failure: Callable[[str], None] | None,
+) -> Executor:
+    """Wait for the other nodes, if there are any; start all workers and load the model.
+
+    `on_failure` is called, in another thread, when one of them dies. None of them is left, whenever
+    the engine is asked to stop.
+
+    Raises:
+        OSError: a process cannot be started, or not all nodes have joined.
+        WorkerFailed: a worker cannot start.
+        ValueError: the model cannot be served with these settings.
+    """
+    team: Team | None = None
+    nodes: NodeLinks | None = None
+    try:
+        if config.parallel.nnodes > 1:
+            with early_stop.held():
+                from engine.executor.nodes import leading  # few engines span nodes
+
+                nodes = leading.NodeLinks(config)
+            nodes.wait(lifeline.progress)
+        with early_stop.held():
+            team = Team(config, rank, engines_on_node, nodes)
+        from engine.executor.multi_process import MultiProcessExecutor  # imports torch
+
+        executor = MultiProcessExecutor(
+            config, team, rank, engines_on_node, lifeline.progress, on_failure
+        )
+        if nodes is not None:
+            nodes.started()
+        return executor
+    except BaseException:
+        with early_stop.held():
+            if team is not None:
+                team.close()
+            if nodes is not None:
+                nodes.close()
+        raise
 
 
 def _simulated_executor(
@@ -328,11 +375,15 @@ class EngineProcess:
         self._kv_events = KvEventLog(cache.block_size, medium, publisher.publish)
 
     def _serve_alone(self, executor: Executor, welcome: Welcomed) -> int:
-        clock = OwnClock(welcome.wave)
+        core = self._core(executor, welcome.rank, WaveClock(welcome.wave))
+        return self._serve(core, welcome.rank)
+
+    def _core(self, executor: Executor, rank: int, clock: WaveClock) -> EngineCore:
+        """Return what serves, with all adapters of the cluster."""
         core = EngineCore(
             self._config,
             executor,
-            rank=welcome.rank,
+            rank=rank,
             incarnation=self._incarnation,
             tiers=self._tiers,
             kv_events=self._kv_events,
@@ -342,7 +393,7 @@ class EngineProcess:
             weight_version=self._weight_version,
         )
         self._load_adapters(core)
-        return self._serve(core, welcome.rank)
+        return core
 
     def _serve_backend(self, welcome: Welcomed) -> int:
         name = self._config.executor.engine_backend
@@ -354,7 +405,7 @@ class EngineProcess:
                 self._config,
                 rank=welcome.rank,
                 incarnation=self._incarnation,
-                clock=OwnClock(welcome.wave),
+                clock=WaveClock(welcome.wave),
                 on_failure=lambda reason: self._inbox.put(Stop(reason)),
                 weight_version=self._weight_version,
             )
@@ -381,10 +432,10 @@ class EngineProcess:
         self._ready(core.setup)
         loop = EngineLoop(
             core,
-            Turns(core, self._config.cluster.drain_timeout),
             self._inbox,
             self._sender,
             self._watch,
+            drain_timeout=self._config.cluster.drain_timeout,
             on_turn=self._health.turn,
             on_drain=self._drain,
         )
@@ -401,18 +452,7 @@ class EngineProcess:
             max_in_flight=1 + self._config.scheduler.steps_overlap,
             phase=Phase.APART,
         )
-        core = EngineCore(
-            self._config,
-            executor,
-            rank=rank,
-            incarnation=incarnation,
-            kv_events=self._kv_events,
-            clock=wave,
-            on_adapters=self._has_adapters,
-            on_setup=self._weights_changed,
-            weight_version=self._weight_version,
-        )
-        self._load_adapters(core)
+        core = self._core(executor, rank, wave)
         grouping = Grouping(
             GroupMember(rank, incarnation),
             executor,

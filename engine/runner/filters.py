@@ -3,8 +3,8 @@
 Every operation treats rows independently, as in `engine.runner.categorical`.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +43,8 @@ class Filters(NamedTuple):
         return Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
-class DrawFiltered(Protocol):
-    """See `draw_filtered`."""
-
-    def __call__(
-        self, logits: Tensor, temperature: FloatArray, filters: Filters, uniforms: FloatArray
-    ) -> Tensor:
-        """Draw a token of each row."""
-        ...
+DrawFiltered = Callable[[Tensor, FloatArray, Filters, FloatArray], Tensor]
+"""As `draw_filtered`."""
 
 
 def draw_filtered(
@@ -150,8 +144,7 @@ def _column(values: FloatArray, like: Tensor) -> Tensor:
     return torch.from_numpy(values.astype(np.float32)).to(like.device).unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class Drawing:
+class Drawing(NamedTuple):
     """Draws a token of each row; all functions treat rows independently."""
 
     unfiltered: DrawFromLogits

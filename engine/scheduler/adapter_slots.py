@@ -63,13 +63,15 @@ class AdapterSlots:
         """The adapters that keep their slots."""
         return set(self._pinned)
 
-    def admits(self, version: str) -> bool:
-        """Whether a sequence with this adapter may start now."""
+    def admits(self, version: str, *, first: bool = False) -> bool:
+        """Whether a sequence with this adapter may start now, or `first` before all that wait."""
         if not version:
             return True
         resident = self._residents.get(version)
         if resident is not None:
-            return not resident.drains
+            return first or not resident.drains
+        if first:
+            return self._num_available > 0
         before = 0
         for each in self._wanted:
             if each == version:

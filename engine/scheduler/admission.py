@@ -129,12 +129,6 @@ class StepBudget:
             return False
         return wanted <= self._prefill_tokens or self._tokens == self._max_tokens
 
-    def admit_whole(self, wanted: int) -> int:
-        """Reserve tokens for a sequence that `fits_whole`, and return how many."""
-        self._tokens -= wanted
-        self._prefill_tokens = max(0, self._prefill_tokens - wanted)
-        return wanted
-
     def speculate(self, count: int) -> None:
         """Reserve `count` draft tokens, of those left when all else has its share."""
         assert count <= self._tokens

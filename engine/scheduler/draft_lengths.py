@@ -58,50 +58,6 @@ class _Counts:
         return (self.right[place] + _WEIGHT * prior) / (self.tried[place] + _WEIGHT)
 
 
-class Acceptance:
-    """Estimates the chances of draft tokens; a pure function of what it is told.
-
-    A request's own counts are weighed against those of all requests, and a place in the draft
-    against the one before: who was right there is likely to be right again.
-    """
-
-    def __init__(self, places: int) -> None:
-        """Drafts have at most so many tokens."""
-        self._places = places
-        self._all = _Counts(places, _ALL_FORGET)
-        self._counts: dict[int, _Counts] = {}
-
-    def chances(self, id: int) -> Iterator[float]:
-        """Yield, by place, the chance that a request's draft is right up to there: ever lower."""
-        counts = self._counts.get(id)
-        of_all = own = _PRIOR
-        chance = 1.0
-        for place in range(self._places):
-            of_all = self._all.estimate(place, of_all)
-            prior = (of_all + own) / 2 if place else of_all
-            own = prior if counts is None else counts.estimate(place, prior)
-            chance *= own
-            yield chance
-
-    def observe(self, id: int, proposed: int, accepted: int) -> None:
-        """Of so many tokens that were proposed for a request, the first ones were accepted."""
-        counts = self._counts.get(id)
-        if counts is None:
-            counts = self._counts[id] = _Counts(self._places, _FORGETS)
-        if counts.drafts < _FIRST:
-            self._all.observe(proposed, accepted)
-        counts.observe(proposed, accepted)
-
-    def forget(self, id: int) -> None:
-        """The request does not run any more."""
-        self._counts.pop(id, None)
-
-    @property
-    def num_tracked(self) -> int:
-        """Number of requests that are remembered."""
-        return len(self._counts)
-
-
 PROBED = 0.01
 """Share of the price of steps that may be lost for finding out whether drafts pay again."""
 
@@ -184,12 +140,19 @@ class Offer(NamedTuple):
 
 
 class DraftLengths:
-    """Decides in each step how long drafts are; a pure function of counts, without a clock."""
+    """Decides in each step how long drafts are; a pure function of counts, without a clock.
+
+    A request's own counts are weighed against those of all requests, and a place in the draft
+    against the one before: who was right there is likely to be right again.
+    """
 
     def __init__(self, most: int, prices: Prices) -> None:
         """Drafts have at most `most` tokens."""
+        self._most = most
         self._prices = prices
-        self._acceptance = Acceptance(most)
+        self._all = _Counts(most, _ALL_FORGET)
+        self._counts: dict[int, _Counts] = {}
+        """By request."""
         self._credit = 0.0
         """What probes may lose now."""
         self._probed: dict[int, int] = {}
@@ -217,7 +180,12 @@ class DraftLengths:
 
     def observe(self, id: int, proposed: int, accepted: int) -> None:
         """Of so many tokens that were drafted for a request, the first ones were accepted."""
-        self._acceptance.observe(id, proposed, accepted)
+        counts = self._counts.get(id)
+        if counts is None:
+            counts = self._counts[id] = _Counts(self._most, _FORGETS)
+        if counts.drafts < _FIRST:
+            self._all.observe(proposed, accepted)
+        counts.observe(proposed, accepted)
         risked = self._risked.pop(id, 0.0)
         if accepted == proposed:
             self._credit += risked
@@ -225,17 +193,26 @@ class DraftLengths:
 
     def forget(self, id: int) -> None:
         """The request does not run any more."""
-        self._acceptance.forget(id)
+        self._counts.pop(id, None)
         self._probed.pop(id, None)
         self._risked.pop(id, None)
 
     @property
     def num_tracked(self) -> int:
         """Number of requests that are remembered."""
-        return max(self._acceptance.num_tracked, len(self._probed), len(self._risked))
+        return max(len(self._counts), len(self._probed), len(self._risked))
 
-    def _chances(self, offer: Offer) -> Iterable[float]:
-        return islice(self._acceptance.chances(offer.id), offer.most)
+    def _chances(self, offer: Offer) -> Iterator[float]:
+        """Yield, by place, the chance that a request's draft is right up to there: ever lower."""
+        counts = self._counts.get(offer.id)
+        of_all = own = _PRIOR
+        chance = 1.0
+        for place in range(min(offer.most, self._most)):
+            of_all = self._all.estimate(place, of_all)
+            prior = (of_all + own) / 2 if place else of_all
+            own = prior if counts is None else counts.estimate(place, prior)
+            chance *= own
+            yield chance
 
     def _probe(self, choice: Choice, offers: Sequence[Offer]) -> None:
         """Lengthen drafts by a token that is not expected to pay.

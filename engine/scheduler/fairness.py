@@ -15,13 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 
 from engine.scheduler.parties import Parties
-from engine.scheduler.preemption import (
-    Engine,
-    Room,
-    choose_crowding,
-    choose_heaviest,
-    choose_victims,
-)
+from engine.scheduler.preemption import Engine, Room, choose_heaviest, choose_victims
 from engine.scheduler.request import Request, precedence
 from engine.scheduler.shares import Shares, add_one, take_one
 from engine.scheduler.step_costs import StepCosts
@@ -199,15 +193,23 @@ class Fairness:
         room: Room,
         blocks_needed: Callable[[Request], int],
     ) -> list[Request]:
-        """Return sequences of crowds to preempt for the first one of another request."""
-        return choose_crowding(
-            newcomer,
-            self.in_order(running),
-            self.crowds(),
-            self._max_beside_others,
-            room,
-            blocks_needed,
-        )
+        """Return sequences of crowds to preempt for the first one of another request, last first.
+
+        They would only take turns beside it. None is preempted if it would still not fit.
+        """
+        slots, blocks = room.slots - 1, room.blocks - blocks_needed(newcomer)
+        crowds, left = self.crowds(), self._running.copy()
+        victims: list[Request] = []
+        for each in reversed(self.in_order(running)):
+            if slots >= 0 and blocks >= room.headroom:
+                return victims
+            gives_way = each.group in crowds and each.priority >= newcomer.priority
+            if gives_way and left[each.group] > self._max_beside_others:
+                victims.append(each)
+                left[each.group] -= 1
+                slots += 1
+                blocks += each.table.num_blocks
+        return victims if slots >= 0 and blocks >= room.headroom else []
 
     @property
     def _max_beside_others(self) -> int:

@@ -117,11 +117,6 @@ class PlanBuilder:
         )
         return plan, requests
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Tokens of the prefills, whatever their rows draw."""
-        return sum(row.num_tokens for row in self.prefills)
-
     def _proposing(self) -> list[_Row]:
         if not self.proposed:
             return []

@@ -1,6 +1,6 @@
 """Who is computed in a step: decodes, then prefills that have begun, then waiting requests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from engine.scheduler.adapter_slots import AdapterSlots
@@ -9,12 +9,10 @@ from engine.scheduler.encoder_cache import EncoderCache
 from engine.scheduler.fairness import Fairness
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.microbatches import Microbatches
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.preemption import Room
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.request_table import RequestTable
-from engine.scheduler.slots import Slots
 from engine.shared.messages import EngineCounters
 
 
@@ -40,23 +38,21 @@ class Planner:
         isolation: Isolation,
         fairness: Fairness,
         kv: KVCacheManager,
-        slots: Slots,
         adapters: AdapterSlots,
         encoder: EncoderCache,
         limits: StepLimits,
-        microbatches: Microbatches,
+        num_stages: int,
         counters: EngineCounters,
     ) -> None:
         self._books = books
         self._isolation = isolation
         self._fairness = fairness
         self._kv = kv
-        self._slots = slots
-        self._num_slots = slots.num_free
+        self._num_slots = books.num_free_slots
         self._adapters = adapters
         self._encoder = encoder
         self._limits = limits
-        self._microbatches = microbatches
+        self._num_stages = num_stages
         self._counters = counters
 
     def plan(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
@@ -76,11 +72,6 @@ class Planner:
             self._schedule_alone(plan, budget, alone)
         plan.adapters = self._adapters.take_placed()
         plan.encoded, plan.forgotten = self._encoder.take_changes()
-
-    def preempt_all(self) -> None:
-        """Give up all slots and blocks; the requests wait to be computed again, in their order."""
-        for request in self._fairness.in_order(self._books.running.values()):
-            self._books.preempt(request)
 
     # -- what the next step has room for ---------------------------------------------------------
 
@@ -108,7 +99,7 @@ class Planner:
         decodes = len(running) - len(partials)
         room = max(0, self._limits.tokens - decodes)
         tokens, requests = sum(partials), len(partials)
-        slots = self._slots.num_free
+        slots = self._books.num_free_slots
         blocks = self._kv.num_free_blocks - (self._limits.headroom if books.running else 0)
         for request in self._isolation.admissible(books.waiting, books.compiling):
             if not self._adapters.admits(request.adapter):
@@ -142,7 +133,7 @@ class Planner:
     def _schedule_all(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
         if budget.can_admit and self._books.waiting:
             self._end_turns()
-            self._make_room(short=passed_over > 0 or not self._slots.num_free)
+            self._make_room(short=passed_over > 0 or not self._books.num_free_slots)
         short = self._kv.num_free_blocks < len(self._books.running) * self._kv.num_groups
         self._fairness.look(self._books.running.values(), short=short)
         partials = self._schedule_decodes(plan, budget)
@@ -167,8 +158,8 @@ class Planner:
         if not budget.can_admit or request.id in self._books.compiling:
             return
         while (
-            not self._slots.num_free
-            or not self._adapters.admits(request.adapter)
+            not self._books.num_free_slots
+            or not self._adapters.admits(request.adapter, first=True)
             or (cached := self._try_admit(request)) is None
         ):
             self._books.preempt(self._last_to_run())
@@ -208,7 +199,7 @@ class Planner:
         """Preempt requests for waiting ones that should have their slots or blocks."""
         room = Room(
             slots=self._num_slots - len(self._books.running),
-            blocks=self._kv.num_free_blocks + self._slots.num_leaving_blocks,
+            blocks=self._kv.num_free_blocks + self._books.num_leaving_blocks,
             headroom=self._limits.headroom,
             tokens=self._limits.tokens,
         )
@@ -242,7 +233,8 @@ class Planner:
         running = self._isolation.planned(self._books.running.values())
         ordered = self._fairness.in_order(running)
         ready = [request for request in ordered if request.can_decode]
-        ready = self._microbatches.of_step(plan.step, ready, ordered)
+        if self._num_stages > 1:
+            ready = self._microbatch(plan.step, ready, ordered)
         held = self._fairness.hold(ready)
         for request in ready:
             if request.id in held or request.status is not RequestStatus.RUNNING:
@@ -254,6 +246,29 @@ class Planner:
                 continue
             plan.decode(request)
         return [request for request in ordered if request.queued_tokens]
+
+    def _microbatch(
+        self, step: int, ready: list[Request], running: Sequence[Request]
+    ) -> list[Request]:
+        """Return those of the ready decodes that a step of a pipeline may have, in their order.
+
+        With N stages N steps are computed at once, and the token that one of them draws is known
+        to the executor when it begins the N-th after it. So a sequence is decoded in every N-th
+        step at most, and no step takes more than its share of them: else all would be in one, and
+        the stages would wait for each other.
+
+        Args:
+            step: its number.
+            ready: the sequences whose next token could be planned.
+            running: all that run.
+        """
+        known = [
+            each
+            for each in ready
+            if not each.num_pending_tokens or step - each.drawn_in >= self._num_stages
+        ]
+        decoding = sum(not each.queued_tokens for each in running)
+        return known[: -(-decoding // self._num_stages)]
 
     def _schedule_partials(
         self, plan: PlanBuilder, budget: StepBudget, partials: list[Request]
@@ -284,7 +299,7 @@ class Planner:
         adapters: set[str] = set()
         crowds = set(self._fairness.crowds())  # others first
         groups = set(crowds)
-        while budget.can_admit and self._slots.num_free and not plan.short_of_blocks:
+        while budget.can_admit and self._books.num_free_slots and not plan.short_of_blocks:
             request = self._books.waiting.first(passed, groups, adapters)
             if request is None and crowds:
                 groups -= crowds
@@ -321,7 +336,7 @@ class Planner:
     def _admitted(self, budget: StepBudget, request: Request) -> int:
         """Reserve tokens for a request that has just got its blocks; return how many."""
         if self._limits.in_one_step:
-            return budget.admit_whole(request.queued_tokens)
+            return budget.try_admit(request.queued_tokens, whole=True)
         whole = self._encoder.must_be_whole(request)
         return budget.try_admit(self._chunk(request, budget), whole=whole)
 
@@ -390,7 +405,7 @@ class Planner:
         table = request.table
         while not self._kv.try_grow(table, table.capacity + 1):
             plan.short_of_blocks = True
-            if self._slots.num_leaving_blocks:
+            if self._books.num_leaving_blocks:
                 return False  # there will be blocks when the plans in flight are done
             # Those that come after `request` are not in the plan yet, nor is it itself.
             victim = self._last_to_run()

@@ -1,7 +1,7 @@
 """Which running requests are preempted for waiting ones: more urgent ones, and other tenants'."""
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from engine.scheduler.request import Request
@@ -129,40 +129,6 @@ def choose_heaviest(
         own.slots += 1
         own.blocks += needed
     return victims
-
-
-def choose_crowding(
-    newcomer: Request,
-    running: list[Request],
-    crowds: Collection[int],
-    most: int,
-    room: Room,
-    blocks_needed: Callable[[Request], int],
-) -> list[Request]:
-    """Return sequences of large requests to preempt so that another request can start, last first.
-
-    They would only take turns beside it. None is preempted if it would still not fit.
-
-    Args:
-        newcomer: waits, and is of none of the crowds.
-        running: in order of precedence.
-        crowds: groups that may give way.
-        most: sequences that each of them keeps.
-        room: what there is without any preemption.
-        blocks_needed: free blocks that the admission of a request takes.
-    """
-    slots, blocks = room.slots - 1, room.blocks - blocks_needed(newcomer)
-    left = Counter(each.group for each in running)
-    victims: list[Request] = []
-    for each in reversed(running):
-        if slots >= 0 and blocks >= room.headroom:
-            return victims
-        if each.group in crowds and left[each.group] > most and each.priority >= newcomer.priority:
-            victims.append(each)
-            left[each.group] -= 1
-            slots += 1
-            blocks += each.table.num_blocks
-    return victims if slots >= 0 and blocks >= room.headroom else []
 
 
 def _of_heaviest(

@@ -8,6 +8,7 @@ the result of the plan before is known; everything a plan in flight uses stays r
 
 import sys
 from collections import deque
+from typing import NamedTuple
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import ExecutorInfo
@@ -21,17 +22,14 @@ from engine.scheduler.block_log import BlockChanges
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
 from engine.scheduler.encoder_cache import EncoderCache
 from engine.scheduler.fairness import Fairness
-from engine.scheduler.gauges import Gauges, InFlight
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.microbatches import Microbatches
-from engine.scheduler.outputs import Outputs
+from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output, pooled_output
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.planner import Planner, StepLimits
 from engine.scheduler.preemption import Engine
+from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.request_table import RequestTable
-from engine.scheduler.results import Results
-from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator, draft_prices
 from engine.scheduler.step_costs import StepCosts
 from engine.shared.config import CacheConfig, SchedulerConfig
@@ -41,10 +39,45 @@ ADMISSION_HEADROOM = 0.01
 """Share of the KV blocks that an admission leaves free, see `StepLimits.headroom`."""
 
 
+class Gauges(NamedTuple):
+    """The load right now."""
+
+    waiting: int
+    running: int
+    kv_usage: float
+    queued_prefill_tokens: int
+
+
+class InFlight(NamedTuple):
+    """A plan whose result is not known, with the request of each row."""
+
+    plan: BatchPlan
+    requests: list[Request]
+    num_prefill_tokens: int
+    planned_at: float = 0.0
+    """In seconds of the loop's clock."""
+
+    def describe(self) -> str:
+        """Return what is computed, in numbers and names only (never a prompt), for the log."""
+        plan, requests, *_ = self
+        head = (
+            f"step {plan.step}: {len(requests)} rows, {plan.num_tokens} tokens, "
+            f"{len(plan.starting)} starting"
+        )
+        rows = [
+            f"  {request.id} ({request.request_id}): slot {slot}, start {start}, "
+            f"count {count}, {request.num_tokens} tokens, {request.table.num_blocks} blocks"
+            for request, slot, start, count in zip(
+                requests, plan.slots, plan.starts, plan.counts, strict=True
+            )
+        ]
+        return "\n".join([head, *rows])
+
+
 class Scheduler:
     """Continuous batching of requests over one executor's slots and KV blocks.
 
-    It composes the parts that decide: arrivals, the planner of steps, and what results mean.
+    It composes the parts that decide: arrivals and the planner of steps.
     """
 
     def __init__(
@@ -90,7 +123,6 @@ class Scheduler:
         )
         self._tiers = tiers
         self.adapters = adapters = AdapterSlots(max_loras)
-        slots = Slots(scheduling.max_num_seqs, kv, grammars, adapters)
         self._costs = StepCosts()
         self._fairness = fairness = Fairness(
             self._costs,
@@ -111,7 +143,15 @@ class Scheduler:
             num_bytes=cache.encoder_cache_bytes,
         )
         self._books = books = RequestTable(
-            fairness, slots, isolation, encoder, self._speculator, counters
+            scheduling.max_num_seqs,
+            kv=kv,
+            fairness=fairness,
+            isolation=isolation,
+            adapters=adapters,
+            encoder=encoder,
+            grammars=grammars,
+            speculator=self._speculator,
+            counters=counters,
         )
         self._arrivals = Arrivals(
             books,
@@ -129,15 +169,11 @@ class Scheduler:
             isolation,
             fairness,
             kv,
-            slots,
             adapters,
             encoder,
             limits,
-            Microbatches(executor.num_stages),
+            executor.num_stages,
             counters,
-        )
-        self._results = Results(
-            books, self._arrivals, kv, slots, fairness, self._speculator, counters
         )
         self._has_kv = executor.has_kv
         self._refused: Outputs = {}  # answers to suspects whose turn ended before its first step
@@ -274,7 +310,8 @@ class Scheduler:
         No plan may be in flight.
         """
         assert not self._in_flight
-        self._planner.preempt_all()
+        for request in self._fairness.in_order(self._books.running.values()):
+            self._books.preempt(request)
         self.adapters.vacate()
         self._encoder.reset()
 
@@ -340,12 +377,99 @@ class Scheduler:
         entry = self._in_flight[0]
         assert plan is entry.plan, "results have to come in the order of the plans"
         outputs, self._refused = self._refused, {}
-        self._results.take(entry, result, outputs, now)
+        self._take(entry, result, outputs, now)
         self._observe(entry, result, now)
         self._in_flight.popleft()
         if self._isolation.current is not None:
             self._isolation.landed(entry.requests, plan.samples)
         return outputs
+
+    def _take(self, entry: InFlight, result: BatchResult, outputs: Outputs, now: float) -> None:
+        """Add to `outputs` what the result of a plan adds to each request."""
+        plan, requests, step_tokens, _ = entry
+        for row, logprobs in result.prompt_logprobs.items():
+            if requests[row].lacks_prompt_logprobs:
+                requests[row].add_prompt_logprobs(plan.starts[row], logprobs)
+        running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
+        slides = self._kv.slides
+        masked = bool(result.mask_us) or self._fairness.any_costly_masks
+        first = 0
+        for row, (request, start, count, sampled) in enumerate(
+            zip(requests, plan.starts, plan.counts, plan.samples, strict=True)
+        ):
+            drawn = range(first, first + sampled + result.accepted.get(row, 0))
+            first = drawn.stop
+            request.num_steps_in_flight -= 1
+            if masked and sampled and request.status is running:
+                self._fairness.masked(request, result.mask_us.get(request.slot, 0))
+            if request.status is not finished:
+                stalled = sampled and request.slot in result.grammar_stalls
+                if row in result.accepted:
+                    accepted = 0 if stalled else result.accepted[row]
+                    self._settle_proposal(request, accepted)
+                    count = 1 + accepted  # the others have to be computed again
+                counts = sampled and not stalled
+                vector = result.pooled.get(row)
+                output = self._accept(request, result, drawn, vector, now) if counts else None
+                computed = min(start + count, len(request.token_ids))
+                table = request.table
+                if computed >= table.next_commit or (slides and computed >= table.next_release):
+                    self._settle_blocks(request, computed)
+                if stalled:
+                    output = self._arrivals.stall(request, result.grammar_stalls[request.slot], now)
+                if output is not None:
+                    step_tokens += len(output.token_ids)
+                    outputs.setdefault(request.front_end, []).append(output)
+                    if output.finish_reason is not None:
+                        self._books.retire(request)
+            if request.status is not running:
+                self._books.release_when_idle(request)
+        if requests:
+            self.counters.count_step(step_tokens)
+
+    def _settle_blocks(self, request: Request, computed: int) -> None:
+        """Share the blocks that its first tokens fill, and free those that it needs no longer."""
+        table = request.table
+        if computed >= table.next_commit:
+            self._kv.commit(table, request.token_ids, computed)
+        if computed >= table.next_release and request.status is RequestStatus.RUNNING:
+            self._kv.release_behind(table, computed)
+
+    def _settle_proposal(self, request: Request, accepted: int) -> None:
+        """Count the proposed tokens that were right as computed."""
+        if self._speculator is not None:
+            self._speculator.verified(request, request.num_proposed_tokens, accepted)
+        request.num_proposed_tokens = 0
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens += accepted
+        else:  # preempted: everything will be computed again
+            self._books.requeue_tokens(request, accepted)
+
+    def _accept(
+        self,
+        request: Request,
+        result: BatchResult,
+        drawn: range,
+        vector: bytes | None,
+        now: float,
+    ) -> RequestOutput:
+        """Append drawn tokens to their request and return the output for them, or for a vector."""
+        request.num_pending_tokens -= 1
+        if not request.has_emitted and not request.was_taken_over:
+            self.counters.prompt_tokens += request.num_prompt_tokens
+        if vector is not None:
+            self.counters.pooled_sequences += 1
+            return pooled_output(request, vector, now)
+        tokens = result.token_ids[drawn.start : drawn.stop]
+        logprobs = None
+        if result.logprobs is not None and request.sampling.logprobs is not None:
+            entries = result.logprobs[drawn.start : drawn.stop]
+            logprobs = [entry for entry in entries if entry is not None]
+        output = accept_tokens(request, tokens, logprobs, now)
+        self.counters.generation_tokens += len(output.token_ids)
+        if request.slot in result.grammar_ends:
+            output = grammar_output(request, output, result.grammar_ends[request.slot], now)
+        return output
 
     def _observe(self, entry: InFlight, result: BatchResult, now: float) -> None:
         """Learn what the step took, since its plan or since the end of the step before."""

@@ -86,30 +86,6 @@ DEFAULT_LOOKUP_MIN = 2
 DEFAULT_LOOKUP_MAX = 4
 
 
-class NgramProposer:
-    """Proposes what followed the request's last tokens where they occurred before."""
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        """Compare at least `shortest` and at most `longest` tokens."""
-        self._lengths = shortest, longest
-        self._indexes: dict[int, NgramIndex] = {}
-
-    def propose(self, request: Request, count: int) -> list[int]:
-        """Return at most `count` tokens, none after one that would end the request."""
-        index = self._indexes.get(request.id)
-        if index is None:
-            index = self._indexes[request.id] = NgramIndex(*self._lengths)
-        proposed = index.propose(request.token_ids, count)
-        for position, token_id in enumerate(proposed):
-            if token_id in request.stop_ids:
-                return proposed[: position + 1]
-        return proposed
-
-    def forget(self, request: Request) -> None:
-        """Drop what is known of its tokens."""
-        self._indexes.pop(request.id, None)
-
-
 class Speculator:
     """Proposes tokens that a step computes beside the newest one of a request.
 
@@ -123,11 +99,11 @@ class Speculator:
         """Draft as the settings say, as long as it pays at these prices."""
         self._max = scheduling.max_draft_tokens
         self._max_decodes = scheduling.speculative_disable_by_batch_size or sys.maxsize
-        self._ngrams: NgramProposer | None = None
-        """None: a draft model or head beside the executor drafts when the step is computed; there
+        self._drafts_later = scheduling.drafts_with_model
+        """Whether a draft model or head beside the executor drafts when the step is computed; there
         it finds the request's blocks and its newest token."""
-        if not scheduling.drafts_with_model:
-            self._ngrams = NgramProposer(*lookup_lengths(scheduling))
+        self._lookup = lookup_lengths(scheduling)
+        self._ngrams: dict[int, NgramIndex] = {}
         self._counters = counters
         self._lengths = DraftLengths(self._max, prices)
 
@@ -188,13 +164,21 @@ class Speculator:
         ]
 
     def _propose(self, request: Request, most: int) -> list[int]:
-        """Return at most `most` tokens that may follow the request's known ones."""
+        """Return at most `most` tokens that may follow the request's known ones, up to an end."""
         room = request.max_total_tokens - request.num_computed_tokens - 1
         count = min(most, room, self._max)
         if count <= 0:
             return []
-        ngrams = self._ngrams
-        return [TO_BE_DRAFTED] * count if ngrams is None else ngrams.propose(request, count)
+        if self._drafts_later:
+            return [TO_BE_DRAFTED] * count
+        index = self._ngrams.get(request.id)
+        if index is None:
+            index = self._ngrams[request.id] = NgramIndex(*self._lookup)
+        proposed = index.propose(request.token_ids, count)
+        for length, token_id in enumerate(proposed, 1):
+            if token_id in request.stop_ids:
+                return proposed[:length]
+        return proposed
 
     def verified(self, request: Request, proposed: int, accepted: int) -> None:
         """This many of the tokens proposed last were accepted."""
@@ -208,8 +192,7 @@ class Speculator:
     def forget(self, request: Request) -> None:
         """The request does not run any more."""
         self._lengths.forget(request.id)
-        if self._ngrams is not None:
-            self._ngrams.forget(request)
+        self._ngrams.pop(request.id, None)
 
     @property
     def num_tracked(self) -> int:

@@ -31,7 +31,7 @@ from engine.core.front_ends import CoreStep, FrontEnds, News
 from engine.core.halting import FLEET, Halting
 from engine.core.steps import StepFailed
 from engine.core.utilities import carry_out
-from engine.core.wave_clock import OwnClock
+from engine.core.wave_clock import WaveClock
 from engine.scheduler.refusal import refusal
 from engine.shared.config import EngineConfig
 from engine.shared.messages import (
@@ -74,7 +74,7 @@ class VllmCore:
         *,
         rank: int,
         incarnation: int,
-        clock: OwnClock,
+        clock: WaveClock,
         on_failure: Callable[[str], None],
         weight_version: str = "",
     ) -> None:

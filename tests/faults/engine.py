@@ -9,11 +9,11 @@ from engine.batch.batch import BatchPlan
 from engine.batch.executor import PendingResult
 from engine.core.front_ends import CoreStep
 from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
+from engine.core.loop import EngineLoop
 from engine.core.sender import LATE_INTERVAL, Sender
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch
 from engine.lockstep.group_connection import GroupConnection
-from engine.process.loop import EngineLoop
 from engine.process.receiver import Receiver
 from engine.process.reception import Leave, Serve, WantNothingNew
 from engine.shared.config import (
@@ -58,8 +58,8 @@ class _Poisoned(CheckedExecutor):
         return super().submit(plan)
 
 
-class _Loop(EngineLoop):
-    """The loop of an engine, whose steps and pauses take virtual time."""
+class _VirtualTime(EngineLoop):
+    """A loop whose steps and pauses take virtual time."""
 
     engine: Engine
 
@@ -130,12 +130,13 @@ class Engine(Process):
             on_routed=self._routed,
             clock=clock,
         )
-        self._loop = _Loop(
+        loop: type[_VirtualTime] = type("Loop", (_VirtualTime, parts.loop), {})
+        self._loop = loop(
             self.core,
-            parts.turns(self.core, DRAIN_TIMEOUT),
             inbox,
             self._sender,
             self._step_watch,
+            drain_timeout=DRAIN_TIMEOUT,
             on_turn=lambda: None,
             on_drain=lambda: self._receiver.tell(WantNothingNew()),
             clock=clock,

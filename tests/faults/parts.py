@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
-from engine.core.turns import Turns
+from engine.core.loop import EngineLoop
 from engine.process.links import FrontEndLinks
 from engine.process.reception import Reception
 from engine.shared.membership import Membership
@@ -27,7 +27,7 @@ class Parts:
     core: type[EngineCore] = EngineCore
     links: type[FrontEndLinks] = FrontEndLinks
     reception: type[Reception] = Reception
-    turns: type[Turns] = Turns
+    loop: type[EngineLoop] = EngineLoop
     members: type[Members] = Members
     loads: type[Loads] = Loads
     delivery: type[Delivery] = Delivery

@@ -15,8 +15,7 @@ from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
 from engine.core.events import CoreEvent
 from engine.core.inbox import Drain, InboxItem
-from engine.core.turns import Action as TurnAction
-from engine.core.turns import Rest, Turns
+from engine.core.loop import EngineLoop
 from engine.process.links import FrontEndLinks, LinkChanges
 from engine.process.reception import Action as ReceptionAction
 from engine.process.reception import Reception
@@ -164,19 +163,20 @@ class BelievesOldLists(Reception):
         return super()._listed(epoch, entries, now) if self._followed is None else []
 
 
-class IgnoresDrain(Turns):
+class IgnoresDrain(EngineLoop):
     """Goes on when it is asked to finish."""
 
-    def turn(self, items: Sequence[InboxItem], now: float) -> list[TurnAction]:
-        return super().turn([item for item in items if not isinstance(item, Drain)], now)
+    def turn(self, items: Sequence[InboxItem]) -> None:
+        super().turn([item for item in items if not isinstance(item, Drain)])
 
 
-class NeverTellsThatItIdles(Turns):
+class NeverTellsThatItIdles(EngineLoop):
     """Says nothing while it has no work."""
 
-    def turn(self, items: Sequence[InboxItem], now: float) -> list[TurnAction]:
+    def turn(self, items: Sequence[InboxItem]) -> None:
         self._tell_at = float("inf")
-        return [Rest(1.0) if isinstance(a, Rest) else a for a in super().turn(items, now)]
+        super().turn(items)
+        self.wait = min(self.wait, 1.0)
 
 
 class OrdersOnce(CoordinatorState):
@@ -223,8 +223,8 @@ MUTANTS = [
     Parts(core=TriesInCompany),
     Parts(links=GreetsOnce),
     Parts(reception=BelievesOldLists),
-    Parts(turns=IgnoresDrain),
-    Parts(turns=NeverTellsThatItIdles),
+    Parts(loop=IgnoresDrain),
+    Parts(loop=NeverTellsThatItIdles),
     Parts(coordinator=OrdersOnce),
 ]
 

@@ -30,7 +30,7 @@ def write_adapter(
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, **(config or {})}
     (directory / "adapter_config.json").write_text(json.dumps(settings))
     source, header, blocks, first = np.random.default_rng(seed), {}, [], 0
-    for name, module in AdaptableModules(read_spec(model)).by_name.items():
+    for name, module in AdaptableModules(read_spec(model))._modules.items():
         if name.rsplit(".", 1)[-1] not in modules:
             continue
         for matrix, shape in (("A", (rank, module.inputs)), ("B", (module.outputs, rank))):

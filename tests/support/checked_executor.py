@@ -38,10 +38,10 @@ class CheckedExecutor(SimulatedExecutor):
         **options: Any,
     ) -> None:
         super().__init__(config, timing=timing, **options)
-        self._info = msgspec.structs.replace(
-            self._info, eos_token_ids=eos_token_ids, cache_windows=cache_windows
+        self.info = msgspec.structs.replace(
+            self.info, eos_token_ids=eos_token_ids, cache_windows=cache_windows
         )
-        self._shape = self._info.num_kv_blocks, config.cache.block_size
+        self._shape = self.info.num_kv_blocks, config.cache.block_size
         self._memory = _Memory(*self._shape)
         self._blocks: dict[int, list[list[int]]] = {}
         """Of each slot, by group of layers."""
@@ -69,7 +69,7 @@ class CheckedExecutor(SimulatedExecutor):
         for start in plan.starting:
             in_flight = self._memory.slots_in_flight
             assert start.slot not in in_flight, f"slot {start.slot} is in use by a step in flight"
-            self._blocks[start.slot] = [[] for _ in self._info.cache_windows]
+            self._blocks[start.slot] = [[] for _ in self.info.cache_windows]
             self._images[start.slot] = start.images
         self._encoded.difference_update(plan.forgotten)
         self._encoded.update(image.digest for image in plan.encoded)
@@ -90,7 +90,7 @@ class CheckedExecutor(SimulatedExecutor):
             assert start + count == known if sample else start + count <= known, (
                 f"slot {slot}: row {start}+{count} does not fit {known} tokens"
             )
-            for window, block_ids in zip(self._info.cache_windows, self._blocks[slot], strict=True):
+            for window, block_ids in zip(self.info.cache_windows, self._blocks[slot], strict=True):
                 begin = 0 if window is None else max(0, start - window + 1)
                 self._memory.read(block_ids, begin, self._contents(slot, begin, start))
             for image in self._images[slot]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.events import FrontEndJoined
-from engine.core.wave_clock import OwnClock
+from engine.core.wave_clock import WaveClock
 from engine.shared.config import EngineConfig, ExecutorConfig, ModelConfig
 from engine.shared.messages import AddRequest, JsonSchemaGrammar, SamplingParams
 from engine.vllm.core import VllmCore
@@ -51,7 +51,7 @@ def main() -> None:
             engine_backend="vllm", enforce_eager=True, engine_args=wanted["engine_args"]
         ),
     )
-    core = VllmCore(config, rank=0, incarnation=1, clock=OwnClock(0), on_failure=sys.exit)
+    core = VllmCore(config, rank=0, incarnation=1, clock=WaveClock(0), on_failure=sys.exit)
     core.handle(FrontEndJoined(0, 1))
     limit = {"max_tokens": wanted["tokens"]}
     plain = generated(core, prompt, [], **limit)

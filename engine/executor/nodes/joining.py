@@ -29,7 +29,7 @@ from engine.executor.nodes.messages import (
 from engine.executor.nodes.rules import NODES_TIMEOUT, STARTING_PATIENCE, agreement
 from engine.executor.nodes.streams import Key, Streams
 from engine.executor.team_messages import WorkerLaunch
-from engine.executor.worker_process import Process, end_worker, spawn, start_worker
+from engine.executor.worker_process import Process, end_worker, start_worker
 from engine.shared.addresses import join_host_port
 from engine.shared.config import EngineConfig
 from engine.shared.end_signals import end_signals
@@ -189,7 +189,7 @@ class JoinedNode:
     def _start_worker(self, streams: Streams, rank: int, start: Start) -> Process:
         size = self._config.parallel.processes
         launch = WorkerLaunch(self._config, start.engine, rank, size, start.address, 1)
-        process, lifeline, commands = start_worker(launch, spawn)
+        process, lifeline, commands = start_worker(launch)
         streams.add(Key(rank, "lifeline"), lifeline)
         streams.add(Key(rank, "commands"), commands)
         return process

@@ -119,7 +119,7 @@ class Engine:
         stats = self.core.stats()
         assert (stats.waiting, stats.running, stats.kv_usage) == (0, 0, 0.0)
         assert stats.queued_prefill_tokens == 0
-        assert self.grammars.num_followed == 0
+        assert not self.grammars._followers
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ class Member:
                 eplb_step_interval=1 if balance is None else balance[1],
             ),
         )
-        self.executor: InProcessExecutor | MultiProcessExecutor
+        self.executor: InProcessExecutor
         if shards * stages == 1:
             self.executor = InProcessExecutor(self.config, position)
         else:
@@ -157,18 +157,13 @@ class Member:
         group.rule = SendingRule(0, 2.0) if on else SendingRule()
 
     @property
-    def _inner(self) -> InProcessExecutor:
-        executor = self.executor
-        return executor._inner if isinstance(executor, MultiProcessExecutor) else executor
-
-    @property
     def _model(self) -> Decoder:
-        assert self._inner._model is not None
-        return self._inner._model
+        assert self.executor._model is not None
+        return self.executor._model
 
     def on_device(self) -> bool:
         """Return whether its KV cache is on the device that there is not."""
-        runner = self._inner._runner
+        runner = self.executor._runner
         assert runner is not None
         return all(isinstance(layer, strict_device.OnDevice) for layer in runner._cache)
 
@@ -176,7 +171,7 @@ class Member:
         for level in (1, 2, 1):
             self.executor.sleep(level)
             if level == 1 and self.device == "cuda":
-                assert self._inner._offloaded is not None
+                assert self.executor._offloaded is not None
             self.executor.wake_up()
 
 

@@ -9,7 +9,7 @@ from tests.support.waiting import PATIENCE
 
 
 class Played:
-    """The worker's ends of its lifeline and of its commands, for `worker_process.Spawn`."""
+    """The worker's ends of its lifeline and of its commands, in place of `worker_process.spawn`."""
 
     pid = 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.executor.draft_rules import BadDraftModel, check_draft_model, check_draft_settings
+from engine.executor.rules import BadDraftModel, check_draft_model, check_draft_settings
 from engine.models.hf_config import read_spec
 from engine.shared.config import (
     BUNDLED_MODEL,

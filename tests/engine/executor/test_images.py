@@ -7,9 +7,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.executor.image_rules import why_blind
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.rules import why_blind
 from engine.executor.team import Team
 from engine.models.hf_config import read_spec
 from engine.shared.config import (

@@ -117,14 +117,14 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
     team = Team(config, 0, 1)
     executor = MultiProcessExecutor(config, team)
     try:
-        inner = executor._inner
-        assert inner._model is not None
-        sizing = KvSizing(config, inner._device, 2, executor._leader)
-        blocks = sizing.blocks_after_trial(inner._model, executor.info.max_model_len)
+        served, device = executor._model, executor._device
+        assert served is not None
+        sizing = KvSizing(config, device, 2, executor._leader)
+        blocks = sizing.blocks_after_trial(served, executor.info.max_model_len)
         assert blocks > 0
         request.getfixturevalue("made_up_device")  # the other process has all that is free
-        share = sizing.blocks_after_trial(inner._model, executor.info.max_model_len)
-        assert share == blocks_of(SHARES[0], inner._model)
+        share = sizing.blocks_after_trial(served, executor.info.max_model_len)
+        assert share == blocks_of(SHARES[0], served)
         executor._leader.allocate(NUM_BLOCKS, executor.info.model_fingerprint)
         cut, whole = Driver(Steps(executor)), driver(model.directory)
         for engine in (cut, whole):

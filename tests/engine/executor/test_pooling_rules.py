@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.executor.pooling_rules import check_pooling
+from engine.executor.rules import check_pooling
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,

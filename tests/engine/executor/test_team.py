@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.executor import team
+from engine.executor import team, worker_process
 from engine.executor.team import Team, UnlikeWorkers
 from engine.executor.team_messages import WorkerReply
 from engine.shared.config import EngineConfig, ParallelConfig
@@ -24,7 +24,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
         started.append(Played(lifeline, commands))
         return started[-1]
 
-    monkeypatch.setattr(team, "spawn", start)
+    monkeypatch.setattr(worker_process, "spawn", start)
     return started
 
 

@@ -172,9 +172,9 @@ def test_slots_are_released(table: GrammarTable) -> None:
     start(table, 1, RegexGrammar("b"))
     table.release(0)
     table.release(7)
-    assert table.num_followed == 1
+    assert len(table._followers) == 1
     start(table, 1, None)
-    assert table.num_followed == 0
+    assert not table._followers
 
 
 def test_masks_know_when_only_some_tokens_are_left() -> None:

@@ -38,7 +38,7 @@ class Processes:
             parallel=ParallelConfig(data_parallel_size=1, **parallel),
             lora=LORA,
         )
-        self.executor: InProcessExecutor | MultiProcessExecutor
+        self.executor: InProcessExecutor
         if config.parallel.processes > 1:
             self.executor = MultiProcessExecutor(config, Team(config, 0, 1))
         else:

@@ -97,7 +97,7 @@ def test_engines_that_share_experts_have_adapters_of_attention(
         ),
         lora=LORA,
     )
-    executor: InProcessExecutor | MultiProcessExecutor
+    executor: InProcessExecutor
     if shards == 1:
         executor = InProcessExecutor(config)
     else:
@@ -142,7 +142,7 @@ class Served:
             ),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=48, **settings),
         )
-        self.executor: InProcessExecutor | MultiProcessExecutor
+        self.executor: InProcessExecutor
         if self.config.parallel.processes > 1:
             self.executor = MultiProcessExecutor(self.config, Team(self.config, 0, 1))
         else:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.executor.draft_rules import BadDraftModel
 from engine.executor.in_process import InProcessExecutor
+from engine.executor.rules import BadDraftModel
 from engine.models.formats.files import CheckpointError
 from engine.models.heads.eagle3 import Eagle3Spec
 from engine.models.hf_config import parse_spec

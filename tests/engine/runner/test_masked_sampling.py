@@ -190,7 +190,7 @@ def generate(
             for output in core.step().outputs.get(0, []):
                 tokens[output.id] += output.token_ids
                 assert output.finish_reason in (None, "stop" if output.id < 5 else "length")
-        assert executor.grammars.num_followed == 0
+        assert not executor.grammars._followers
     finally:
         executor.shutdown()
     return tokens

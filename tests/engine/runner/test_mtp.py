@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.core.engine_core import EngineCore
-from engine.executor.draft_rules import BadDraftModel, check_draft_settings
 from engine.executor.in_process import InProcessExecutor
+from engine.executor.rules import BadDraftModel, check_draft_settings
 from engine.models.formats.files import CheckpointError
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import (

@@ -252,6 +252,20 @@ def test_more_urgent_requests_of_other_adapters_do_not_preempt_in_vain(make_rig:
     rig.assert_complete()
 
 
+def test_a_suspect_does_not_wait_for_adapters_that_wait_longer(make_rig: MakeRig) -> None:
+    """Nobody else is computed before its turn is over: it would wait for ever."""
+    rig = make_rig(max_loras=1, adapters=VERSIONS)
+    rig.add(1, range(5), adapter=ONE, max_tokens=200)
+    for _ in range(TURN_STEPS // 2):
+        rig.step()
+    rig.add(2, range(5), adapter=TWO)
+    rig.step()
+    rig.add(3, range(5), adapter=THREE, alone=1)
+    rig.run()
+    rig.assert_complete()
+    rig.assert_idle()
+
+
 def test_a_request_for_what_the_engine_does_not_have_fails_alone(make_rig: MakeRig) -> None:
     rig = make_rig(max_loras=1, adapters=[ONE])
     answer: Any = rig.add(1, range(5), adapter=TWO)

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from engine.executor import worker_process
 from engine.executor.nodes import joining, leading
 from engine.executor.nodes.joining import CannotJoin, JoinedNode
 from engine.executor.nodes.leading import NodeLinks, NodesMissing
@@ -125,7 +126,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimpleQueue[Played]"]:
         started.put(every[-1])
         return every[-1]
 
-    monkeypatch.setattr(joining, "spawn", start)
+    monkeypatch.setattr(worker_process, "spawn", start)
     yield started
     for each in every:
         each.close()

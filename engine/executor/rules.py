@@ -1,13 +1,14 @@
-"""Which draft models (`--speculative-model`) go with a model, and with which settings."""
+"""Settings that do not go with each other, with a model, or with what drafts for it."""
 
 import json
 from pathlib import Path
 
 from engine.models.hf_config import read_spec
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelSpec, VisionSpec
 from engine.shared.config import EngineConfig, ModelConfig
 from engine.shared.gguf.directory import is_gguf
 from engine.shared.model_files import model_directory
+from engine.shared.pooling import BadPooling, PoolingSpec
 
 
 class BadDraftModel(ValueError):
@@ -32,9 +33,13 @@ def check_draft_settings(config: EngineConfig) -> None:
             config.executor.executor == "simulated"
         ),
     }
-    reasons = [reason for reason, asked in refused.items() if asked]
-    if reasons:
-        raise BadDraftModel(f"{_asking(config)}: {'; '.join(reasons)}")
+    if reasons := _asked(refused):
+        raise BadDraftModel(f"{_asking(config)}: {reasons}")
+
+
+def _asked(refused: dict[str, bool]) -> str:
+    """Return the reasons that apply; "" if nothing is to be refused."""
+    return "; ".join(reason for reason, applies in refused.items() if applies)
 
 
 def _asking(config: EngineConfig) -> str:
@@ -61,9 +66,8 @@ def check_head_settings(config: EngineConfig, *, is_fallback: bool) -> None:
         "--model is a GGUF file, which has no such layer": is_mtp and is_gguf(config.model.model),
         "--model-impl transformers gives no states between layers": is_fallback,
     }
-    reasons = [reason for reason, asked in refused.items() if asked]
-    if reasons:
-        raise BadDraftModel(f"{_asking(config)} with a draft head: {'; '.join(reasons)}")
+    if reasons := _asked(refused):
+        raise BadDraftModel(f"{_asking(config)} with a draft head: {reasons}")
 
 
 def check_draft_model(
@@ -117,3 +121,67 @@ def _tokens(directory: Path) -> dict[int, str] | None:
         tokens = {index: str(each[0]) for index, each in enumerate(vocabulary)}
     added = content.get("added_tokens") or []
     return tokens | {int(each["id"]): str(each["content"]) for each in added}
+
+
+def check_pooling(config: EngineConfig, pooling: PoolingSpec) -> None:
+    """Refuse such settings at the start.
+
+    Raises:
+        BadPooling: naming the setting to change.
+    """
+    parallel = config.parallel
+    refused = {
+        "--speculative-ngram proposes tokens, and this model generates none": (
+            config.scheduler.speculative_ngram > 0
+        ),
+        "--speculative-model proposes tokens, and this model generates none": (
+            config.scheduler.speculative_model is not None
+        ),
+        "--speculative-method proposes tokens, and this model generates none": (
+            config.scheduler.speculative_method != "auto"
+        ),
+        "--enable-expert-parallel is for models that generate": parallel.enable_expert_parallel,
+        "--pipeline-parallel-size is for models that generate: leave it at 1": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        "--model-impl transformers is for models that generate": (
+            config.model.model_impl == "transformers"
+        ),
+        "--enable-lora is for models that generate": config.lora.enable_lora,
+    }
+    if pooling.is_encoder:
+        refused |= {
+            "an encoder is computed by one process: leave --tensor-parallel-size and "
+            "--pipeline-parallel-size at 1": parallel.processes > 1,
+            "an encoder keeps no keys and values: leave out --kv-cache-dtype": (
+                config.cache.kv_cache_dtype != "auto"
+            ),
+            "an encoder is computed with the weights as stored: leave out --quantization": (
+                config.model.quantization is not None
+            ),
+        }
+    if reasons := _asked(refused):
+        raise BadPooling(f"this model makes vectors (--runner pooling): {reasons}")
+
+
+def why_blind(config: EngineConfig, vision: VisionSpec) -> str | None:
+    """Return why images are refused; None if they are taken."""
+    if not vision.sees_all:
+        return None
+    scheduling, parallel = config.scheduler, config.parallel
+    step = scheduling.max_num_batched_tokens
+    longest = scheduling.long_prefill_token_threshold or step
+    needed = vision.max_tokens
+    what = f"all {needed} tokens of an image see each other"
+    problems = {
+        f"--tensor-parallel-size, --pipeline-parallel-size: {what}, in one process": (
+            parallel.processes > 1
+        ),
+        f"--max-num-batched-tokens {step} is less than --max-num-seqs {scheduling.max_num_seqs} "
+        f"and an image, whose {needed} tokens are computed in one step": (
+            step < scheduling.max_num_seqs + needed
+        ),
+        f"--long-prefill-token-threshold {longest} is less than the {needed} tokens of an image, "
+        "which are computed in one step": longest < needed,
+    }
+    return next((problem for problem, is_there in problems.items() if is_there), None)

@@ -1,0 +1,176 @@
+"""What the loop of an engine that steps alone does, turn by turn."""
+
+from queue import SimpleQueue
+
+import pytest
+
+from engine.core.ending import DRAINING_WAIT, LATE_SENDS_SECONDS
+from engine.core.engine_core import EngineCore
+from engine.core.events import FrontEndJoined, FrontEndLeft, Rejoined
+from engine.core.front_ends import CoreStep
+from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
+from engine.core.loop import (
+    ANNOUNCEMENT_SECONDS,
+    END_SECONDS,
+    IDLE_STATS_INTERVAL,
+    EngineLoop,
+)
+from engine.core.watchdog import StepWatch
+from engine.executor.simulated import SimulatedExecutor
+from engine.shared.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.shared.messages import (
+    AddRequest,
+    EngineReport,
+    FormGroup,
+    SamplingParams,
+    StartDpWave,
+)
+
+CONFIG = EngineConfig(
+    cache=CacheConfig(num_kv_blocks=8), scheduler=SchedulerConfig(async_scheduling=False)
+)
+DRAIN_TIMEOUT = 30.0
+
+
+class Loop(EngineLoop):
+    """Takes its steps when a test says so."""
+
+    computing: int | None = None
+    """Tokens of the step that is to be taken."""
+    settled = 0.0
+
+    def compute(self, tokens: int) -> None:
+        self.computing = tokens
+
+    def settle(self, seconds: float) -> None:
+        self.settled = seconds
+
+
+class Engine:
+    """A core with one front end, its loop, and what these have to say."""
+
+    def __init__(self) -> None:
+        executor = SimulatedExecutor(CONFIG, vocab_size=100, timing="virtual")
+        self.core = EngineCore(CONFIG, executor, rank=1, incarnation=5)
+        self.now = 0.0
+        self.said: list[tuple[int, int]] = []
+        """Waiting and running sequences of each stats that was told since the last turn."""
+        self.refused = 0
+        self.loop = Loop(
+            self.core,
+            SimpleQueue(),
+            self,
+            StepWatch(60.0),
+            drain_timeout=DRAIN_TIMEOUT,
+            on_turn=lambda: None,
+            on_drain=self._refuse,
+            clock=lambda: self.now,
+        )
+        self.turn(0.0, FrontEndJoined(0, 9))
+
+    def say(self, step: CoreStep) -> None:
+        self.said.append((step.stats.waiting, step.stats.running))
+
+    def report(self, report: EngineReport) -> None:
+        raise AssertionError(report)
+
+    def _refuse(self) -> None:
+        self.refused += 1
+
+    def turn(self, now: float, *items: InboxItem) -> int | None:
+        """Take a turn; return the tokens of the step that it wants to take, if any."""
+        self.now, self.said, self.loop.computing = now, [], None
+        self.loop.turn(items)
+        return self.loop.computing
+
+    def compute(self, now: float) -> None:
+        self.now, self.said = now, []
+        self.loop.computed(self.core.step())
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def request(id: int, *, max_tokens: int = 1, alone: int = 0) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
+    return AddRequest(id, str(id), 0, 0, [1, 2, 3], sampling, alone=alone)
+
+
+def test_an_engine_without_work_tells_its_stats_now_and_then(engine: Engine) -> None:
+    assert engine.turn(0.5) is None
+    assert (engine.said, engine.loop.wait) == ([], IDLE_STATS_INTERVAL - 0.5)
+    assert engine.turn(IDLE_STATS_INTERVAL) is None
+    assert (engine.said, engine.loop.wait) == ([(0, 0)], IDLE_STATS_INTERVAL)
+
+
+def test_work_is_seen_to_have_begun_before_its_first_step(engine: Engine) -> None:
+    assert engine.turn(0.1, request(1, max_tokens=2)) == 3
+    assert engine.said == [(1, 0)]
+    engine.compute(0.2)
+    assert engine.said == [(0, 1)]
+    assert engine.turn(0.2) == 1
+    assert engine.said == [], "it is known already"
+    engine.compute(0.5)
+    assert engine.said == [(0, 0)]
+
+
+def test_the_end_of_work_is_told_again_if_nothing_follows(engine: Engine) -> None:
+    engine.turn(0.1, request(1))
+    engine.compute(0.5)
+    assert engine.turn(0.5) is None
+    assert engine.said == []
+    assert engine.loop.wait == pytest.approx(END_SECONDS)
+    engine.turn(0.5 + END_SECONDS)
+    assert (engine.said, engine.loop.wait) == ([(0, 0)], IDLE_STATS_INTERVAL)
+
+
+def test_everybody_hears_of_a_suspect_before_it_runs(engine: Engine) -> None:
+    engine.turn(0.1, request(1, alone=1))
+    assert not engine.loop.settled
+    engine.compute(0.2)
+    assert engine.said
+    assert engine.loop.settled == ANNOUNCEMENT_SECONDS
+
+
+def test_an_engine_that_has_to_stop_does_so_at_once(engine: Engine) -> None:
+    stop = Stop("a worker died")
+    assert engine.turn(0.1, request(1), stop) is None
+    assert engine.loop.stopped == stop
+
+
+def test_a_draining_engine_waits_for_what_is_on_its_way_and_finishes_it(engine: Engine) -> None:
+    assert engine.turn(1.0, Drain()) is None
+    assert (engine.refused, engine.loop.wait) == (1, DRAINING_WAIT)
+    late = 1.0 + LATE_SENDS_SECONDS / 2
+    assert engine.turn(late, request(1)) == 3
+    assert engine.turn(2.0) == 3, "it has a request"
+    engine.compute(2.1)
+    assert engine.loop.stopped is None
+    assert engine.turn(2.1) is None
+    assert engine.loop.stopped == Stop()
+
+
+def test_a_draining_engine_ends_at_once_where_nobody_could_send_anything(engine: Engine) -> None:
+    engine.turn(1.0, Drain(), FrontEndLeft(0))
+    assert (engine.refused, engine.loop.stopped) == (1, Stop())
+
+
+def test_a_draining_engine_does_not_wait_for_ever(engine: Engine) -> None:
+    engine.turn(1.0, Drain(), request(1))
+    assert engine.turn(1.0 + DRAIN_TIMEOUT) == 3
+    assert engine.turn(1.1 + DRAIN_TIMEOUT) is None
+    assert engine.loop.stopped == Stop()
+
+
+def test_the_wave_of_an_engine_that_steps_alone_is_what_the_coordinator_says(
+    engine: Engine,
+) -> None:
+    engine.turn(0.1, StartDpWave(4, -1), StartDpWave(2, -1), Rejoined(3))
+    assert engine.core.stats().wave == 4
+
+
+def test_what_concerns_groups_or_joining_means_nothing_to_it(engine: Engine) -> None:
+    assert engine.turn(0.1, FormGroup(1, []), Welcomed(1, 0)) is None
+    assert (engine.said, engine.loop.wait) == ([], IDLE_STATS_INTERVAL - 0.1)
