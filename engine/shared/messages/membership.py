@@ -39,6 +39,10 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     """Whether prompts may show images (`AddRequest.encoder_inputs`)."""
     tells_blocks: bool = False
     """Whether it answers `KvBlocksWanted`."""
+    kv_role: Literal["", "prefill", "decode", "both"] = ""
+    """Whether it computes prompts for others, or reads what these have computed, or both."""
+    kv_address: str = ""
+    """Where others read KV blocks that it offers (`KvSource`); empty if it offers none."""
 
     @property
     def kv_tokens(self) -> int:
