@@ -63,6 +63,11 @@ class Route:
         """Whether requests may show it images."""
         return self.entry.setup is not None and self.entry.setup.images
 
+    @property
+    def kv_role(self) -> str:
+        """What it does of a request, as `EngineSetup` says; empty: all."""
+        return "" if self.entry.setup is None else self.entry.setup.kv_role
+
     def can_serve(self, message: AddRequest) -> bool:
         """Whether it is able to compute a request."""
         seen = self.takes_images or not message.encoder_inputs
