@@ -326,7 +326,7 @@ class FrontEnd:
             scope=self._scope,
             num_ranks=config.parallel.data_parallel_size,
             index=blocks,
-            split=Split(routing.prefill_split_tokens, build_policy(routing.routing_policy, index)),
+            split=Split(routing.prefill_split_length, build_policy(routing.routing_policy, index)),
         )
 
     async def _serve_http(

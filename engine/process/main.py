@@ -39,6 +39,7 @@ from engine.kv_events.publisher import KvEventPublisher, check_events, read_sett
 from engine.kv_tiers.opening import BadTiers, KvMemory, check_tiers, model_name, open_tiers
 from engine.kv_tiers.tiers import KvTiers
 from engine.kv_transfer.opening import open_port
+from engine.kv_transfer.settings import read_transfer
 from engine.lockstep.group_connection import GroupConnection
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.loop import LockstepLoop
@@ -130,6 +131,7 @@ def build_executor(
     check_draft_settings(config)
     check_tiers(config, pools=pooling is not None)
     check_events(config, pools=pooling is not None)
+    read_transfer(config.cache, rank)
     if config.executor.executor == "simulated":
         if config.cache.kv_cache_dtype != "auto":
             raise CannotStart(

@@ -102,7 +102,7 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
         "KV blocks that an API server remembers for prefix-aware routing, about 80 bytes each; "
         "engines have equal shares, and a block beyond them counts as not cached.",
     ] = 2_000_000
-    prefill_split_tokens: Annotated[
+    prefill_split_length: Annotated[
         PositiveInt,
         "Prompt tokens to compute (where it is known what is cached: that is not) from which on a "
         "prompt goes to an engine with --kv-role prefill first, if there is one.",
