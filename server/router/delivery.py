@@ -138,7 +138,7 @@ class Delivery:
             each for each in routes.values() if each.is_usable and each.can_serve(request.message)
         ]
         if self._split is not None:
-            usable = self._split.answering(every)
+            usable = self._split.answering(request.message, every)
         loads = self._loads.of(usable)
         if not loads:
             return None

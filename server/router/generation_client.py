@@ -1,12 +1,14 @@
 """What the HTTP layer needs of the client that reaches the engines; tests give it a fake."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from engine.shared.messages import (
     AdapterOutcome,
     AddRequest,
     ClusterView,
     FleetWish,
+    KvSource,
     RequestOutput,
     UtilityResult,
     UtilityValue,
@@ -29,6 +31,13 @@ class ReaderTooSlow(Exception):
 
 class KillsEngines(Exception):
     """The request killed the engines that ran it, or may have: it must not be sent again."""
+
+
+class KvOffer(NamedTuple):
+    """An engine that offers KV blocks of prompts to others."""
+
+    source: KvSource
+    block_size: int
 
 
 class TokenStream(Protocol):
@@ -123,6 +132,11 @@ class GenerationClient(Protocol):
 
     def weight_version(self, rank: int) -> str:
         """What the weights of an engine are called; "" for those of its settings."""
+        ...
+
+    @property
+    def kv_offers(self) -> Mapping[int, KvOffer]:
+        """The engines that offer KV blocks of prompts to others, by rank."""
         ...
 
     @property

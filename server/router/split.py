@@ -27,8 +27,13 @@ class Split:
         self.policy = policy
         self._min_tokens = min_tokens
 
-    def answering(self, usable: list[Route]) -> list[Route]:
-        """Return the engines that may answer requests: all, if there are only prefill engines."""
+    def answering(self, message: AddRequest, usable: list[Route]) -> list[Route]:
+        """Return the engines that may answer a request: all, if there are only prefill engines.
+
+        One whose blocks another server is to read goes to an engine that offers them.
+        """
+        if message.offers_blocks:
+            return [route for route in usable if route.offers_blocks] or usable
         return [route for route in usable if route.kv_role != "prefill"] or usable
 
     def prefilling(
@@ -46,6 +51,8 @@ class Split:
             answers.kv_role not in ("decode", "both")
             or uncached < self._min_tokens
             or message.alone
+            or message.offers_blocks
+            or message.kv_source is not None
             or message.pooling is not None
             or message.sampling.prompt_logprobs is not None
         ):

@@ -46,7 +46,7 @@ from server.config import FrontEndConfig, GuardConfig, HttpConfig
 from server.observe.metrics import FrontEndMetrics
 from server.router.adapters import Adapters
 from server.router.engine_times import EngineTimes
-from server.router.generation_client import NoEngineAvailable
+from server.router.generation_client import KvOffer, NoEngineAvailable
 from server.store.service import ResponseStore
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
@@ -109,6 +109,7 @@ class FakeStream:
         self.sampling = message.sampling
         self.priority = message.priority
         self.pinned_rank = pinned_rank
+        self.message = message
         self.tenant = message.tenant
         self.cache_root = message.cache_root
         self.pooling = message.pooling
@@ -159,6 +160,7 @@ class FakeGenerationClient:
         self.adapters = Adapters(0, 1)
         self.changes: list[tuple[str, str | None, bool]] = []
         self.outcome = AdapterOutcome(1, 200)
+        self.offers: dict[int, KvOffer] = {}
         self.utilities: list[tuple[int | None, str, dict[str, Any]]] = []
         self.streams: list[FakeStream] = []
         self.submitted = asyncio.Event()
@@ -181,6 +183,10 @@ class FakeGenerationClient:
 
     def weight_version(self, rank: int) -> str:
         return ""
+
+    @property
+    def kv_offers(self) -> dict[int, KvOffer]:
+        return self.offers
 
     async def call_utility(
         self, rank: int | None, name: str, arguments: dict[str, Any], within: float = 120.0

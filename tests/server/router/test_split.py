@@ -42,9 +42,9 @@ def message_of(stream: RequestStream, engine: Played) -> AddRequest:
 def end_prefill(cluster: Cluster, stream: RequestStream, **output: Any) -> None:
     engine = cluster.runs(stream)
     assert engine is not None
-    output = {"finish_reason": "length", "num_cached_tokens": 4} | output
+    said = RequestOutput(stream.id, [99], "length", num_cached_tokens=4)
     timing = RequestTiming(0.1, 0.2)
-    cluster.tell(engine, RequestOutput(stream.id, [99], timing=timing, **output))
+    cluster.tell(engine, replace(said, timing=timing, **output))
 
 
 def answer(cluster: Cluster, stream: RequestStream) -> list[int]:
