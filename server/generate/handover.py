@@ -51,7 +51,8 @@ def hand_over(
     if request.num_sequences != 1 or request.beams is not None or stream:
         raise _wrong("do_remote_decode is for one sequence, without stream")
     if not any(each.source.address.startswith(_TCP) for each in offers.values()):
-        raise _wrong("no engine here offers KV blocks over TCP (--kv-role, and --coordinator)")
+        needed = "--kv-role, and --data-parallel-address"
+        raise _wrong(f"no engine here offers KV blocks over TCP ({needed})")
     request.offers_blocks = True
 
 
