@@ -4,15 +4,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from engine.kv_transfer import port as module
 from engine.shared.config import ClusterConfig
-from engine.shared.messages import KvSource
+from engine.shared.messages import AbortRequests, KvSource
 from tests.engine.fixtures import MakePrompt, SaveModel
 from tests.engine.kv_transfer.played_engine import PlayedEngine
 from tests.engine.serving import request
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 Start = Callable[..., PlayedEngine]
 
@@ -139,3 +141,37 @@ def test_blocks_are_pulled_through_encrypted_sockets(
     assert stranger.counters.kv_transfer_hits == 0
     assert decode.answer(asked, kv_source=source) == expected
     assert decode.counters.kv_transfer_hits == 88
+
+
+def test_a_request_that_is_dropped_while_its_blocks_travel_leaves_nothing(
+    checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
+) -> None:
+    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    decode = start(directory)
+    silent = decode._context.socket(zmq.ROUTER)
+    silent.bind(f"ipc://{tmp_path}/silent")
+    source = KvSource(f"ipc://{tmp_path}/silent", 1)
+    decode.core.handle(msgspec.structs.replace(asked, kv_source=source))
+    assert silent.poll(1000 * PATIENCE), "it has asked"
+    assert decode.core.has_requests
+    decode.core.handle(AbortRequests([asked.id]))
+    assert not decode.core.has_requests
+    decode.core._scheduler.check_integrity()
+    assert decode.core._scheduler.gauges().kv_usage == 0
+    assert decode._tiers is not None
+    assert decode._tiers._fetched_bytes == 0
+    silent.close(linger=0)
+
+
+def test_a_tier_has_what_a_dead_peer_has_not(
+    checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
+) -> None:
+    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    decode = start(directory, tiers={"kv_disk_tier_dir": str(tmp_path / "tier")})
+    expected = decode.answer(asked)
+    until(lambda: len(list(tmp_path.rglob("*.kv"))) >= 11, "its blocks are stored")
+    decode.core._scheduler.reset_prefix_cache()
+    gone = KvSource(f"ipc://{tmp_path}/gone", 1)
+    assert decode.answer(asked, kv_source=gone) == expected
+    assert decode.counters.kv_tier_hits == 88
+    assert decode.counters.kv_transfer_failures == 1

@@ -66,6 +66,20 @@ def test_what_nobody_reads_is_forgotten_and_the_beginning_of_a_prompt_stays() ->
     assert offers.num_bytes == 0
 
 
+def test_what_many_prompts_begin_with_makes_room_and_nothing_else_does() -> None:
+    offers = Offers(MAX_BYTES, SECONDS)
+    for key in (b"a", b"b", b"c"):
+        assert offers.put(key, bytes(300), 0.0)
+    for _ in range(5):
+        assert offers.renew(b"b", 1.0)
+    assert offers.put(b"d", bytes(300), 2.0)
+    assert not offers.put(b"e", bytes(300), 2.0)
+    assert [offers.read(key) is None for key in (b"a", b"b", b"c", b"d")] == [
+        False, True, False, False,
+    ]  # fmt: skip
+    assert offers.num_bytes == 0
+
+
 class TwoEngines(RuleBasedStateMachine):
     """A prefill engine with an incarnation, a decode engine, and a link that delays and is cut."""
 
