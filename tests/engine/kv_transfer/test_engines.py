@@ -152,7 +152,7 @@ def test_a_request_that_is_dropped_while_its_blocks_travel_leaves_nothing(
     silent.bind(f"ipc://{tmp_path}/silent")
     source = KvSource(f"ipc://{tmp_path}/silent", 1)
     decode.core.handle(msgspec.structs.replace(asked, kv_source=source))
-    assert silent.poll(1000 * PATIENCE), "it has asked"
+    assert silent.poll(int(1000 * PATIENCE)), "it has asked"
     assert decode.core.has_requests
     decode.core.handle(AbortRequests([asked.id]))
     assert not decode.core.has_requests

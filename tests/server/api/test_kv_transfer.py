@@ -10,7 +10,7 @@ from server.config import FrontEndConfig
 from server.router.generation_client import KvOffer
 from tests.server.conftest import FakeGenerationClient, Http
 
-PATHS = {
+PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello there, how are you today?"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello there"}]},
 }
