@@ -137,6 +137,8 @@ class BlockPort:
             self._poller.register(self._bound, zmq.POLLIN)
         self._links: dict[KvSource, _Link] = {}
         self._num_pulls = 0
+        self._is_over = False
+        """Whether the thread takes no more orders."""
         self._warned_at = -_SECONDS_BETWEEN_WARNINGS
         self._thread = threading.Thread(target=self._run, name="kv blocks", daemon=True)
 
@@ -181,10 +183,14 @@ class BlockPort:
         """Begin to pull blocks; it is over in time, whatever the peer does.
 
         This object's thread calls both: `take` for each block, while that returns True, and at the
-        end `over` with whether all have come.
+        end `over` with whether all have come. Where that has ended `over` is called at once.
         """
-        self._orders.put(_Order(source, model, wanted, take, over))
-        os.eventfd_write(self._wakeup, 1)
+        with self._lock:
+            if not self._is_over:
+                self._orders.put(_Order(source, model, wanted, take, over))
+                os.eventfd_write(self._wakeup, 1)
+                return
+        over(False)
 
     def shutdown(self) -> None:
         """End all pulls and the thread; idempotent."""
@@ -218,6 +224,12 @@ class BlockPort:
                     self._look(now)
                 self._go_on(now)
         finally:
+            with self._lock:
+                self._is_over = True
+            while not self._orders.empty():
+                order = self._orders.get()
+                if order is not None:
+                    order.over(False)
             for source in list(self._links):
                 self._lose(source)
             if self._bound is not None:

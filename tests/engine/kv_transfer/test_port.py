@@ -123,6 +123,35 @@ def test_who_wants_no_more_gets_no_more(ports: Ports) -> None:
     assert (len(pulled.blocks), pulled.has_all) == (3, False)
 
 
+def test_a_port_that_has_ended_has_nothing(ports: Ports) -> None:
+    taking = ports.open(2)
+    silent = ports.context.socket(zmq.ROUTER)
+    silent.bind(ports.source(1).address)
+    before = ports.pull(taking, ports.source(1), NAMES)
+    taking.shutdown()
+    after = ports.pull(taking, ports.source(1), NAMES)
+    for pulled in (before, after):
+        assert pulled.is_over.is_set()
+        assert not pulled.has_all
+    silent.close(linger=0)
+
+
+def test_no_pull_waits_for_a_thread_that_has_failed(
+    ports: Ports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taking = ports.open(2)
+    failed = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: failed.set())
+
+    def fail(_: bool) -> None:
+        raise RuntimeError("a bug")
+
+    taking.pull(ports.source(1), MODEL, NAMES, lambda *_: True, fail)
+    assert failed.wait(PATIENCE)
+    pulled = ports.pull(taking, ports.source(1), NAMES)
+    assert pulled.is_over.wait(PATIENCE)
+
+
 def test_offers_without_readers_are_forgotten(
     ports: Ports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
