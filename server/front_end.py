@@ -64,6 +64,7 @@ from server.router.link import ClusterLink, JoinRefused
 from server.router.load_table import LoadTable
 from server.router.router import Router, build_router
 from server.router.routing import build_policy
+from server.router.split import Split
 from server.store.service import ResponseStore
 from server.store.sql import SqlBackend
 from server.store.sqlite import SqliteDatabase
@@ -326,6 +327,7 @@ class FrontEnd:
             scope=self._scope,
             num_ranks=config.parallel.data_parallel_size,
             index=blocks,
+            split=Split(routing.prefill_split_length, build_policy(routing.routing_policy, index)),
         )
 
     async def _serve_http(

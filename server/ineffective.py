@@ -82,6 +82,11 @@ _NEEDS = (
         lambda values: values["routing_policy"] == "prefix-aware",
     ),
     _Need(
+        ("kv_transfer_bytes",),
+        "--kv-role or --prefill-engines",
+        lambda values: values["kv_role"] is not None or values["prefill_engines"] > 0,
+    ),
+    _Need(
         ("allowed_methods", "allowed_headers", "allow_credentials"),
         "--allowed-origins",
         lambda values: bool(values["allowed_origins"]),

@@ -345,3 +345,9 @@ def _check_alone(config: ServeConfig) -> None:
         )
     if config.lora.enable_lora:
         raise settings.SettingsError("enable_lora is for swell serve, whose coordinator loads them")
+    cache = config.cache
+    if cache.kv_role or cache.prefill_engines or cache.kv_transfer_config:
+        raise settings.SettingsError(
+            "kv_role, prefill_engines and kv_transfer_config are for several engines: use swell "
+            "serve"
+        )

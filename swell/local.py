@@ -30,7 +30,7 @@ from engine.shared.messages import (
     UtilityValue,
 )
 from server.router.adapters import Adapters
-from server.router.generation_client import NoEngineAvailable
+from server.router.generation_client import KvOffer, NoEngineAvailable
 from server.router.token_stream import RequestStream, Unread
 
 _FRONT_END = 0
@@ -178,6 +178,10 @@ class LocalEngine:
 
     def weight_version(self, rank: int) -> str:
         return self._core.operations.weights.version
+
+    @property
+    def kv_offers(self) -> dict[int, KvOffer]:
+        return {}
 
     @property
     def stats_age(self) -> dict[int, float]:

@@ -105,6 +105,7 @@ STATE_MACHINES = [
             "coordinator/groups.py", "coordinator/state.py", "coordinator/wave.py",
             "engine/core/ending.py", "engine/core/halting.py", "engine/core/front_ends.py",
             "engine/core/wave_clock.py",
+            "engine/kv_transfer/offers.py", "engine/kv_transfer/pull.py",
             "engine/lockstep/group_membership.py", "engine/lockstep/wave.py",
             "engine/process/links.py", "engine/process/reception.py", "engine/shared/cpu/lists.py",
             "engine/shared/cpu/plan.py", "engine/shared/membership.py", "engine/shared/roster.py",
@@ -199,7 +200,7 @@ def test_nothing_that_is_installed_imports_what_is_not() -> None:
 PACKAGES = """
 engine.shared
 engine.distributed engine.kernels engine.kv_events engine.kv_tiers
-engine.models
+engine.kv_transfer engine.models
 engine.lora
 engine.batch
 engine.grammar engine.scheduler

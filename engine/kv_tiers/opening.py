@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from engine.kv_tiers.block_store import MODEL_SIZE, BlockStore
-from engine.kv_tiers.tiers import KvTiers
+from engine.kv_tiers.tiers import KvTiers, Peers
 from engine.shared.config import EngineConfig
+from engine.shared.messages import EngineCounters
 from engine.shared.version import SWELL_VERSION
 
 MEMORY_TIERS = Path("/dev/shm")
@@ -33,7 +34,7 @@ class KvMemory(Protocol):
 
 
 def check_tiers(config: EngineConfig, *, pools: bool) -> None:
-    """Refuse settings that tiers do not work with.
+    """Refuse settings that tiers, and blocks of other engines, do not work with.
 
     Args:
         config: all settings.
@@ -42,8 +43,8 @@ def check_tiers(config: EngineConfig, *, pools: bool) -> None:
     Raises:
         BadTiers: naming the setting to change.
     """
-    asking = _asking(config)
-    if asking is None:
+    flag = asking(config)
+    if flag is None:
         return
     parallel = config.parallel
     refused = {
@@ -59,25 +60,34 @@ def check_tiers(config: EngineConfig, *, pools: bool) -> None:
     }
     reasons = [reason for reason, asked in refused.items() if asked]
     if reasons:
-        raise BadTiers(f"{asking}: {'; '.join(reasons)}")
+        raise BadTiers(f"{flag}: {'; '.join(reasons)}")
 
 
-def open_tiers(config: EngineConfig, executor: KvMemory, fingerprint: str) -> KvTiers | None:
+def open_tiers(
+    config: EngineConfig,
+    executor: KvMemory,
+    fingerprint: str,
+    *,
+    peers: Peers | None = None,
+    counters: EngineCounters | None = None,
+) -> KvTiers | None:
     """Return the tiers of an engine, or None if it is started without.
 
     Args:
         config: all settings.
         executor: holds the KV cache that blocks are copied from and to.
         fingerprint: of the model's weights.
+        peers: other engines, if blocks are read from them or by them.
+        counters: of the engine; default: new ones.
 
     Raises:
         BadTiers: a directory cannot be used.
     """
-    cache, asking = config.cache, _asking(config)
-    if asking is None:
+    cache, flag = config.cache, asking(config)
+    if flag is None and peers is None:
         return None
     if executor.device_type != "cpu":
-        raise BadTiers(f"{asking} needs --device cpu: blocks are copied from host memory only")
+        raise BadTiers(f"{flag} needs --device cpu: blocks are copied from host memory only")
     wanted = [
         (MEMORY_TIERS / f"swell-kv-{os.geteuid()}", cache.kv_memory_tier_bytes, False),
         (cache.kv_disk_tier_dir and Path(cache.kv_disk_tier_dir), cache.kv_disk_tier_bytes, True),
@@ -89,8 +99,15 @@ def open_tiers(config: EngineConfig, executor: KvMemory, fingerprint: str) -> Kv
         try:
             stores.append(BlockStore(root, max_bytes, outlives_users=outlives_users))
         except OSError as error:
-            raise BadTiers(f"{asking}: {error}") from error
-    tiers = KvTiers(stores, cache.kv_tier_policy, executor.read_block, executor.write_block)
+            raise BadTiers(f"{flag}: {error}") from error
+    tiers = KvTiers(
+        stores,
+        cache.kv_tier_policy,
+        executor.read_block,
+        executor.write_block,
+        peers=peers,
+        counters=counters,
+    )
     tiers.model = model_name(executor, fingerprint)
     return tiers
 
@@ -101,8 +118,14 @@ def model_name(executor: KvMemory, fingerprint: str) -> bytes:
     return blake2b(described.encode(), digest_size=MODEL_SIZE).digest()
 
 
-def _asking(config: EngineConfig) -> str | None:
-    """Return the setting that asks for tiers."""
-    if config.cache.kv_disk_tier_dir:
-        return "--kv-disk-tier-dir"
-    return "--kv-memory-tier-bytes" if config.cache.kv_memory_tier_bytes else None
+def asking(config: EngineConfig) -> str | None:
+    """Return the setting that asks for tiers, or for blocks of other engines."""
+    cache = config.cache
+    settings = {
+        "--kv-role": cache.kv_role,
+        "--prefill-engines": cache.prefill_engines,
+        "--kv-transfer-config": cache.kv_transfer_config,
+        "--kv-disk-tier-dir": cache.kv_disk_tier_dir,
+        "--kv-memory-tier-bytes": cache.kv_memory_tier_bytes,
+    }
+    return next((flag for flag, value in settings.items() if value), None)

@@ -12,10 +12,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Literal
+from typing import Literal, Protocol
 
 from engine.kv_tiers.block_store import BadBlock, BlockStore
-from engine.shared.messages import EngineCounters
+from engine.shared.messages import EngineCounters, KvSource
 
 MAX_UNWRITTEN_BYTES = 256 << 20
 """Copies that wait to be written; blocks that come while there are more are not stored."""
@@ -48,6 +48,38 @@ class Fetch:
     model: bytes = b""
     deadline: float = 0.0
     num_bytes: int = 0
+    pulled: set[BlockName] = field(default_factory=set)
+    """Those of the blocks that came from another engine."""
+
+
+class Peers(Protocol):
+    """Other engines (`engine.kv_transfer`). All methods but `shutdown` return at once."""
+
+    def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
+        """Let another engine read a block once; `read` returns its content if that is needed."""
+        ...
+
+    def pull(
+        self,
+        source: KvSource,
+        model: bytes,
+        wanted: Sequence[BlockName],
+        take: Callable[[BlockName, bytes], bool],
+        over: Callable[[bool], None],
+    ) -> None:
+        """Have another thread give blocks to `take` while that returns True, then call `over`.
+
+        That is told whether all have come.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Offer nothing of what was computed so far."""
+        ...
+
+    def shutdown(self) -> None:
+        """End all transfers; idempotent."""
+        ...
 
 
 class KvTiers:
@@ -58,6 +90,8 @@ class KvTiers:
         policy: what is stored: all full blocks, or those that leave the KV cache.
         read_block: returns the content of a block of the KV cache.
         write_block: replaces it.
+        peers: other engines, if blocks are read from them or by them.
+        counters: of the engine; default: new ones.
     """
 
     def __init__(
@@ -66,16 +100,21 @@ class KvTiers:
         policy: Literal["all", "evicted"],
         read_block: Callable[[int], bytes],
         write_block: Callable[[int, bytes], None],
+        *,
+        peers: Peers | None = None,
+        counters: EngineCounters | None = None,
     ) -> None:
         self.model = b""
         """Names what blocks of other weights, formats and versions must not be mixed with."""
         self.on_settled: Callable[[], None] = lambda: None
         """Called by another thread when a fetch is settled."""
-        self.stores_all = policy == "all"
+        self.stores_all = policy == "all" and bool(stores)
+        self.stores_evicted = policy == "evicted" and bool(stores)
         self.write_block = write_block
-        self.counters = EngineCounters()
+        self.counters = EngineCounters() if counters is None else counters
         """Of the engine that it belongs to."""
         self._stores = stores
+        self._peers = peers
         self._read_block = read_block
         self._changed = threading.Condition()
         self._unwritten: deque[tuple[bytes, bytes | None]] = deque()
@@ -113,16 +152,57 @@ class KvTiers:
             self._unwritten_bytes += len(content)
             self._changed.notify_all()
 
+    def offer(self, name: BlockName, block_id: int) -> None:
+        """Offer the content that a block of the KV cache has now to another engine."""
+        if self._peers is not None:
+            self._peers.offer(_key(self.model, name), lambda: self._read_block(block_id))
+
     def clear(self) -> None:
         """Remove all blocks of the model, also those that other engines stored."""
+        if self._peers is not None:
+            self._peers.clear()
         self._recent.clear()
         with self._changed:
             self._unwritten.append((self.model, None))
             self._changed.notify_all()
 
-    def fetch(self, fetch: Fetch) -> None:
-        """Begin to read blocks; it is settled in time, whatever the stores do."""
+    def can_fetch(self, source: KvSource | None) -> bool:
+        """Whether there is anywhere to read blocks from."""
+        return bool(self._stores) or (source is not None and self._peers is not None)
+
+    def fetch(self, fetch: Fetch, source: KvSource | None = None) -> None:
+        """Begin to read blocks; it is settled in time, whatever the stores and others do.
+
+        Args:
+            source: an engine that has just computed them.
+        """
         fetch.model = self.model
+        if source is None or self._peers is None:
+            self._fetch_from_stores(fetch)
+            return
+        wanted: list[BlockName] = []
+
+        def note(name: BlockName) -> bool:
+            wanted.append(name)
+            return True
+
+        fetch.read_wanted(note)
+
+        def take(name: BlockName, content: bytes) -> bool:
+            took = self._take(fetch, name, content)
+            if took:
+                fetch.pulled.add(name)
+            return took
+
+        def over(has_all: bool) -> None:
+            if has_all or not self._stores:
+                self._settle(fetch)
+            else:
+                self._fetch_from_stores(fetch)
+
+        self._peers.pull(source, fetch.model, wanted, take, over)
+
+    def _fetch_from_stores(self, fetch: Fetch) -> None:
         fetch.deadline = time.monotonic() + FETCH_TIMEOUT
         with self._changed:
             self._unsettled.append(fetch)
@@ -148,6 +228,8 @@ class KvTiers:
             self._requested.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if self._peers is not None:
+            self._peers.shutdown()
         for store in self._stores:
             store.close()
 
@@ -186,9 +268,14 @@ class KvTiers:
     def _read(self, fetch: Fetch, name: BlockName) -> bool:
         if fetch.settled or self._fetched_bytes > MAX_FETCHED_BYTES:
             return False
+        if name in fetch.pulled:
+            return True
         content = self._find(_key(fetch.model, name))
+        return content is not None and self._take(fetch, name, content)
+
+    def _take(self, fetch: Fetch, name: BlockName, content: bytes) -> bool:
         with self._changed:
-            if content is None or fetch.settled:
+            if fetch.settled or self._fetched_bytes > MAX_FETCHED_BYTES:
                 return False
             fetch.blocks.append((name, content))
             fetch.num_bytes += len(content)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import zmq
 from msgspec.structs import replace
@@ -35,8 +35,10 @@ from engine.executor.rules import check_draft_settings, check_pooling, why_blind
 from engine.executor.team import Team
 from engine.kv_events.events import KvEventLog
 from engine.kv_events.publisher import KvEventPublisher, check_events, read_settings
-from engine.kv_tiers.opening import KvMemory, check_tiers, model_name, open_tiers
+from engine.kv_tiers.opening import BadTiers, KvMemory, check_tiers, model_name, open_tiers
 from engine.kv_tiers.tiers import KvTiers
+from engine.kv_transfer.opening import open_port
+from engine.kv_transfer.settings import read_transfer
 from engine.lockstep.group_connection import GroupConnection
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.loop import LockstepLoop
@@ -60,6 +62,7 @@ from engine.shared.logs import name_process
 from engine.shared.messages import (
     PUSHED,
     AdapterSheet,
+    EngineCounters,
     EngineDead,
     EngineSetup,
     GroupMember,
@@ -128,6 +131,7 @@ def build_executor(
     check_draft_settings(config)
     check_tiers(config, pools=pooling is not None)
     check_events(config, pools=pooling is not None)
+    read_transfer(config.cache, rank)
     if config.executor.executor == "simulated":
         if config.cache.kv_cache_dtype != "auto":
             raise CannotStart(
@@ -271,6 +275,7 @@ class EngineProcess:
         self._early_stop = EarlyStop(partial(signal.setitimer, signal.ITIMER_REAL))
         self._kv_memory: KvMemory | None = None
         self._tiers: KvTiers | None = None
+        self._split: tuple[Literal["", "prefill", "decode", "both"], str] = ("", "")
         self._kv_events: KvEventLog | None = None
         self._kv_publisher: KvEventPublisher | None = None
         self._serving = False
@@ -337,9 +342,7 @@ class EngineProcess:
             if executor.adapters is not None:
                 executor.adapters.on_settled = lambda: self._inbox.put(AdaptersSettled())
             if isinstance(executor, KvMemory):
-                self._kv_memory = executor
-                fingerprint = executor.info.model_fingerprint
-                self._tiers = open_tiers(self._config, executor, fingerprint)
+                self._open_tiers(executor, executor.info.model_fingerprint, welcome.rank)
             if self._tiers is not None:
                 self._tiers.on_settled = lambda: self._inbox.put(PrerequisitesSettled())
             self._open_kv_events(executor, welcome.rank)
@@ -361,6 +364,31 @@ class EngineProcess:
                 if executor is not None:
                     executor.shutdown()
                 self._context.destroy(linger=0)
+
+    def _open_tiers(self, executor: KvMemory, fingerprint: str, rank: int) -> None:
+        """Open what keeps KV blocks beyond the engine, and what exchanges them with others."""
+        self._kv_memory = executor
+        counters = EngineCounters()
+        opened = open_port(
+            self._config,
+            executor,
+            self._context,
+            rank=rank,
+            incarnation=self._incarnation,
+            counters=counters,
+        )
+        port = None
+        if opened is not None:
+            port, self._split = opened.port, (opened.role, opened.address)
+            logger.info("KV blocks: role %s %s", opened.role, opened.address)
+        try:
+            self._tiers = open_tiers(
+                self._config, executor, fingerprint, peers=port, counters=counters
+            )
+        except BadTiers:
+            if port is not None:
+                port.shutdown()
+            raise
 
     def _open_kv_events(self, executor: Executor, rank: int) -> None:
         """Publish what becomes of KV blocks, if that was asked for."""
@@ -391,6 +419,7 @@ class EngineProcess:
             on_adapters=self._has_adapters,
             on_setup=self._weights_changed,
             weight_version=self._weight_version,
+            split=self._split,
         )
         self._load_adapters(core)
         return core

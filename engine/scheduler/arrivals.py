@@ -106,7 +106,7 @@ class Arrivals:
             self._counters.grammar_requests += 1
             self._counters.grammar_waits += not request.grammar.settled
         if not request.lacks_prompt_logprobs:
-            request.fetch = self._kv.fetch(request.table, request.token_ids)
+            request.fetch = self._kv.fetch(request.table, request.token_ids, request.kv_source)
         return self._queue_compiled(request)
 
     def queue_compiled(self) -> Outputs:

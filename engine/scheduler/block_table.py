@@ -105,12 +105,20 @@ class BlockTable:
 
     __slots__ = (
         "capacity", "digests", "generation", "groups", "images", "next_commit", "next_release",
-        "num_admitted", "num_blocks", "num_committed", "num_untold", "root",
+        "num_admitted", "num_blocks", "num_committed", "num_untold", "offered", "root",
     )  # fmt: skip
 
-    def __init__(self, root: bytes = ROOT_DIGEST, images: Sequence[EncoderInput] = ()) -> None:
+    def __init__(
+        self,
+        root: bytes = ROOT_DIGEST,
+        images: Sequence[EncoderInput] = (),
+        *,
+        offered: bool = False,
+    ) -> None:
         self.root = root
         """Parent of its first block: tables with different ones share nothing."""
+        self.offered = offered
+        """Whether another engine is to read its blocks."""
         self.images = [
             SlotImage(each.position, each.num_tokens, each.digest, each.height, each.width)
             for each in images

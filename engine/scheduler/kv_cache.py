@@ -9,6 +9,7 @@ from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.block_table import FREED, NEVER, BlockTable, CacheShape, GroupTable
 from engine.scheduler.prefix_cache import KnownDigests, PrefixCache
 from engine.shared.block_names import block_digest, shown_in
+from engine.shared.messages import KvSource
 
 
 class KVCacheManager:
@@ -48,7 +49,7 @@ class KVCacheManager:
         """For front ends, once one has asked."""
         self._followed = self._keeping[0] if self._keeping else 0
         """The group of layers whose blocks are told: one that keeps all positions, if any does."""
-        stores_evicted = tiers is not None and not tiers.stores_all
+        stores_evicted = tiers is not None and tiers.stores_evicted
         is_plain = self.num_groups == 1 and not stores_evicted and events is None
         self._pool = BlockPool(
             num_blocks, on_evict=self._caches[0].evict if is_plain else self._evict
@@ -131,6 +132,8 @@ class KVCacheManager:
         table.num_committed = num_cached
         table.next_commit = (num_cached + 1) * self.block_size if self.caching else NEVER
         self._measure(table)
+        if table.offered:
+            self._offer(table, 0, num_cached)
         return num_cached * self.block_size
 
     def needs(
@@ -142,14 +145,19 @@ class KVCacheManager:
         num_new = sum(self._wanted(matched, len(token_ids)))
         return len(matched[0]) * self.block_size, num_new + self._pool.count_free(cached)
 
-    def fetch(self, table: BlockTable, token_ids: Sequence[int]) -> Fetch | None:
-        """Begin to read what the tiers may have of a prompt's prefix and the KV cache has not.
+    def fetch(
+        self, table: BlockTable, token_ids: Sequence[int], source: KvSource | None = None
+    ) -> Fetch | None:
+        """Begin to read what the KV cache has not of a prompt's prefix, and others may have.
+
+        Args:
+            source: an engine that offers it, besides the tiers.
 
         Returns:
             None if there is nothing to wait for.
         """
         limit = (len(token_ids) - 1) // self.block_size
-        if self._tiers is None or limit < 1:
+        if self._tiers is None or limit < 1 or not self._tiers.can_fetch(source):
             return None
         self._extend_digests(table, token_ids, limit)
         digests = table.digests[:limit]
@@ -171,7 +179,7 @@ class KVCacheManager:
                         read((group, digest))
 
         fetch = Fetch(read_wanted, self._generation)
-        self._tiers.fetch(fetch)
+        self._tiers.fetch(fetch, source)
         return fetch
 
     def restore(
@@ -186,7 +194,8 @@ class KVCacheManager:
             headroom: blocks that must stay free.
 
         Returns:
-            How many tokens' keys and values there are now that were not.
+            How many tokens' keys and values there are now that were not, but for those that came
+            from another engine, which are counted here.
         """
         assert self._tiers is not None
         taken = self._cached(self.match(table, token_ids))
@@ -207,7 +216,12 @@ class KVCacheManager:
                 self._pool.keep(ids[0])
                 self._tell_stored(group, table, index_of[digest], token_ids)
                 taken += ids
-                num_tokens += self.block_size * (group == 0)
+                if group:
+                    continue
+                if (group, digest) in fetch.pulled:
+                    self._tiers.counters.kv_transfer_hits += self.block_size
+                else:
+                    num_tokens += self.block_size
         self._tiers.discard(fetch)
         self._pool.release([*reversed(taken[num_cached:]), *reversed(taken[:num_cached])])
         return num_tokens
@@ -263,6 +277,8 @@ class KVCacheManager:
                     self._tell_stored(number, table, index, token_ids)
                     if tiers is not None:
                         tiers.store((number, table.digests[index]), group.ids[index])
+        if table.offered:
+            self._offer(table, table.num_committed, num_full)
         table.num_committed = num_full
         table.next_commit = (num_full + 1) * self.block_size
 
@@ -353,8 +369,16 @@ class KVCacheManager:
                     self._log.removed(digest)
                 if self._events is not None:
                     self._events.removed(number, digest)
-                if self._tiers is not None and not self._tiers.stores_all:
+                if self._tiers is not None and self._tiers.stores_evicted:
                     self._tiers.store((number, digest), block_id)
+
+    def _offer(self, table: BlockTable, start: int, end: int) -> None:
+        """Offer a sequence's blocks to another engine, those before a window excepted."""
+        if self._tiers is None:
+            return
+        for number, group in enumerate(table.groups):
+            for index in range(max(start, group.first), end):
+                self._tiers.offer((number, table.digests[index]), group.ids[index])
 
     def _tell_stored(
         self, group: int, table: BlockTable, index: int, token_ids: Sequence[int]

@@ -11,6 +11,7 @@ from engine.shared.block_names import ROOT_DIGEST, adapter_root
 from engine.shared.messages import (
     AddRequest,
     EncoderInput,
+    KvSource,
     PoolingParams,
     RequestTiming,
     SamplingParams,
@@ -101,6 +102,8 @@ class Request:
     """When the first token drawn here was known."""
     grammar: Grammar | None = None
     """What its output has to follow."""
+    kv_source: KvSource | None = None
+    """The engine that offers its blocks."""
     fetch: Fetch | None = None
     """What is read for it that the KV cache has not, until it is in there."""
     num_renewals: int = 0
@@ -207,7 +210,9 @@ def request_from_message(
         table=BlockTable(
             adapter_root(message.cache_root or ROOT_DIGEST, message.adapter),
             message.encoder_inputs,
+            offered=message.offers_blocks,
         ),
+        kv_source=message.kv_source,
         steps_alone=message.alone,
         queued_tokens=len(token_ids),
         queued_at=now,

@@ -24,6 +24,7 @@ from server.errors import ApiError, invalid, timed_out
 from server.generate.answer import BestOf
 from server.generate.beam_run import BeamRun
 from server.generate.fold import Delta
+from server.generate.handover import hand_over, handed_on
 from server.generate.model import ServedModel
 from server.generate.pooling.inputs import PoolingModel
 from server.generate.request import GenerationRequest
@@ -125,6 +126,12 @@ class Generation(Response, Generic[B]):
                 request.best_of,
                 image_bytes(request),
             )
+            hand_over(
+                request,
+                services.client.kv_offers,
+                allowed=services.config.routing.allow_kv_transfer_params,
+                stream=bool(request.fields.stream),
+            )
             request.tenant = call.tenant.id
             await prepare_images(request, call, services)
             await specify(request, services.model)
@@ -154,6 +161,9 @@ class Generation(Response, Generic[B]):
             services.metrics.count("tool_call_parser_invocations", parser, by=request.num_answers)
         if isinstance(run, Run):
             call.weight_version = lambda: services.client.weight_version(run.engine)
+            if request.offers_blocks:
+                offers = services.client
+                request.handed_on = lambda: handed_on(request, offers.kv_offers.get(run.engine))
         self._renderer = self._make_renderer(self._body, request, services.table)
         await self._push_all(run, request)
 

@@ -9,6 +9,7 @@ from server.generate.answer import DeltaSum
 from server.generate.fold import Delta
 from server.generate.request import GenerationRequest
 from server.schema.answer import RequestMetrics, Usage
+from server.schema.kv_transfer import KvHandedOn
 
 _LARGE = 2000
 """Tokens and scores of answers from which on JSON is made beside the event loop."""
@@ -27,6 +28,11 @@ def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | U
         mean_itl_ms=timing.decode * 1000 / (tokens - 1) if tokens > 1 else None,
         tokens_per_second=tokens / ran if ran > 0 else None,
     )
+
+
+def transfer_shown(request: GenerationRequest) -> KvHandedOn | UnsetType | None:
+    """Return what the answer says of KV blocks that are offered, if that was asked for."""
+    return UNSET if request.handed_on is None else request.handed_on()
 
 
 class Renderer(Protocol):

@@ -102,6 +102,17 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
         "KV blocks that an API server remembers for prefix-aware routing, about 80 bytes each; "
         "engines have equal shares, and a block beyond them counts as not cached.",
     ] = 2_000_000
+    prefill_split_length: Annotated[
+        PositiveInt,
+        "Prompt tokens to compute (where it is known what is cached: that is not) from which on a "
+        "prompt goes to an engine with --kv-role prefill first, if there is one.",
+    ] = 512
+    allow_kv_transfer_params: Annotated[
+        bool,
+        "Take kv_transfer_params, with which an outside router has KV blocks handed from one "
+        "server to another: who sends them says which address an engine connects to, so let only "
+        "your router reach this server.",
+    ] = False
     min_ready_engines: Annotated[
         PositiveInt,
         "Number of engines that must be ready before /ready answers 200 for the first time, "

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET
 
-from engine.shared.messages import AddRequest, EncoderInput, RequestTiming, SamplingParams
+from engine.shared.messages import (
+    AddRequest,
+    EncoderInput,
+    KvSource,
+    RequestTiming,
+    SamplingParams,
+)
 from server.access.admission import Reservation
 from server.answer.plan import AnswerPlan
 from server.errors import ApiError
@@ -14,6 +20,7 @@ from server.generate.beams import Beams
 from server.schema.answer import PromptTokensDetails, Usage
 from server.schema.body import JsonObject
 from server.schema.fields import SamplingFields
+from server.schema.kv_transfer import KvHandedOn, KvTransferParams
 from server.schema.messages import ChatMessage
 from server.schema.tools import Tool, ToolChoice
 
@@ -109,6 +116,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     """The field that an error about `max_tokens` names; the next two are for scores."""
     scores_field: str = "logprobs"
     prompt_scores_field: str = "prompt_logprobs"
+    kv_transfer: KvTransferParams | None = None
+    """What is asked for of KV blocks; see `server.generate.handover`."""
     blame: Callable[[ApiError], ApiError] | None = None
     """Turns an error about these fields into one about those that the client wrote."""
 
@@ -127,7 +136,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     tenant: int = 0
     cache_root: bytes = b""
     adapter: str = ""
-    """These three as in `engine.shared.messages.AddRequest`."""
+    offers_blocks: bool = False
+    kv_source: KvSource | None = None
+    """These five as in `engine.shared.messages.AddRequest`."""
+    handed_on: Callable[[], KvHandedOn | None] | None = None
+    """Returns what the answer says of blocks that are offered, if it says anything."""
     shows_cached: bool = True
     """Whether the usage says how much of the prompt was cached."""
     shows_timing: bool = False
@@ -216,6 +229,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
             group=group,
             adapter=self.adapter,
             encoder_inputs=list(encoder_inputs),
+            offers_blocks=self.offers_blocks,
+            kv_source=self.kv_source,
         )
 
     def usage(self, completion_tokens: int, cached_tokens: int) -> Usage:

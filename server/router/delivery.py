@@ -6,14 +6,15 @@ earlier engine or connection still sends for it are ignored.
 
 import msgspec
 
-from engine.shared.messages import AbortRequests, AddRequest, StepOutputs, WakeUp
+from engine.shared.messages import AbortRequests, AddRequest, RequestOutput, StepOutputs, WakeUp
 from server.router.block_index import BlockIndex
 from server.router.events import Action, Count, Deliver, Notify, Send, Tell, Woken
 from server.router.load import Loads
 from server.router.members import Members
-from server.router.request import RoutedRequest
-from server.router.route import Engine
+from server.router.request import Prefill, RoutedRequest
+from server.router.route import Engine, Route
 from server.router.routing import Choice, RoutingPolicy, with_adapter, with_cached
+from server.router.split import Split, answer_of, prefill_of
 
 
 class Delivery:
@@ -26,6 +27,7 @@ class Delivery:
         loads: how loaded they are.
         policy: chooses among them.
         index: which KV blocks they hold, if the policy is to know.
+        split: which prompts are computed by other engines than those that answer.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Delivery:
         loads: Loads,
         policy: RoutingPolicy,
         index: BlockIndex | None = None,
+        split: Split | None = None,
     ) -> None:
         self.in_flight: dict[int, RoutedRequest] = {}
         """Requests that have not ended, by the id under which they were sent last."""
@@ -46,6 +49,8 @@ class Delivery:
         self._loads = loads
         self._policy = policy
         self._index = index
+        self._split = split
+        self._prefilled: list[RoutedRequest] = []
         self._woken_at: float | None = None
 
     # -- requests --------------------------------------------------------------------------------
@@ -85,7 +90,8 @@ class Delivery:
         members = self._members
         route = members.routes[choice.rank]
         assert route.identity is not None, f"engine {choice.rank} was offered without a route"
-        message = route.without_held_images(request.to_send(members.wave))
+        part = self._part_of(request, request.to_send(members.wave))
+        message = route.without_held_images(part)
         was_paused = members.paused
         self._loads.sent(route, message.num_tokens)
         request.engine = rank, incarnation = route.engine
@@ -102,6 +108,16 @@ class Delivery:
             self._woken_at = now
         return [*actions, Notify(WakeUp(self._front_end, rank, members.wave))]
 
+    def _part_of(self, request: RoutedRequest, message: AddRequest) -> AddRequest:
+        """Return what the chosen engine is to do of a request."""
+        if request.prefill is Prefill.RUNS:
+            return prefill_of(message)
+        if request.prefill is Prefill.OVER:
+            request.prefill = Prefill.NONE  # if this engine is lost, it begins anew
+            engine = request.prefilled_by
+            return answer_of(message, None if engine is None else self._members.find(*engine))
+        return message
+
     def not_sent(self, message: AddRequest, engine: Engine) -> RoutedRequest | None:
         """A send failed: return the request, now on no engine, if it has not ended."""
         route = self._members.find(*engine)
@@ -117,19 +133,23 @@ class Delivery:
         routes, pinned_rank = self._members.routes, request.pinned_rank
         adapter = request.message.adapter
         request.expected_cached = None
+        if request.prefill is Prefill.RUNS:
+            request.prefill = Prefill.NONE
         if pinned_rank is not None:
             route = routes.get(pinned_rank)
             is_there = route is not None and route.is_open and route.can_serve(request.message)
             return Choice(pinned_rank, "pinned") if is_there else None
-        usable = [
+        every = usable = [
             each for each in routes.values() if each.is_usable and each.can_serve(request.message)
         ]
+        if self._split is not None:
+            usable = self._split.answering(request.message, every)
         loads = self._loads.of(usable)
         if not loads:
             return None
         cached: dict[int, int] = {}
         if self._index is not None:
-            engines = [each.engine for each in usable]
+            engines = [each.engine for each in every]
             cached = self._index.cached_tokens(engines, request.message, request.output_token_ids)
             loads = with_cached(loads, cached)
         choice = self._policy.choose(
@@ -141,9 +161,34 @@ class Delivery:
         if adapter:
             resident = {route.entry.rank for route in usable if route.has_resident(adapter)}
             choice = with_adapter(choice, loads, resident)
-        if self._index is not None:
-            request.expected_cached = cached.get(choice.rank, 0)
+        if request.prefill is Prefill.NONE:
+            choice = self._choose_prefill(request, every, choice, cached) or choice
+            if self._index is not None:
+                request.expected_cached = cached.get(choice.rank, 0)
         return choice
+
+    def _choose_prefill(
+        self,
+        request: RoutedRequest,
+        usable: list[Route],
+        answers: Choice,
+        cached: dict[int, int],
+    ) -> Choice | None:
+        """Return the engine that computes a request's prompt first, if one should."""
+        if self._split is None:
+            return None
+        route, known = self._members.routes[answers.rank], cached.get(answers.rank, 0)
+        engines = self._split.prefilling(request, usable, route, known)
+        if not engines:
+            return None
+        request.prefill = Prefill.RUNS
+        choice = self._split.policy.choose(
+            with_cached(self._loads.of(engines), cached),
+            request.shown_token_ids,
+            self._members.unseen_front_ends(self._loads.num_front_ends),
+            cache_root=request.message.cache_root + request.message.adapter.encode(),
+        )
+        return Choice(choice.rank, "prefill")
 
     def abort(self, ids: list[int], engine: Engine | None) -> list[Action]:
         """Have an engine process drop requests, if it can be reached."""
@@ -184,12 +229,35 @@ class Delivery:
                         found.append(Count("routing_expected_cached_tokens", expected))
                         found.append(Count("routing_found_cached_tokens", cached))
                         request.expected_cached = None
+                if request.prefill is Prefill.RUNS:
+                    self._prefill_said(request, output)
+                    continue
+                if request.cached_at_prefill is not None and output.num_cached_tokens:
+                    output = msgspec.structs.replace(
+                        output, num_cached_tokens=request.cached_at_prefill
+                    )
                 if output.finish_reason is not None:
                     del in_flight[output.id]
                 request.output_token_ids += output.token_ids
                 delivered.append((request, output))
         actions: list[Action] = [Deliver(delivered), *found] if delivered else []
         return actions + self.abort(stale, engine) if stale else actions
+
+    def _prefill_said(self, request: RoutedRequest, output: RequestOutput) -> None:
+        """Take an output of a prefill engine: its token is not shown."""
+        if output.finish_reason is None:
+            return
+        has_succeeded = output.finish_reason in ("length", "stop")
+        if has_succeeded and request.cached_at_prefill is None:
+            request.cached_at_prefill = output.num_cached_tokens
+        request.prefilled_by = request.engine if has_succeeded else None
+        request.prefill = Prefill.OVER
+        self._prefilled.append(request)
+
+    def take_prefilled(self) -> list[RoutedRequest]:
+        """Return the requests whose prompts have been computed: they go on elsewhere."""
+        prefilled, self._prefilled = self._prefilled, []
+        return prefilled
 
     def engines_run(self, now: float) -> list[Action]:
         """Engines run: a wake-up may be over."""

@@ -24,6 +24,7 @@ from engine.shared.messages import (
     FleetOrder,
     FleetWish,
     FrontEndNotice,
+    KvSource,
     RouteHello,
     UtilityResult,
     UtilityValue,
@@ -32,7 +33,7 @@ from engine.shared.messages import (
 from engine.shared.transport import Inbox
 from server.router.adapters import Adapters
 from server.router.events import CallOverdue, EngineHello, Event, FollowBlocks, Tick
-from server.router.generation_client import NoEngineAvailable
+from server.router.generation_client import KvOffer, NoEngineAvailable
 from server.router.router import Router
 from server.router.shell import ClientMetrics, RouterShell
 from server.router.token_stream import RequestStream, Unread
@@ -178,6 +179,16 @@ class EngineClient:
         route = self._router.members.routes.get(rank)
         stats = None if route is None else route.stats
         return "" if stats is None else stats.weight_version
+
+    @property
+    def kv_offers(self) -> dict[int, KvOffer]:
+        found = {}
+        for rank, route in self._router.members.routes.items():
+            setup = route.entry.setup
+            if setup is not None and setup.kv_address:
+                source = KvSource(setup.kv_address, route.entry.incarnation)
+                found[rank] = KvOffer(source, setup.block_size)
+        return found
 
     @property
     def stats_age(self) -> dict[int, float]:

@@ -1,12 +1,14 @@
 """What the HTTP layer needs of the client that reaches the engines; tests give it a fake."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from engine.shared.messages import (
     AdapterOutcome,
     AddRequest,
     ClusterView,
     FleetWish,
+    KvSource,
     UtilityResult,
     UtilityValue,
 )
@@ -24,6 +26,13 @@ class NoSuchEngine(NoEngineAvailable):
 
 class KillsEngines(Exception):
     """The request killed the engines that ran it, or may have: it must not be sent again."""
+
+
+class KvOffer(NamedTuple):
+    """An engine that offers KV blocks of prompts to others."""
+
+    source: KvSource
+    block_size: int
 
 
 class GenerationClient(Protocol):
@@ -88,6 +97,11 @@ class GenerationClient(Protocol):
 
     def weight_version(self, rank: int) -> str:
         """What the weights of an engine are called; "" for those of its settings."""
+        ...
+
+    @property
+    def kv_offers(self) -> Mapping[int, KvOffer]:
+        """The engines that offer KV blocks of prompts to others, by rank."""
         ...
 
     @property

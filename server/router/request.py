@@ -1,5 +1,6 @@
 """A sequence that a front end has in flight: what it is, where it runs, and its suspicion."""
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -96,6 +97,17 @@ class Suspicion:
         self.clearances += 1
 
 
+class Prefill(enum.Enum):
+    """How far a request is with having its prompt computed elsewhere (`server.router.split`)."""
+
+    NONE = enum.auto()
+    """It is not, or it is on the engine that answers it."""
+    RUNS = enum.auto()
+    """Its engine does that, and nothing else."""
+    OVER = enum.auto()
+    """That engine has said that it is done: another one is to answer."""
+
+
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
     """A request that the front end owns until it ends, whichever engines run it.
@@ -115,6 +127,11 @@ class RoutedRequest:
     expected_cached: int | None = None
     """Tokens that its engine is expected to have cached, until it says how many it had; None:
     nothing is known of that."""
+    prefill: Prefill = Prefill.NONE
+    prefilled_by: Engine | None = None
+    """The engine that has computed its prompt, if it succeeded."""
+    cached_at_prefill: int | None = None
+    """Prompt tokens that it had cached, the first of them if there were several."""
     times: EngineTimes = field(default_factory=EngineTimes)
     suspicion: Suspicion = field(default_factory=Suspicion)
     waited_since: float | None = None

@@ -66,6 +66,16 @@ class Route:
             self.images = ImageWindow(self.entry.setup.image_window)
         return self.images.without_held(message)
 
+    @property
+    def kv_role(self) -> str:
+        """What it does of a request, as `EngineSetup` says; empty: all."""
+        return "" if self.entry.setup is None else self.entry.setup.kv_role
+
+    @property
+    def offers_blocks(self) -> bool:
+        """Whether other engines can read KV blocks that it has computed for them."""
+        return self.entry.setup is not None and bool(self.entry.setup.kv_address)
+
     def can_serve(self, message: AddRequest) -> bool:
         """Whether it is able to compute a request."""
         seen = self.takes_images or not message.encoder_inputs

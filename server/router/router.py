@@ -48,6 +48,7 @@ from server.router.load_table import LoadTable
 from server.router.members import EngineLost, Members
 from server.router.request import RoutedRequest
 from server.router.routing import RoutingPolicy
+from server.router.split import Split
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,8 @@ class Router:
         order = self.loads.outputs_arrived(route, stats)
         was_behind = route is not None and self.loads.observe(route, stats, now)
         actions = self.delivery.outputs(message, order, now)
+        for request in self.delivery.take_prefilled():
+            actions += self.failover.place_again(request, now)
         if message.outputs or stats.running + stats.waiting > 0:
             actions += self.delivery.engines_run(now)
         if self.failover.probation.suspects and order == 0:
@@ -270,6 +273,7 @@ def build_router(
     scope: Scope = EVERYTHING,
     num_ranks: int = 0,
     index: BlockIndex | None = None,
+    split: Split | None = None,
 ) -> Router:
     """Return a router that knows nothing yet; its owners say what the arguments are for."""
     members = Members(incarnation, grace, scope, num_ranks)
@@ -281,6 +285,7 @@ def build_router(
         loads=loads,
         policy=policy,
         index=index,
+        split=split,
     )
     failover = Failover(
         members=members,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import PendingResult
@@ -102,7 +102,9 @@ class Engine(Process):
         config = _config(world)
         executor = _Poisoned(config, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
         parts = world.parts
-        self.core = parts.core(config, executor, rank=rank, incarnation=incarnation)
+        self.core = parts.core(
+            config, executor, rank=rank, incarnation=incarnation, split=_split(world, rank)
+        )
         identity = Identity(
             kind="engine", index=rank, incarnation=incarnation, host="node", pid=1,
             group_config={"model": "m"},
@@ -315,6 +317,13 @@ class Engine(Process):
     def leave(self) -> None:
         """End in order."""
         self._receiver.tell(Leave())
+
+
+def _split(world: World, rank: int) -> tuple[Literal["", "prefill", "decode"], str]:
+    """Return what the engine says of its role; blocks do not travel, and are computed."""
+    if not world.plan.splits:
+        return "", ""
+    return ("decode", "") if rank else ("prefill", "ipc://blocks")
 
 
 def _config(world: World) -> EngineConfig:

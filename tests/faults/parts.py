@@ -16,6 +16,7 @@ from server.router.load import Loads
 from server.router.members import Members
 from server.router.router import Router
 from server.router.routing import LeastLoaded, PrefixAware
+from server.router.split import Split
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Parts:
             loads=loads,
             policy=PrefixAware(index) if prefix_caching else LeastLoaded(index),
             index=blocks,
+            split=Split(SPLIT_TOKENS, LeastLoaded(index)),
         )
         failover = self.failover(
             members=members,
@@ -67,6 +69,8 @@ class Parts:
         )
 
 
+SPLIT_TOKENS = 10
+"""Prompt tokens from which on a prefill engine computes them, if there is one."""
 HEARTBEAT = 1.0
 TIMEOUT = 3.0
 """Seconds of silence after which a member is taken for dead."""

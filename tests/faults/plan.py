@@ -80,6 +80,8 @@ class Plan(NamedTuple):
     prefix_caching: bool
     by_priority: bool
     async_scheduling: bool
+    splits: bool
+    """Whether engine 0 computes long prompts for the others."""
 
     def describe(self) -> str:
         """Return the plan in words."""
@@ -87,7 +89,8 @@ class Plan(NamedTuple):
             f"{self.engines} engines, {self.front_ends} front ends, "
             f"{len(self.asks)} requests, max_resumes {self.max_resumes}, "
             f"loading {self.loading:.2f} s, prefix caching {self.prefix_caching}, "
-            f"priorities {self.by_priority}, overlapped {self.async_scheduling}"
+            f"priorities {self.by_priority}, overlapped {self.async_scheduling}, "
+            f"split {self.splits}"
         ]
         links += [
             f"  {ask.at:6.3f} {ask.name}: {len(ask.prompt)} tokens"
@@ -139,6 +142,7 @@ def draw_plan(seed: int) -> Plan:
         prefix_caching=rng.random() < 0.7,
         by_priority=rng.random() < 0.3,
         async_scheduling=rng.random() < 0.3,
+        splits=engines > 1 and rng.random() < 0.4,
     )
 
 

@@ -32,7 +32,7 @@ from server.router.events import Action
 from server.router.failover import Failover
 from server.router.load import Loads
 from server.router.members import EngineLost, Members
-from server.router.request import RoutedRequest
+from server.router.request import Prefill, RoutedRequest
 from server.router.route import Route
 from tests.faults.parts import Parts
 from tests.faults.run import run_seeds
@@ -53,6 +53,23 @@ class StartsOver(Delivery):
     def renumber(self, request: RoutedRequest, now: float) -> None:
         super().renumber(request, now)
         request.output_token_ids = []
+
+
+class ShowsThePrefill(Delivery):
+    """Takes what a prefill engine draws for the answer."""
+
+    def send(self, request: RoutedRequest, now: float) -> list[Action]:
+        actions = super().send(request, now)
+        request.prefill = Prefill.NONE
+        return actions
+
+
+class LosesThePrefilled(Delivery):
+    """Does not go on with a request whose prompt has been computed."""
+
+    def take_prefilled(self) -> list[RoutedRequest]:
+        super().take_prefilled()
+        return []
 
 
 class KeepsTheId(Delivery):
@@ -209,6 +226,8 @@ class TakesSuccessorsForThem(BlockIndex):
 MUTANTS = [
     Parts(delivery=StartsOver),
     Parts(delivery=KeepsTheId),
+    Parts(delivery=ShowsThePrefill),
+    Parts(delivery=LosesThePrefilled),
     Parts(failover=MovesNothing),
     Parts(failover=NeverSuspects),
     Parts(failover=ConvictsWithoutTrial),

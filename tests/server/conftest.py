@@ -45,7 +45,7 @@ from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
 from server.observe.metrics import FrontEndMetrics
 from server.router.adapters import Adapters
-from server.router.generation_client import NoEngineAvailable
+from server.router.generation_client import KvOffer, NoEngineAvailable
 from server.router.token_stream import RequestStream, Unread
 from server.store.service import ResponseStore
 from server.text.chat_template import ChatTemplate
@@ -124,6 +124,7 @@ class FakeStream(RequestStream):
         self.sampling = message.sampling
         self.priority = message.priority
         self.pinned_rank = pinned_rank
+        self.message = message
         self.tenant = message.tenant
         self.cache_root = message.cache_root
         self.pooling = message.pooling
@@ -177,6 +178,7 @@ class FakeGenerationClient:
         self.adapters = Adapters(0, 1)
         self.changes: list[tuple[str, str | None, bool]] = []
         self.outcome = AdapterOutcome(1, 200)
+        self.offers: dict[int, KvOffer] = {}
         self.utilities: list[tuple[int | None, str, dict[str, Any]]] = []
         self.streams: list[FakeStream] = []
         self.submitted = asyncio.Event()
@@ -199,6 +201,10 @@ class FakeGenerationClient:
 
     def weight_version(self, rank: int) -> str:
         return ""
+
+    @property
+    def kv_offers(self) -> dict[int, KvOffer]:
+        return self.offers
 
     async def call_utility(
         self, rank: int | None, name: str, arguments: dict[str, Any], within: float = 120.0

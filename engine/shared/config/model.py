@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from engine.shared.config.section import PositiveInt, Section
+from engine.shared.config.section import NonNegativeInt, PositiveInt, Section
 
 BUNDLED_MODEL = Path(__file__).parent.parent.parent / "bundled_model"
 BUNDLED_MODEL_NAME = "swell-shakespeare"
@@ -137,6 +137,27 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         "What --kv-memory-tier-bytes and --kv-disk-tier-dir store. all: every full block as soon "
         "as it is computed; evicted: blocks that leave the KV cache.",
     ] = "all"
+    kv_role: Annotated[
+        Literal["prefill", "decode", "both"] | None,
+        "What an engine does where prompts are computed by other engines than answers; prefill: it "
+        "computes long prompts and hands their KV blocks on; decode: it reads them and generates; "
+        "both: either, as long as nobody asks for one of them alone; default: no KV blocks are "
+        "handed on, unless --prefill-engines says so.",
+    ] = None
+    prefill_engines: Annotated[
+        NonNegativeInt,
+        "Number of engines, those of the lowest ranks, that have --kv-role prefill; the others "
+        "have decode. 0: --kv-role is that of all engines of this command.",
+    ] = 0
+    kv_transfer_bytes: Annotated[
+        PositiveInt,
+        "Memory of one engine for copies of KV blocks that another engine is about to read; what "
+        "does not fit is computed there.",
+    ] = 1 << 30
+    kv_transfer_config: Annotated[
+        str | None,
+        "JSON object with vLLM's keys, for --kv-role and --kv-transfer-bytes (docs/kv.md).",
+    ] = None
     kv_events_config: Annotated[
         str | None,
         "JSON object with vLLM's keys: engines publish which KV blocks they store and remove, for "

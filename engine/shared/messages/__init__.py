@@ -126,6 +126,7 @@ from engine.shared.messages.requests import (
     JsonObjectGrammar as JsonObjectGrammar,
     JsonSchemaGrammar as JsonSchemaGrammar,
     KvBlocksWanted as KvBlocksWanted,
+    KvSource as KvSource,
     LarkGrammar as LarkGrammar,
     PoolingParams as PoolingParams,
     RegexGrammar as RegexGrammar,

@@ -41,6 +41,10 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     """Whether it answers `KvBlocksWanted`."""
     image_window: int = 0
     """Bytes of images that it keeps for each front end (`engine.shared.image_window`)."""
+    kv_role: Literal["", "prefill", "decode", "both"] = ""
+    """Whether it computes prompts for others, or reads what these have computed, or both."""
+    kv_address: str = ""
+    """Where others read KV blocks that it offers (`KvSource`); empty if it offers none."""
 
     @property
     def kv_tokens(self) -> int:

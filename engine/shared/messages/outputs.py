@@ -197,6 +197,35 @@ class EngineCounters(msgspec.Struct, array_like=True):
         int, _counter("encoded_images", "Images (or tiles) that were encoded.")
     ] = 0
 
+    kv_transfer_hits: Annotated[
+        int,
+        _counter("kv_transfer_hits", "Tokens whose keys and values came from another engine."),
+    ] = 0
+    kv_transfer_bytes: Annotated[
+        int, _counter("kv_transfer_bytes", "Bytes of KV blocks received from other engines.")
+    ] = 0
+    kv_transfer_sent_bytes: Annotated[
+        int, _counter("kv_transfer_sent_bytes", "Bytes of KV blocks sent to other engines.")
+    ] = 0
+    kv_transfer_seconds: Annotated[
+        float,
+        _counter("kv_transfer_seconds", "Seconds that requests waited for KV blocks of others."),
+    ] = 0.0
+    kv_transfer_failures: Annotated[
+        int,
+        _counter(
+            "kv_transfer_failures",
+            "Transfers that did not bring all blocks; the others are computed.",
+        ),
+    ] = 0
+    kv_transfer_dropped_blocks: Annotated[
+        int,
+        _counter(
+            "kv_transfer_dropped_blocks",
+            "KV blocks that were to be offered to others and had no room, or found no reader.",
+        ),
+    ] = 0
+
     def count_sleep(self, seconds: float) -> None:
         """Count that memory was given back, which took so long."""
         self.sleeps += 1

@@ -133,6 +133,15 @@ class EncoderInput(Message, frozen=True):
     normalized. Empty where the engine has them (`engine.shared.image_window`)."""
 
 
+class KvSource(msgspec.Struct, frozen=True, array_like=True):
+    """An engine that offers the KV blocks of a prompt: it has just computed them."""
+
+    address: str
+    """Of the socket where it is asked for them."""
+    incarnation: int
+    """Another process there knows nothing of them."""
+
+
 class AddRequest(Message, frozen=True):
     """Queue one sequence for generation.
 
@@ -167,6 +176,10 @@ class AddRequest(Message, frozen=True):
     """Version of the adapter that it is computed with; empty: none."""
     encoder_inputs: list[EncoderInput] = []
     """What the prompt shows besides its text, by position; ranges do not overlap."""
+    offers_blocks: bool = False
+    """Another engine will read the KV blocks of its tokens: it is to find them."""
+    kv_source: KvSource | None = None
+    """Who offers the KV blocks of its tokens; whatever is not to be had there is computed."""
 
     @property
     def num_tokens(self) -> int:

@@ -27,7 +27,7 @@ from server.api.chat.schema import (
 )
 from server.api.chunks import ChunkFrames, error_frames
 from server.api.logprobs import chat_logprobs, prompt_scores, whole_logprobs
-from server.api.rendering import Renderer, WholeBody, timing_shown
+from server.api.rendering import Renderer, WholeBody, timing_shown, transfer_shown
 from server.generate.fold import Delta, FinishReason
 from server.generate.request import GenerationRequest
 from server.schema.answer import CompletionTokensDetails, Usage
@@ -64,6 +64,7 @@ class ChatBody(WholeBody):
         _add_details(usage, self._readers)
         made = ChatCompletionResponse(_id(request), request.created, request.model, choices, usage)
         made.metrics = timing_shown(request, usage)
+        made.kv_transfer_params = transfer_shown(request)
         if scores is not None:
             made.prompt_logprobs = prompt_scores(prompt, scores, self._table)
         if self._show_ids and len(request.prompts) == 1:

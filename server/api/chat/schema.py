@@ -23,6 +23,7 @@ from server.schema.answer import (
 )
 from server.schema.body import JsonObject
 from server.schema.fields import ReasoningEffort, SamplingFields, Verbosity
+from server.schema.kv_transfer import KV_TRANSFER, KvHandedOn, KvTransferParams
 from server.schema.messages import ChatMessage
 from server.schema.support import (
     CHAT_TEMPLATE,
@@ -64,6 +65,11 @@ class ChatFields(SamplingFields):
         le=MAX_TOKENS,
         description="Needs logprobs; -1: all tokens.",
         json_schema_extra=TOP_LOGPROBS,
+    )
+    kv_transfer_params: KvTransferParams | None = Field(
+        None,
+        description="Where an outside router has KV blocks of the prompt handed on.",
+        json_schema_extra=KV_TRANSFER,
     )
     echo: bool | None = Field(
         False,
@@ -159,6 +165,7 @@ class BatchChatRequest(ChatFields):
     undeclared: ClassVar[Rows] = {
         **refused(_ONE_BY_ONE, "stream use_beam_search echo continue_final_message", False),
         **refused(_ONE_BY_ONE, "stream_options prompt_logprobs tools tool_choice chat_template"),
+        **refused(_ONE_BY_ONE, "kv_transfer_params"),
         "n": Row("refused", "each conversation has one choice", (1,), 2),
     }
     """Of these some are declared: their values are checked before they are refused."""
@@ -226,6 +233,7 @@ class ChatCompletionResponse(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | None = None
     metrics: RequestMetrics | UnsetType = UNSET
     """With --enable-per-request-metrics."""
+    kv_transfer_params: KvHandedOn | UnsetType | None = UNSET
 
 
 class ChatDelta(msgspec.Struct):

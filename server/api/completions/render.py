@@ -13,7 +13,7 @@ from server.api.completions.schema import (
     CompletionResponse,
 )
 from server.api.logprobs import MIN_LOGPROB, prompt_scores, token_names
-from server.api.rendering import Renderer, WholeBody, timing_shown
+from server.api.rendering import Renderer, WholeBody, timing_shown, transfer_shown
 from server.generate.fold import Delta, ScoredToken
 from server.generate.request import GenerationRequest
 from server.schema.answer import Usage
@@ -76,6 +76,7 @@ class CompletionBody(WholeBody):
                 encoded_each(answers, self._shown),
                 usage,
                 metrics=timing_shown(request, usage),
+                kv_transfer_params=transfer_shown(request),
             )
         )
 

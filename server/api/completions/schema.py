@@ -16,6 +16,7 @@ from server.schema.answer import (
     Usage,
 )
 from server.schema.fields import SamplingFields, TokenIds
+from server.schema.kv_transfer import KV_TRANSFER, KvHandedOn, KvTransferParams
 from server.schema.support import NO_BUDGET, TOP_LOGPROBS, Rows, different, extra, refused
 
 Prompts = (
@@ -72,6 +73,11 @@ class CompletionRequest(SamplingFields):
         json_schema_extra=different("must equal n in a stream"),
     )
     add_special_tokens: bool | None = True
+    kv_transfer_params: KvTransferParams | None = Field(
+        None,
+        description="Where an outside router has KV blocks of the prompt handed on.",
+        json_schema_extra=KV_TRANSFER,
+    )
 
     undeclared: ClassVar[Rows] = {
         **refused("prompts are texts or token ids", "prompt_embeds"),
@@ -113,3 +119,4 @@ class CompletionResponse(msgspec.Struct):
     object: Literal["text_completion"] = "text_completion"
     metrics: RequestMetrics | UnsetType = UNSET
     """With --enable-per-request-metrics."""
+    kv_transfer_params: KvHandedOn | UnsetType | None = UNSET

@@ -1,7 +1,7 @@
 """Copies between the KV cache and its tiers, whatever the stores do."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -10,6 +10,7 @@ import pytest
 from engine.kv_tiers import tiers as module
 from engine.kv_tiers.block_store import BadBlock, BlockStore
 from engine.kv_tiers.tiers import BlockName, Fetch, KvTiers
+from engine.shared.messages import KvSource
 from tests.support.waiting import PATIENCE, until
 
 NAME: BlockName = (0, b"d" * 16)
@@ -44,10 +45,42 @@ class Store:
         pass
 
 
-def tiers_of(*stores: Store) -> KvTiers:
+class PlayedPeers:
+    """Keeps what is asked of other engines; the test answers."""
+
+    def __init__(self) -> None:
+        self.wanted: Sequence[BlockName] = ()
+        self.take: Callable[[BlockName, bytes], bool] = lambda *_: False
+        self.over: Callable[[bool], None] = lambda _: None
+        self.offered: dict[bytes, bytes] = {}
+
+    def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
+        self.offered[key] = read()
+
+    def pull(
+        self,
+        source: KvSource,
+        model: bytes,
+        wanted: Sequence[BlockName],
+        take: Callable[[BlockName, bytes], bool],
+        over: Callable[[bool], None],
+    ) -> None:
+        self.wanted, self.take, self.over = wanted, take, over
+
+    def clear(self) -> None:
+        self.offered.clear()
+
+    def shutdown(self) -> None: ...
+
+
+def tiers_of(*stores: Store, peers: PlayedPeers | None = None) -> KvTiers:
     memory = {n: bytes([n]) * 100 for n in range(9)}
     return KvTiers(
-        cast("list[BlockStore]", list(stores)), "all", memory.__getitem__, lambda *_: None
+        cast("list[BlockStore]", list(stores)),
+        "all",
+        memory.__getitem__,
+        lambda *_: None,
+        peers=peers,
     )
 
 
@@ -165,4 +198,95 @@ def test_blocks_of_other_weights_are_not_found() -> None:
     assert fetched(tiers, NAME).blocks == [(NAME, bytes([4]) * 100)]
     tiers.model = b"a"
     assert fetched(tiers, NAME).blocks == [(NAME, bytes([3]) * 100)]
+    tiers.shutdown()
+
+
+NAMES: list[BlockName] = [(0, bytes([n]) * 16) for n in range(3)]
+SOURCE = KvSource("ipc://x", 1)
+
+
+def pulling(tiers: KvTiers) -> Fetch:
+    """Return the fetch of three blocks from another engine."""
+
+    def read_wanted(read: Callable[[BlockName], bool]) -> None:
+        all(read(name) for name in NAMES)
+
+    fetch = Fetch(read_wanted, 0)
+    tiers.fetch(fetch, SOURCE)
+    return fetch
+
+
+def test_blocks_of_another_engine_settle_a_fetch_without_the_stores() -> None:
+    peers = PlayedPeers()
+    tiers = tiers_of(Store(), peers=peers)
+    fetch = pulling(tiers)
+    assert peers.wanted == NAMES
+    assert all(peers.take(name, b"content") for name in NAMES)
+    assert not fetch.settled
+    peers.over(True)
+    assert fetch.settled
+    assert fetch.blocks == [(name, b"content") for name in NAMES]
+    assert fetch.pulled == set(NAMES)
+    tiers.shutdown()
+
+
+def test_what_another_engine_has_not_is_read_from_the_stores() -> None:
+    peers, store = PlayedPeers(), Store()
+    tiers = tiers_of(store, peers=peers)
+    for block, name in enumerate(NAMES):
+        tiers.store(name, block)
+    until(lambda: len(store.blocks) == 3, "they are stored")
+    fetch = pulling(tiers)
+    peers.take(NAMES[0], b"pulled")
+    peers.over(False)
+    until(lambda: fetch.settled, "the rest is read")
+    assert fetch.blocks == [
+        (NAMES[0], b"pulled"), (NAMES[1], bytes([1]) * 100), (NAMES[2], bytes([2]) * 100),
+    ]  # fmt: skip
+    tiers.shutdown()
+
+
+def test_without_stores_a_fetch_is_settled_with_what_has_come() -> None:
+    peers = PlayedPeers()
+    tiers = tiers_of(peers=peers)
+    assert not tiers.can_fetch(None)
+    assert tiers.can_fetch(SOURCE)
+    fetch = pulling(tiers)
+    peers.take(NAMES[0], b"pulled")
+    peers.over(False)
+    assert fetch.settled
+    assert [name for name, _ in fetch.blocks] == NAMES[:1]
+    tiers.shutdown()
+
+
+def test_a_fetch_that_was_discarded_takes_nothing_more() -> None:
+    peers = PlayedPeers()
+    tiers = tiers_of(Store(), peers=peers)
+    fetch = pulling(tiers)
+    assert peers.take(NAMES[0], b"pulled")
+    tiers.discard(fetch)
+    assert not peers.take(NAMES[1], b"pulled")
+    peers.over(False)
+    assert (fetch.blocks, fetch.num_bytes) == ([], 0)
+    tiers.shutdown()
+
+
+def test_memory_for_what_has_come_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FETCHED_BYTES", 10)
+    peers = PlayedPeers()
+    tiers = tiers_of(peers=peers)
+    pulling(tiers)
+    assert [peers.take(name, bytes(8)) for name in NAMES] == [True, True, False]
+    tiers.shutdown()
+
+
+def test_offers_are_named_like_stored_blocks_and_cleared_with_them() -> None:
+    peers, store = PlayedPeers(), Store()
+    tiers = tiers_of(store, peers=peers)
+    tiers.offer(NAME, 3)
+    tiers.store(NAME, 3)
+    until(lambda: store.blocks, "it is stored")
+    assert peers.offered == store.blocks
+    tiers.clear()
+    assert not peers.offered
     tiers.shutdown()

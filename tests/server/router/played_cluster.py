@@ -23,6 +23,7 @@ from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.router import build_router
 from server.router.routing import LeastLoaded
 from server.router.shell import RouterShell
+from server.router.split import Split
 from server.router.token_stream import RequestStream
 
 GREEDY = SamplingParams(max_tokens=100, seed=1, temperature=0.0)
@@ -44,6 +45,7 @@ class Played:
     tokens: int = 0
     reachable: bool = True
     begun: set[int] = field(default_factory=set)
+    setup: EngineSetup = SETUP
 
     @property
     def identity(self) -> bytes:
@@ -66,11 +68,18 @@ class Played:
 class Cluster:
     """A front end's router among played engines."""
 
-    def __init__(self, *ranks: int, max_resumes: int = 1, resume_timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        *ranks: int,
+        max_resumes: int = 1,
+        resume_timeout: float = 30.0,
+        split: Split | None = None,
+    ) -> None:
         self.now = 0.0
         self.router = build_router(
             front_end=0, incarnation=ME, first_id=0, policy=LeastLoaded(), table=None, grace=5.0,
             max_resumes=max_resumes, halted_timeout=300.0, resume_timeout=resume_timeout,
+            split=split,
         )  # fmt: skip
         self.shell = RouterShell(
             self.router, send=self._send, notify=lambda notice: None, on_idle=lambda: None,
@@ -99,10 +108,10 @@ class Cluster:
                 engine.held.pop(id_, None)
         return True
 
-    def start(self, rank: int) -> Played:
+    def start(self, rank: int, setup: EngineSetup = SETUP) -> Played:
         """A new engine process joins and greets."""
         self._incarnations += 1
-        engine = self.engines[rank] = Played(rank, self._incarnations)
+        engine = self.engines[rank] = Played(rank, self._incarnations, setup=setup)
         self.publish()
         self.hello(engine)
         return engine
@@ -117,7 +126,7 @@ class Cluster:
         """The coordinator publishes who is there."""
         self._version += 1
         entries = [
-            EngineEntry(e.rank, e.incarnation, True, "h", 0, SETUP, e.stats())
+            EngineEntry(e.rank, e.incarnation, True, "h", 0, e.setup, e.stats())
             for e in self.engines.values()
         ]
         view = ClusterView(
@@ -142,7 +151,8 @@ class Cluster:
 
     def submit(self, name: str, **options: Any) -> RequestStream:
         pinned_rank = options.pop("pinned_rank", None)
-        message = AddRequest(0, name, 0, 0, [1, 2], GREEDY, **options)
+        prompt = options.pop("prompt", [1, 2])
+        message = AddRequest(0, name, 0, 0, prompt, GREEDY, **options)
         return self.shell.submit(message, pinned_rank)
 
     def tick(self, seconds: float = 1.0) -> None:

@@ -1,0 +1,421 @@
+"""An engine's sockets for KV blocks, and the thread that reads and writes them.
+
+At one of them others ask for what the engine offers; with one for each peer it pulls what these
+offer. Contents are copied out of the KV cache and into it by the engine's own thread: what travels
+is never memory that a step could write to.
+"""
+
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from engine.kv_tiers.tiers import BlockName
+from engine.kv_transfer.messages import (
+    MAX_NAMES,
+    MAX_QUESTION,
+    BlockFound,
+    BlocksWanted,
+    checksum,
+    decode_found,
+    decode_wanted,
+    pack,
+    unpack,
+)
+from engine.kv_transfer.offers import Offers
+from engine.kv_transfer.pull import Pull
+from engine.shared.messages import EngineCounters, KvSource, encode
+from engine.shared.transport import Transport
+
+PATIENCE = 2.0
+"""Seconds without a block after which a peer is given up."""
+DEADLINE = 30.0
+"""Seconds after which a pull is over in any case, those in the queue included."""
+OFFER_SECONDS = 60.0
+"""How long a block waits for its reader."""
+WINDOW_BYTES = 8 << 20
+"""What one pull has on its way at once, or a block."""
+MAX_PULLS_AT_ONCE = 4
+"""Of one peer; further ones wait for their turn."""
+UNUSED_SECONDS = 30.0
+"""After which a connection is closed that nothing is pulled on."""
+
+_MAX_QUEUED = 4096
+"""Blocks that wait to be sent to one peer; those beyond them are lost to it."""
+_MEND_INTERVAL = 1.0
+_SHUTDOWN_SECONDS = 5.0
+_SECONDS_BETWEEN_WARNINGS = 60.0
+_EVENT = struct.Struct("=HI")
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+logger = logging.getLogger(__name__)
+
+
+class _Order(NamedTuple):
+    """What is to be pulled, and who gets it, as `BlockPort.pull` was told."""
+
+    source: KvSource
+    model: bytes
+    wanted: Sequence[BlockName]
+    take: Callable[[BlockName, bytes], bool]
+    over: Callable[[bool], None]
+
+
+@dataclass(eq=False)
+class _Running:
+    number: int
+    order: _Order
+    pull: Pull
+    began_at: float = 0.0
+
+
+@dataclass(eq=False)
+class _Link:
+    """The connection to a peer."""
+
+    socket: "zmq.Socket[bytes]"
+    monitor: "zmq.Socket[bytes]"
+    used_at: float
+    pulls: dict[int, _Running] = field(default_factory=dict)
+
+
+class BlockPort:
+    """Offers blocks, and pulls them. All methods but `shutdown` return at once.
+
+    Args:
+        transport: of this thread alone.
+        address: where to bind; None: nothing is offered.
+        incarnation: of this process.
+        block_bytes: length of every content.
+        max_offered_bytes: limit for the contents that wait for their readers.
+        counters: of the engine.
+
+    Raises:
+        OSError, ValueError, zmq.ZMQError: it cannot be bound.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        address: str | None,
+        *,
+        incarnation: int,
+        block_bytes: int,
+        max_offered_bytes: int,
+        counters: EngineCounters,
+    ) -> None:
+        self._transport = transport
+        self._incarnation = incarnation
+        self._block_bytes = block_bytes
+        self._window = max(1, min(MAX_NAMES, WINDOW_BYTES // block_bytes))
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._offers = Offers(max_offered_bytes, OFFER_SECONDS)
+        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wakeup, zmq.POLLIN)
+        self._bound: zmq.Socket[bytes] | None = None
+        if address is not None:
+            self._bound = transport.bind(
+                zmq.ROUTER, address, largest=MAX_QUESTION, max_queued=_MAX_QUEUED
+            )
+            self._poller.register(self._bound, zmq.POLLIN)
+        self._links: dict[KvSource, _Link] = {}
+        self._num_pulls = 0
+        self._is_over = False
+        """Whether the thread takes no more orders."""
+        self._warned_at = -_SECONDS_BETWEEN_WARNINGS
+        self._thread = threading.Thread(target=self._run, name="kv blocks", daemon=True)
+
+    @property
+    def bound_to(self) -> "zmq.Socket[bytes] | None":
+        """The socket where it is asked for blocks; its thread must not have been started."""
+        return self._bound
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    # -- other threads ---------------------------------------------------------------------------
+
+    @property
+    def offered_bytes(self) -> int:
+        """What waits for its readers."""
+        return self._offers.num_bytes
+
+    def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
+        """Offer a block to one reader; `read` returns its content, if it is not there yet."""
+        now = time.monotonic()
+        with self._lock:
+            if self._offers.renew(key, now):
+                return
+            if self._bound is None or not self._offers.put(key, read(), now):
+                self._counters.kv_transfer_dropped_blocks += 1
+
+    def clear(self) -> None:
+        """Offer nothing of what was computed so far."""
+        with self._lock:
+            self._offers.clear()
+
+    def pull(
+        self,
+        source: KvSource,
+        model: bytes,
+        wanted: Sequence[BlockName],
+        take: Callable[[BlockName, bytes], bool],
+        over: Callable[[bool], None],
+    ) -> None:
+        """Begin to pull blocks; it is over in time, whatever the peer does.
+
+        This object's thread calls both: `take` for each block, while that returns True, and at the
+        end `over` with whether all have come. Where that has ended `over` is called at once.
+        """
+        with self._lock:
+            if not self._is_over:
+                self._orders.put(_Order(source, model, wanted, take, over))
+                os.eventfd_write(self._wakeup, 1)
+                return
+        over(False)
+
+    def shutdown(self) -> None:
+        """End all pulls and the thread; idempotent."""
+        if self._wakeup < 0:
+            return
+        self._orders.put(None)
+        os.eventfd_write(self._wakeup, 1)
+        self._thread.join(_SHUTDOWN_SECONDS)
+        os.close(self._wakeup)
+        self._wakeup = -1
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        next_look = time.monotonic()
+        try:
+            while True:
+                readable = dict(self._poller.poll(self._wait_ms(next_look)))
+                if self._wakeup in readable and not self._take_orders():
+                    return
+                if self._bound is not None and self._bound in readable:
+                    self._answer_some(self._bound)
+                for source, link in list(self._links.items()):
+                    if link.socket in readable:
+                        self._receive(link)
+                    if link.monitor in readable and _is_lost(link.monitor):
+                        self._lose(source)
+                now = time.monotonic()
+                if now >= next_look:
+                    next_look = now + _MEND_INTERVAL
+                    self._look(now)
+                self._go_on(now)
+        finally:
+            with self._lock:
+                self._is_over = True
+            while not self._orders.empty():
+                order = self._orders.get()
+                if order is not None:
+                    order.over(False)
+            for source in list(self._links):
+                self._lose(source)
+            if self._bound is not None:
+                self._bound.close(linger=0)
+
+    def _wait_ms(self, next_look: float) -> int:
+        ends = [each.pull.ends_at for link in self._links.values() for each in link.pulls.values()]
+        return max(0, int(1000 * (min([next_look, *ends]) - time.monotonic())) + 1)
+
+    def _look(self, now: float) -> None:
+        """Do what is due now and then."""
+        self._transport.mend()
+        with self._lock:
+            self._counters.kv_transfer_dropped_blocks += self._offers.expire(now)
+        for source, link in list(self._links.items()):
+            if not link.pulls and now - link.used_at > UNUSED_SECONDS:
+                self._lose(source)
+
+    # -- offering --------------------------------------------------------------------------------
+
+    def _answer_some(self, bound: "zmq.Socket[bytes]") -> None:
+        """Answer what has arrived, each peer's messages in their order."""
+        while True:
+            try:
+                frames = bound.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                wanted = decode_wanted(frames[1])
+            except (IndexError, msgspec.DecodeError):
+                self._warn("a question for KV blocks was malformed, and is dropped")
+                continue
+            self._answer(bound, frames[0], wanted)
+
+    def _answer(self, bound: "zmq.Socket[bytes]", peer: bytes, wanted: BlocksWanted) -> None:
+        for name in wanted.names:
+            content, key = None, wanted.model + name
+            if wanted.incarnation == self._incarnation:
+                with self._lock:
+                    content = self._offers.read(key)
+            digest = b"" if content is None else checksum(key, content)
+            found = BlockFound(wanted.pull, name, digest)
+            try:
+                bound.send_multipart([peer, encode(found), content or b""], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return  # the peer has gone
+            if content is None:
+                return
+            self._counters.kv_transfer_sent_bytes += len(content)
+
+    # -- pulling ---------------------------------------------------------------------------------
+
+    def _take_orders(self) -> bool:
+        """Begin with what was ordered; False if there will be no more."""
+        os.eventfd_read(self._wakeup)
+        while True:
+            try:
+                order = self._orders.get_nowait()
+            except Empty:
+                return True
+            if order is None:
+                return False
+            now = time.monotonic()
+            self._num_pulls += 1
+            deadline = now + DEADLINE
+            pull = Pull(order.wanted, window=self._window, patience=PATIENCE, deadline=deadline)
+            running = _Running(self._num_pulls, order, pull, now)
+            link = self._link_to(order.source, now)
+            if link is None:
+                running.pull.give_up()
+                self._end(running)
+            else:
+                link.pulls[running.number] = running
+
+    def _link_to(self, source: KvSource, now: float) -> _Link | None:
+        link = self._links.get(source)
+        if link is None:
+            largest = max(MAX_QUESTION, self._block_bytes)
+            try:
+                socket = self._transport.connect(zmq.DEALER, source.address, largest=largest)
+            except (OSError, ValueError, zmq.ZMQError) as error:
+                self._warn("KV blocks at %s: %s", source.address, error)
+                return None
+            monitor = socket.get_monitor_socket(_LOST)
+            link = self._links[source] = _Link(socket, monitor, now)
+            self._poller.register(socket, zmq.POLLIN)
+            self._poller.register(monitor, zmq.POLLIN)
+        link.used_at = now
+        return link
+
+    def _receive(self, link: _Link) -> None:
+        for _ in range(MAX_NAMES):  # then others get their turn
+            try:
+                frames = link.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                found = decode_found(frames[0])
+                content = frames[1]
+            except (IndexError, msgspec.DecodeError):
+                self._warn("an answer with KV blocks was malformed, and is dropped")
+                continue
+            running = link.pulls.get(found.pull)
+            if running is not None:
+                self._take(running, found, content)
+
+    def _take(self, running: _Running, found: BlockFound, content: bytes) -> None:
+        order, now = running.order, time.monotonic()
+        is_good = bool(found.digest)
+        if is_good and (
+            len(content) != self._block_bytes
+            or checksum(order.model + found.name, content) != found.digest
+        ):
+            self._warn("a KV block from %s was damaged: it is computed", order.source.address)
+            is_good = False
+        name = unpack(found.name)
+        if not running.pull.came(name, is_good=is_good, now=now):
+            return
+        self._counters.kv_transfer_bytes += len(content)
+        if not order.take(name, content):
+            running.pull.give_up()
+
+    def _go_on(self, now: float) -> None:
+        """Ask for more, and end what is over."""
+        for source, link in list(self._links.items()):
+            running = list(link.pulls.values())
+            for each in running:
+                each.pull.tick(now)
+            if any(each.pull.was_silent for each in running):
+                self._warn("%s sends no KV blocks: they are computed", source.address)
+                self._lose(source)  # what it still sends arrives nowhere
+                continue
+            for each in running:
+                if each.pull.is_over:
+                    del link.pulls[each.number]
+                    self._end(each)
+            for each in list(link.pulls.values())[:MAX_PULLS_AT_ONCE]:
+                names = each.pull.ask(now)
+                if names:
+                    link.used_at = now
+                    self._ask(link, each, names)
+
+    def _ask(self, link: _Link, running: _Running, names: Sequence[BlockName]) -> None:
+        order = running.order
+        question = BlocksWanted(
+            order.source.incarnation, order.model, running.number, [pack(each) for each in names]
+        )
+        try:
+            link.socket.send(encode(question), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            running.pull.give_up()
+            del link.pulls[running.number]
+            self._end(running)
+
+    def _lose(self, source: KvSource) -> None:
+        """Close the connection to a peer; nothing more comes of it."""
+        link = self._links.pop(source)
+        for socket in (link.socket, link.monitor):
+            self._poller.unregister(socket)
+        link.socket.disable_monitor()
+        for socket in (link.socket, link.monitor):
+            socket.close(linger=0)
+        for running in link.pulls.values():
+            running.pull.give_up()
+            self._end(running)
+
+    def _end(self, running: _Running) -> None:
+        self._counters.kv_transfer_seconds += time.monotonic() - running.began_at
+        self._counters.kv_transfer_failures += not running.pull.is_complete
+        running.order.over(running.pull.is_complete)
+
+    def _warn(self, message: str, *arguments: object) -> None:
+        """Log one of these a minute."""
+        now = time.monotonic()
+        if now - self._warned_at >= _SECONDS_BETWEEN_WARNINGS:
+            self._warned_at = now
+            logger.warning(message, *arguments)
+
+
+def _is_lost(monitor: "zmq.Socket[bytes]") -> bool:
+    """Whether a connection was lost, or could not be made."""
+    lost = False
+    while True:
+        try:
+            head = monitor.recv_multipart(zmq.NOBLOCK)[0]
+        except zmq.Again:
+            return lost
+        event, _ = _EVENT.unpack(head)
+        lost = lost or bool(event & _LOST)

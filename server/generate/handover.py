@@ -1,0 +1,90 @@
+"""Prompts whose KV blocks an outside router has handed from one server to another.
+
+The operator has to allow it: who sends these fields says which address an engine connects to.
+"""
+
+import re
+from collections.abc import Mapping
+
+from engine.shared.addresses import join_host_port, split_host_port
+from engine.shared.messages import KvSource
+from server.errors import ApiError, invalid
+from server.generate.request import GenerationRequest
+from server.router.generation_client import KvOffer
+from server.schema.kv_transfer import KvHandedOn, KvTransferParams
+
+FIELD = "kv_transfer_params"
+
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[?[0-9A-Fa-f:.]+\]?")
+_TCP = "tcp://"
+
+
+def hand_over(
+    request: GenerationRequest, offers: Mapping[int, KvOffer], *, allowed: bool, stream: bool
+) -> None:
+    """Have a request's blocks offered, or read, if it asks for that.
+
+    Args:
+        offers: engines that offer blocks, by rank.
+        allowed: whether the operator lets clients ask.
+        stream: whether the answer is a stream.
+
+    Raises:
+        ApiError: it is not allowed, or cannot be.
+    """
+    asked = request.kv_transfer
+    if asked is None:
+        return
+    if not allowed:
+        raise ApiError(
+            400,
+            f"{FIELD}: this server does not hand KV blocks to others (--allow-kv-transfer-params)",
+            param=FIELD,
+            code="kv_transfer_not_allowed",
+        )
+    if asked.do_remote_decode and asked.do_remote_prefill:
+        raise _wrong("do_remote_decode and do_remote_prefill exclude each other")
+    if asked.do_remote_prefill:
+        request.kv_source = _source(asked)
+    if not asked.do_remote_decode:
+        return
+    if request.num_sequences != 1 or request.beams is not None or stream:
+        raise _wrong("do_remote_decode is for one sequence, without stream")
+    if not any(each.source.address.startswith(_TCP) for each in offers.values()):
+        needed = "--kv-role, and --data-parallel-address"
+        raise _wrong(f"no engine here offers KV blocks over TCP ({needed})")
+    request.offers_blocks = True
+
+
+def handed_on(request: GenerationRequest, offer: KvOffer | None) -> KvHandedOn | None:
+    """Return what a router has to ask the next server with; None if nothing can be read there.
+
+    Args:
+        offer: of the engine that has computed the prompt.
+    """
+    if offer is None or not offer.source.address.startswith(_TCP):
+        return None
+    host, port = split_host_port(offer.source.address.removeprefix(_TCP))
+    num_blocks = (request.num_prompt_tokens - 1) // offer.block_size
+    return KvHandedOn(
+        f"{offer.source.incarnation:x}", list(range(num_blocks)), request.request_id, host, port
+    )
+
+
+def _source(asked: KvTransferParams) -> KvSource:
+    engine, host, port = asked.remote_engine_id, asked.remote_host, asked.remote_port
+    if engine is None or host is None or port is None:
+        raise _wrong("do_remote_prefill needs remote_engine_id, remote_host and remote_port")
+    if not _HOST.fullmatch(host):
+        raise _wrong("remote_host is neither a name nor an address")
+    try:
+        incarnation = int(engine, 16)
+    except ValueError:
+        raise _wrong("remote_engine_id is none of an engine of Swell") from None
+    if not 0 <= incarnation < 1 << 63:
+        raise _wrong("remote_engine_id is none of an engine of Swell")
+    return KvSource(f"{_TCP}{join_host_port(host, port)}", incarnation)
+
+
+def _wrong(what: str) -> ApiError:
+    return invalid(f"{FIELD}: {what}", FIELD)

@@ -1,0 +1,128 @@
+"""An engine with a real model in the test's own process, that offers or pulls KV blocks."""
+
+from pathlib import Path
+from threading import Event
+from typing import Any, Literal
+
+import msgspec
+import zmq
+
+from engine.core.engine_core import EngineCore
+from engine.core.events import PrerequisitesSettled
+from engine.executor.in_process import InProcessExecutor
+from engine.kv_tiers.opening import open_tiers
+from engine.kv_transfer.opening import open_port
+from engine.shared.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import AddRequest, EngineCounters, KvSource, RequestOutput
+from engine.shared.transport import make_context
+from tests.support.waiting import PATIENCE
+
+
+class PlayedEngine:
+    """Takes requests one after the other. It has to be closed.
+
+    Args:
+        sockets: directory of the sockets; None: there are none, and no role.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        sockets: Path | None,
+        *,
+        incarnation: int,
+        role: Literal["prefill", "decode", "both"] = "both",
+        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+        num_blocks: int = 200,
+        cluster: ClusterConfig | None = None,
+        tiers: dict[str, Any] | None = None,
+        **scheduling: Any,
+    ) -> None:
+        self.config = EngineConfig(
+            model=ModelConfig(model=str(model), dtype="float32", max_model_len=256, device="cpu"),
+            cache=CacheConfig(
+                num_kv_blocks=num_blocks,
+                block_size=8,
+                kv_cache_dtype=kv_cache_dtype,
+                kv_role=None if sockets is None else role,
+                **(tiers or {}),
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=8,
+                max_num_batched_tokens=48,
+                **{"speculative_row_price": 0.0} | scheduling,
+            ),
+            executor=ExecutorConfig(threads=1, batch_invariant=True),
+            cluster=cluster or ClusterConfig(coordinator=f"ipc://{sockets}/coordinator"),
+        )
+        self._executor = InProcessExecutor(self.config)
+        self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
+        counters = EngineCounters()
+        opened = open_port(
+            self.config,
+            self._executor,
+            self._context,
+            rank=0,
+            incarnation=incarnation,
+            counters=counters,
+        )
+        self.port = None if opened is None else opened.port
+        self._tiers = open_tiers(
+            self.config,
+            self._executor,
+            self._executor.info.model_fingerprint,
+            peers=self.port,
+            counters=counters,
+        )
+        self._settled = Event()
+        if self._tiers is not None:
+            self._tiers.on_settled = self._settled.set
+        self.source = KvSource("" if opened is None else opened.address, incarnation)
+        self.core = EngineCore(
+            self.config, self._executor, rank=0, incarnation=incarnation, tiers=self._tiers
+        )
+        self.core.front_end_joined(0, 1)
+
+    @property
+    def counters(self) -> EngineCounters:
+        return self.core.stats().counters
+
+    def answer(self, request: AddRequest, **fields: Any) -> list[int]:
+        """Return the tokens of a request's answer."""
+        outputs = self.outputs(request, **fields)
+        assert outputs[-1].finish_reason == "length", outputs[-1]
+        return [token for output in outputs for token in output.token_ids]
+
+    def outputs(self, request: AddRequest, **fields: Any) -> list[RequestOutput]:
+        """Run a request to its end."""
+        self.core.handle(msgspec.structs.replace(request, **fields))
+        outputs: list[RequestOutput] = []
+        while self.core.has_requests:
+            if self._settled.is_set() or not self.core.has_work:
+                assert self._settled.wait(PATIENCE)
+                self._settled.clear()
+                self.core.handle(PrerequisitesSettled())
+                continue
+            outputs += self.core.step().outputs.get(0, [])
+        self.core._scheduler.check_integrity()
+        return outputs
+
+    def prefill(self, request: AddRequest) -> KvSource:
+        """Compute a prompt, and offer its blocks."""
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=1)
+        self.outputs(request, sampling=sampling, offers_blocks=True)
+        return self.source
+
+    def close(self) -> None:
+        """End it, as a process does; idempotent."""
+        if self._tiers is not None:
+            self._tiers.shutdown()
+        self._executor.shutdown()
+        self._context.destroy(linger=0)

@@ -1,0 +1,219 @@
+"""Blocks offered by one engine and pulled by another, through whatever may happen between them."""
+
+from collections import deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.kv_tiers.tiers import BlockName
+from engine.kv_transfer.messages import checksum, pack
+from engine.kv_transfer.offers import Offers
+from engine.kv_transfer.pull import Pull
+
+NAMES: list[BlockName] = [(0, bytes([n]) * 16) for n in range(12)]
+SECONDS, PATIENCE, DEADLINE, WINDOW, MAX_BYTES = 30.0, 2.0, 20.0, 4, 1000
+
+
+def pull_of(count: int, *, now: float = 0.0) -> Pull:
+    return Pull(NAMES[:count], window=WINDOW, patience=PATIENCE, deadline=now + DEADLINE)
+
+
+def test_blocks_are_asked_for_ahead_and_in_their_order() -> None:
+    pull = pull_of(10)
+    assert pull.ask(0.0) == NAMES[:4]
+    assert not pull.ask(0.0)
+    for name in NAMES[:2]:
+        assert pull.came(name, is_good=True, now=1.0)
+    assert pull.ask(1.0) == NAMES[4:6]
+    for name in NAMES[2:10]:
+        pull.ask(1.0)
+        assert pull.came(name, is_good=True, now=1.0)
+    assert pull.is_complete
+    assert pull.is_over
+    assert not pull.is_given_up
+
+
+def test_a_peer_that_says_nothing_is_given_up_and_one_that_was_not_asked_is_not() -> None:
+    pull, waiting = pull_of(10), pull_of(10)
+    pull.ask(5.0)
+    for each in (pull, waiting):
+        each.tick(5.0 + PATIENCE)
+    assert pull.is_given_up
+    assert not waiting.is_over
+    waiting.tick(DEADLINE)
+    assert waiting.is_given_up
+
+
+def test_an_offer_is_for_as_many_readers_as_it_was_made() -> None:
+    offers = Offers(MAX_BYTES, SECONDS)
+    assert not offers.renew(b"a", 0.0)
+    assert offers.put(b"a", b"content", 0.0)
+    assert offers.renew(b"a", 1.0)
+    assert [offers.read(b"a") for _ in range(3)] == [b"content", b"content", None]
+    assert offers.num_bytes == 0
+
+
+def test_what_nobody_reads_is_forgotten_and_the_beginning_of_a_prompt_stays() -> None:
+    offers = Offers(MAX_BYTES, SECONDS)
+    taken = [offers.put(pack(name), bytes(300), n) for n, name in enumerate(NAMES)]
+    assert taken == [True] * 3 + [False] * 9
+    assert offers.next_end == SECONDS
+    assert offers.expire(SECONDS + 1) == 2
+    assert offers.num_bytes == 300
+    offers.clear()
+    assert offers.next_end is None
+    assert offers.num_bytes == 0
+
+
+def test_what_many_prompts_begin_with_makes_room_and_nothing_else_does() -> None:
+    offers = Offers(MAX_BYTES, SECONDS)
+    for key in (b"a", b"b", b"c"):
+        assert offers.put(key, bytes(300), 0.0)
+    for _ in range(5):
+        assert offers.renew(b"b", 1.0)
+    assert offers.put(b"d", bytes(300), 2.0)
+    assert not offers.put(b"e", bytes(300), 2.0)
+    assert [offers.read(key) is None for key in (b"a", b"b", b"c", b"d")] == [
+        False, True, False, False,
+    ]  # fmt: skip
+    assert offers.num_bytes == 0
+
+
+class TwoEngines(RuleBasedStateMachine):
+    """A prefill engine with an incarnation, a decode engine, and a link that delays and is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.offers = Offers(MAX_BYTES, SECONDS)
+        self.incarnation = 1
+        self.questions: deque[tuple[int, int, BlockName]] = deque()
+        """Pull, asked incarnation and block."""
+        self.answers: deque[tuple[int, BlockName, bytes, bytes | None]] = deque()
+        self.pulls: dict[int, tuple[Pull, int, int]] = {}
+        """By number: with how many blocks are wanted, and the incarnation that is asked."""
+        self.got: dict[int, list[bytes]] = {}
+        self.num_pulls = 0
+
+    def true(self, name: BlockName) -> bytes:
+        return pack(name) * 5
+
+    # -- the prefill engine ------------------------------------------------------------------
+
+    @rule(count=st.integers(1, len(NAMES)))
+    def prefill(self, count: int) -> None:
+        for name in NAMES[:count]:
+            if not self.offers.renew(pack(name), self.now):
+                self.offers.put(pack(name), self.true(name), self.now)
+
+    @rule()
+    def restart(self) -> None:
+        self.incarnation += 1
+        self.offers = Offers(MAX_BYTES, SECONDS)
+        self.cut()
+
+    @rule()
+    def reset(self) -> None:
+        self.offers.clear()
+
+    @precondition(lambda self: self.questions)
+    @rule(damage=st.booleans())
+    def answer(self, damage: bool) -> None:
+        number, incarnation, name = self.questions.popleft()
+        content = self.offers.read(pack(name)) if incarnation == self.incarnation else None
+        digest = b"" if content is None else checksum(pack(name), content)
+        if content is not None and damage:
+            content = content[:-1] + b"?"
+        self.answers.append((number, name, digest, content))
+
+    # -- the link ----------------------------------------------------------------------------
+
+    @rule()
+    def cut(self) -> None:
+        self.questions.clear()
+        self.answers.clear()
+        for pull, _, _ in self.pulls.values():
+            pull.give_up()
+
+    @precondition(lambda self: self.answers)
+    @rule()
+    def lose_an_answer(self) -> None:
+        self.answers.popleft()
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 40.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.offers.expire(self.now)
+        for pull, _, _ in self.pulls.values():
+            pull.tick(self.now)
+
+    # -- the decode engine -------------------------------------------------------------------
+
+    @rule(count=st.integers(1, len(NAMES)), stale=st.booleans())
+    def begin(self, count: int, stale: bool) -> None:
+        self.num_pulls += 1
+        incarnation = self.incarnation - stale
+        self.pulls[self.num_pulls] = (pull_of(count, now=self.now), count, incarnation)
+        self.got[self.num_pulls] = []
+
+    @rule()
+    def ask(self) -> None:
+        for number, (pull, _, incarnation) in self.pulls.items():
+            for name in pull.ask(self.now):
+                self.questions.append((number, incarnation, name))
+
+    @precondition(lambda self: self.answers)
+    @rule()
+    def take(self) -> None:
+        number, name, digest, content = self.answers.popleft()
+        if number not in self.pulls:
+            return
+        is_good = content is not None and checksum(pack(name), content) == digest
+        if self.pulls[number][0].came(name, is_good=is_good, now=self.now):
+            assert content is not None
+            self.got[number].append(content)
+
+    @rule()
+    def give_up_one(self) -> None:
+        if self.pulls:
+            next(iter(self.pulls.values()))[0].give_up()
+
+    # -- what always holds -------------------------------------------------------------------
+
+    @invariant()
+    def what_has_come_is_a_true_beginning(self) -> None:
+        for number, (pull, count, _) in self.pulls.items():
+            expected = [self.true(name) for name in NAMES[:count]]
+            assert self.got[number] == expected[: pull.num_come]
+
+    @invariant()
+    def memory_is_bounded_and_freed_in_time(self) -> None:
+        assert self.offers.num_bytes <= MAX_BYTES
+        assert self.offers.next_end is None or self.offers.next_end <= self.now + SECONDS
+        assert (self.offers.next_end is None) == (self.offers.num_bytes == 0)
+
+    @invariant()
+    def every_pull_ends_in_time(self) -> None:
+        for pull, _, _ in self.pulls.values():
+            assert pull.is_over or self.now < pull.ends_at <= self.now + DEADLINE
+
+    @invariant()
+    def no_more_than_a_window_is_on_its_way(self) -> None:
+        for number, (pull, _, _) in self.pulls.items():
+            on_its_way = sum(each[0] == number for each in (*self.questions, *self.answers))
+            assert pull.is_over or on_its_way <= WINDOW
+
+
+TestTwoEngines = TwoEngines.TestCase
+
+
+@given(st.integers(1, 12), st.integers(1, 6))
+def test_without_trouble_everything_comes(count: int, window: int) -> None:
+    pull = Pull(NAMES[:count], window=window, patience=PATIENCE, deadline=DEADLINE)
+    link: deque[BlockName] = deque()
+    while not pull.is_over:
+        link.extend(pull.ask(0.0))
+        assert pull.came(link.popleft(), is_good=True, now=0.0)
+    assert pull.is_complete
+    assert not link

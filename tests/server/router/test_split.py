@@ -1,0 +1,225 @@
+"""Prompts are computed by some engines, answers by others, whoever dies meanwhile."""
+
+import random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.shared.messages import AddRequest, KvSource, PoolingParams, RequestOutput, RequestTiming
+from server.router.routing import LeastLoaded
+from server.router.split import Split
+from server.router.token_stream import RequestStream
+from tests.server.router.played_cluster import GREEDY, SETUP, Cluster, Played
+
+MIN_TOKENS = 8
+LONG = list(range(20))
+DECODE = replace(SETUP, kv_role="decode")
+ANSWER = [7, 8, 9]
+
+
+def prefill_setup(rank: int) -> Any:
+    return replace(SETUP, kv_role="prefill", kv_address=f"ipc://{rank}")
+
+
+def cluster_of(roles: str) -> Cluster:
+    """Return engines by letters: p computes prompts, d answers, m does both for itself."""
+    cluster = Cluster(split=Split(MIN_TOKENS, LeastLoaded()))
+    for rank, role in enumerate(roles):
+        start(cluster, rank, role)
+    return cluster
+
+
+def start(cluster: Cluster, rank: int, role: str) -> Played:
+    setups = {"p": prefill_setup(rank), "d": DECODE, "m": SETUP}
+    return cluster.start(rank, setups[role])
+
+
+def message_of(stream: RequestStream, engine: Played) -> AddRequest:
+    return engine.held[stream.id]
+
+
+def end_prefill(cluster: Cluster, stream: RequestStream, **output: Any) -> None:
+    engine = cluster.runs(stream)
+    assert engine is not None
+    said = RequestOutput(stream.id, [99], "length", num_cached_tokens=4)
+    timing = RequestTiming(0.1, 0.2)
+    cluster.tell(engine, replace(said, timing=timing, **output))
+
+
+def answer(cluster: Cluster, stream: RequestStream) -> list[int]:
+    """Have its engine say the rest of the answer; return all of it."""
+    engine = cluster.runs(stream)
+    assert engine is not None
+    rest = ANSWER[len(message_of(stream, engine).output_token_ids) :]
+    cluster.tell(engine, RequestOutput(stream.id, rest, "stop", num_cached_tokens=19))
+    return stream.request.output_token_ids
+
+
+def test_a_long_prompt_goes_to_a_prefill_engine_and_then_to_one_that_answers() -> None:
+    cluster = cluster_of("pd")
+    prefill, decode = cluster.engines.values()
+    stream = cluster.submit("r", prompt=LONG)
+    asked = message_of(stream, prefill)
+    assert asked.offers_blocks
+    assert (asked.sampling.max_tokens, asked.prompt_token_ids) == (1, LONG)
+    assert not decode.held
+    end_prefill(cluster, stream)
+    assert not stream.unread.take()
+    asked = message_of(stream, decode)
+    assert asked.kv_source == KvSource("ipc://0", prefill.incarnation)
+    assert (asked.sampling, asked.output_token_ids, asked.offers_blocks) == (GREEDY, [], False)
+    assert answer(cluster, stream) == ANSWER
+    [(_, shown)] = stream.unread.take()
+    assert (shown.token_ids, shown.num_cached_tokens) == (ANSWER, 4)
+    visits = stream.times.visits
+    assert [each.engine for each in visits] == [0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": LONG[: MIN_TOKENS - 1]},
+        {"prompt": LONG, "pooling": PoolingParams()},
+        {"prompt": LONG, "alone": 3},
+        {"prompt": LONG, "sampling": replace(GREEDY, prompt_logprobs=1)},
+    ],
+    ids=["short", "pooling", "suspect", "scored prompt"],
+)
+def test_what_is_not_worth_it_or_cannot_be_handed_on_goes_to_the_answering_engine(
+    options: dict[str, Any],
+) -> None:
+    cluster = cluster_of("pd")
+    sampling = options.pop("sampling", GREEDY)
+    message = AddRequest(0, "r", 0, 0, options.pop("prompt"), sampling, **options)
+    stream = cluster.shell.submit(message)
+    assert cluster.runs(stream) is cluster.engines[1]
+    assert not message_of(stream, cluster.engines[1]).offers_blocks
+
+
+def test_a_request_for_one_engine_is_computed_there() -> None:
+    cluster = cluster_of("pd")
+    stream = cluster.submit("r", prompt=LONG, pinned_rank=0)
+    assert not message_of(stream, cluster.engines[0]).offers_blocks
+
+
+def test_engines_of_one_kind_alone_do_everything() -> None:
+    for roles in ("pp", "dd", "mm", "pm"):
+        cluster = cluster_of(roles)
+        streams = [cluster.submit("r", prompt=LONG) for _ in range(4)]
+        for stream in streams:
+            engine = cluster.runs(stream)
+            assert engine is not None
+            assert not message_of(stream, engine).offers_blocks
+            assert roles != "pm" or engine.rank == 1
+            assert answer(cluster, stream) == ANSWER
+
+
+def test_an_engine_with_other_weights_computes_no_prompts_for_others() -> None:
+    cluster = cluster_of("d")
+    cluster.start(1, replace(prefill_setup(1), model_fingerprint="other"))
+    stream = cluster.submit("r", prompt=LONG)
+    assert cluster.runs(stream) is cluster.engines[0]
+
+
+def test_a_prompt_is_computed_by_another_when_its_prefill_engine_dies() -> None:
+    cluster = cluster_of("ppd")
+    stream = cluster.submit("r", prompt=LONG)
+    first = cluster.runs(stream)
+    assert first is not None
+    cluster.die(first)
+    second = cluster.runs(stream)
+    assert second is not None
+    assert {first.rank, second.rank} == {0, 1}
+    cluster.die(second)
+    decode = cluster.engines[2]
+    assert cluster.runs(stream) is decode
+    assert message_of(stream, decode).kv_source is None
+    assert answer(cluster, stream) == ANSWER
+
+
+def test_what_a_dead_engine_offered_is_not_asked_for() -> None:
+    cluster = cluster_of("pd")
+    stream = cluster.submit("r", prompt=LONG)
+    prefill, decode = list(cluster.engines.values())
+    decode.reachable = False
+    end_prefill(cluster, stream)
+    assert cluster.runs(stream) is not decode
+    decode.reachable = True
+    cluster.die(prefill)
+    cluster.tick()
+    assert message_of(stream, decode).kv_source is None
+    assert answer(cluster, stream) == ANSWER
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_a_prefill_that_fails_is_left_to_the_answering_engine(reason: Any) -> None:
+    cluster = cluster_of("pd")
+    stream = cluster.submit("r", prompt=LONG)
+    end_prefill(cluster, stream, finish_reason=reason)
+    assert message_of(stream, cluster.engines[1]).kv_source is None
+    assert answer(cluster, stream) == ANSWER
+
+
+def test_an_answer_goes_on_elsewhere_by_way_of_a_prefill_engine() -> None:
+    cluster = cluster_of("pdd")
+    stream = cluster.submit("r", prompt=LONG)
+    end_prefill(cluster, stream)
+    decode = cluster.runs(stream)
+    assert decode is not None
+    cluster.tell(decode, RequestOutput(stream.id, ANSWER[:1]))
+    cluster.die(decode)
+    asked = message_of(stream, cluster.engines[0])
+    assert (asked.output_token_ids, asked.sampling.max_tokens) == (ANSWER[:1], 2)
+    end_prefill(cluster, stream)
+    assert answer(cluster, stream) == ANSWER
+
+
+def test_a_client_that_leaves_during_the_prefill_frees_its_engine() -> None:
+    cluster = cluster_of("pd")
+    stream = cluster.submit("r", prompt=LONG)
+    stream.close()
+    assert not cluster.engines[0].held
+    assert not cluster.router.delivery.in_flight
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whoever_dies_whenever_all_answers_are_whole(seed: int) -> None:
+    draw = random.Random(seed)
+    cluster = cluster_of("ppdd")
+    roles = dict(enumerate("ppdd"))
+    streams = [cluster.submit(f"r{n}", prompt=LONG[: draw.choice([4, 20])]) for n in range(6)]
+    deaths = 0
+    for _ in range(200):
+        waiting = [each for each in streams if not each.finished]
+        if not waiting:
+            break
+        action = draw.random()
+        if action < 0.1 and deaths < 2 and len(cluster.engines) > 1:
+            deaths += 1
+            cluster.die(draw.choice(list(cluster.engines.values())))
+        elif action < 0.25:
+            missing = [rank for rank in roles if rank not in cluster.engines]
+            for rank in missing[:1]:
+                start(cluster, rank, roles[rank])
+        elif action < 0.3:
+            cluster.tick()
+        else:
+            stream = draw.choice(waiting)
+            engine = cluster.runs(stream)
+            if engine is None:
+                cluster.tick()
+            elif message_of(stream, engine).offers_blocks:
+                end_prefill(cluster, stream)
+            else:
+                message = message_of(stream, engine)
+                told = len(stream.request.output_token_ids)
+                last = told + 1 == len(ANSWER)
+                output = RequestOutput(stream.id, ANSWER[told : told + 1], "stop" if last else None)
+                flags = {"alone": stream.id} if message.alone else {"alone": 0}
+                cluster.tell(engine, output, **flags)
+    for stream in streams:
+        assert stream.finished
+        assert stream.request.output_token_ids == ANSWER
+    assert not cluster.router.delivery.in_flight
+    assert not any(engine.held for engine in cluster.engines.values())
