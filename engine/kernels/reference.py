@@ -137,7 +137,7 @@ def gating(gated: Callable[[Tensor], Tensor]) -> GateChosen:
 class Experts(Protocol):
     """All experts of one layer."""
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, /) -> Tensor:
         """Return the weighted sum of each token's experts.
 
         Args:

@@ -30,7 +30,7 @@ class EncoderRunner:
         firsts = np.cumsum(counts) - counts
         params = [each.pooling or PoolingParams() for each in sequences]
         token_ids = np.fromiter((i for s in sequences for i in s.token_ids), np.int64, counts.sum())
-        states = self._encoder.states(self._batch(token_ids, params, counts))
+        states = self._encoder(self._batch(token_ids, params, counts))
         vectors = self._pooler.vectors(states, token_ids, firsts, counts, params)
         return BatchResult([], pooled=dict(zip(rows, vectors, strict=True)))
 

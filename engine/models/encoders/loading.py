@@ -14,7 +14,7 @@ from engine.models.encoders.encoder import Encoder
 from engine.models.encoders.tensors import DummyTensors, StoredTensors, Tensors
 from engine.models.families.reading import integer
 from engine.models.hf_config import read_config
-from engine.models.layers import Rows
+from engine.models.module import Rows
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import ModelConfig
 from engine.shared.pooling import PoolingSpec

@@ -14,19 +14,21 @@ from engine.kernels.registry import (
     experts_kernel,
     swiglu_of_chosen,
 )
-from engine.models.layers import Chain, Rows, gated
+from engine.models.layers import Chain, gated
 from engine.models.loading.products import ProductLoader
+from engine.models.module import Module, Rows
 from engine.models.moe import (
     AllExperts,
     Expert,
     GroupedExperts,
     GroupRouter,
+    KernelExperts,
     Router,
     SparseMlp,
     StackedExperts,
 )
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
-from engine.models.products.dense import Linear, prepare_linear
+from engine.models.products.dense import prepare_linear
 from engine.models.rowwise_experts import RowwiseExperts
 from engine.models.spec import ModelSpec, MoeSpec
 
@@ -125,12 +127,12 @@ class MlpLoader:
             correction = correction.to(products.device, torch.float32, copy=True)
         return GroupRouter(score, correction, moe)
 
-    def _scores(self, product: Linear, dtype: torch.dtype | None = None) -> Linear:
+    def _scores(self, product: Rows, dtype: torch.dtype | None = None) -> Rows:
         products = self._products
         by_rows = products.splits_experts and self._group is None
         return products.by_rows(product, self._spec.hidden_size, dtype) if by_rows else product
 
-    def _expert(self, prefix: str, number: int) -> Linear:
+    def _expert(self, prefix: str, number: int) -> Module:
         spec, products, gate = self._spec, self._products, self._gated
         names = _names(prefix, number)
         assert spec.moe is not None
@@ -151,7 +153,8 @@ class MlpLoader:
         products, hidden, inner = self._products, self._spec.hidden_size, moe.intermediate_size
         by_kernel = self._experts_kernel(moe)
         if by_kernel is not None:
-            return by_kernel(self._expert_weights(moe, prefix))
+            made = by_kernel(self._expert_weights(moe, prefix))
+            return KernelExperts(made, made.weights)
         num_bytes = 3 * moe.num_experts * hidden * inner * products.dtype.itemsize
         suits = StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes)
         if not suits or not moe.has_plain_experts or products.bank is not None:

@@ -14,17 +14,16 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken
 from engine.models.adapters import AdapterBank
-from engine.models.layers import Rows
+from engine.models.module import Module, Rows
 from engine.models.moe import run_experts, weighted_sum
 from engine.models.parallel.balance import ExpertBalance, Placement, expert_share
 from engine.models.parallel.exchange import Exchange, MirrorGroup
 from engine.models.parallel.tensors import part_of
-from engine.models.products.dense import Linear
 
 
 class ExpertsLost(GroupBroken):
@@ -288,38 +287,40 @@ class _Arrived(NamedTuple):
     """Tokens from each rank."""
 
 
-class SpreadExperts:
+class SpreadExperts(Module):
     """The experts of one layer, some of them here and the others at the group's other ranks."""
 
     def __init__(self, group: ExpertGroup, layer: int = 0) -> None:
+        super().__init__()
         self._group = group
         self._layer = layer
         self._first = 0
         """Number of the first copy here."""
         self._share: Sequence[int] = range(0)
-        self._experts: list[Linear] = []
-        self._load: Callable[[int], Linear]
+        self.experts = nn.ModuleList()
+        """In the order of the share."""
+        self._load: Callable[[int], nn.Module]
 
     @property
     def share(self) -> Sequence[int]:
         """Which experts are here."""
         return self._share
 
-    def hold(self, first: int, share: Sequence[int], load: Callable[[int], Linear]) -> None:
+    def hold(self, first: int, share: Sequence[int], load: Callable[[int], nn.Module]) -> None:
         """Drop the experts that are not in the share, then load those that are missing.
 
         `first` is the number of the first copy here; see `ExpertGroup.held`.
         """
-        kept = {i: e for i, e in zip(self._share, self._experts, strict=True) if i in share}
-        self._experts = []
+        kept = {i: e for i, e in zip(self._share, self.experts, strict=True) if i in share}
+        self.experts = nn.ModuleList()
         self._first, self._share, self._load = first, share, load
-        self._experts = [kept.pop(i) if i in kept else load(i) for i in share]
+        self.experts = nn.ModuleList(kept.pop(i) if i in kept else load(i) for i in share)
 
     def change(self) -> None:
         """Hold what the group's balance says now."""
         self.hold(*self._group.held(self._layer), self._load)
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; see `engine.models.moe.Experts`.
 
         Raises:
@@ -335,7 +336,9 @@ class SpreadExperts:
         mine = (arrived.chosen >= self._first) & (arrived.chosen < end)
         rows = mine.nonzero()[:, 0]
         self._group.count_computed(self._layer, len(rows))
-        outputs = run_experts(arrived.x, rows, arrived.chosen[mine] - self._first, self._experts)
+        outputs = run_experts(
+            arrived.x, rows, arrived.chosen[mine] - self._first, list(self.experts)
+        )
         returned = _sums(mine.sum(1), arrived.counts)
         expected = torch.bincount(ranks.flatten(), minlength=self._group.group.size).tolist()
         back = self._group.group.all_to_all(outputs, returned, expected)
