@@ -318,7 +318,7 @@ class Worker:
         if level > 1:
             self._model = self._loader = self._offloaded = None
         elif self._device.type != "cpu" and self._model is not None and self._offloaded is None:
-            self._offloaded = offload([self._model], self._device, [self._balance])
+            self._offloaded = offload([self._model], self._device)
             if self._offloaded is None:
                 self._model = self._loader = None
         give_back_freed_memory(self._device)

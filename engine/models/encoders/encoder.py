@@ -169,6 +169,8 @@ class Encoder(Module):
         self.embedding_norm = embedding_norm
         self.encoder = layers
         self.rotary = nn.ModuleList(rotary)
+        self.head: Rows | None = None
+        """From pooled states to outputs of a classifier."""
 
     @property
     def device(self) -> torch.device:
