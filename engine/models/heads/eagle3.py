@@ -18,6 +18,7 @@ from engine.models.attention.rotary import Rotary, rotary_table
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.families.config import with_defaults
 from engine.models.families.reading import integer, llama_spec, read_rope
+from engine.models.formats.checkpoint import Checkpoint
 from engine.models.formats.files import CheckpointError, TensorFiles, compare
 from engine.models.heads.head import DraftHead, DraftVocabulary
 from engine.models.layers import Chain, Embedding, prepare_norm
@@ -25,8 +26,6 @@ from engine.models.loading.mlps import MlpLoader
 from engine.models.loading.products import ProductLoader, Quantization
 from engine.models.module import Module, Rows
 from engine.models.products.dense import prepare_linear
-from engine.models.products.int4 import Int4Weights
-from engine.models.products.mxfp4 import Mxfp4Weights
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.models.weights import Layout
@@ -128,7 +127,7 @@ def _tapped(config: dict[str, Any], target: ModelSpec) -> tuple[int, ...]:
     return taken
 
 
-class HeadCheckpoint:
+class HeadCheckpoint(Checkpoint):
     """The tensors of a head, by names without the prefixes that some tools add."""
 
     def __init__(self, directory: Path) -> None:
@@ -161,18 +160,6 @@ class HeadCheckpoint:
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, a view of a mapped file."""
         return self._files.tensor(self._stored[name])
-
-    def int4(self, name: str) -> Int4Weights | None:
-        """None: weights are stored as floats."""
-        return None
-
-    def mxfp4(self, name: str) -> Mxfp4Weights | None:
-        """None: weights are stored as floats."""
-        return None
-
-    def fingerprint(self) -> str:
-        """Empty: what a head is changes no token."""
-        return ""
 
 
 def load_eagle3(

@@ -1,6 +1,7 @@
 """A layer's MLP: one for all tokens, or experts that a router chooses between."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ class MlpLoader:
             return SparseMlp(router, experts, shared, scales_inputs=moe.scales_inputs)
         spread = SpreadExperts(self._group, layer)
         self.hold_share(spread, prefix, layer)
-        own = self._group.own_tokens(self._products.bank)
+        own = partial(self._group.own_tokens, bank=self._products.bank)
         return SparseMlp(router, spread, shared, own, scales_inputs=moe.scales_inputs)
 
     def hold_share(self, spread: SpreadExperts, prefix: str, layer: int) -> None:

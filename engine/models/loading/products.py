@@ -14,7 +14,6 @@ from engine.kernels import registry
 from engine.models.adapters import AdapterBank
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.module import Rows
-from engine.models.parallel.tensors import CutCheckpoint
 from engine.models.products.dense import has_product_kernel, prepare_linear
 from engine.models.products.int4 import Int4Linear, Int4Weights, fits_int4, joined, quantized
 from engine.models.products.int8 import prepare_int8
@@ -34,7 +33,7 @@ class ProductLoader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint | CutCheckpoint,
+        checkpoint: Checkpoint,
         dtype: torch.dtype,
         device: torch.device,
         *,

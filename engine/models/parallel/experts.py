@@ -117,9 +117,26 @@ class ExpertGroup:
         if self.balance is not None and self._measures:
             self.balance.count_computed(layer, rows)
 
-    def own_tokens(self, bank: AdapterBank | None) -> "OwnTokens | None":
-        """Return what has this process compute its part of the tokens; None if it has all."""
-        return None if self._shards is None else OwnTokens(self, bank)
+    def own_tokens(self, function: Rows, x: Tensor, bank: AdapterBank | None) -> Tensor:
+        """Return what a function makes of this process's part of x [tokens, hidden].
+
+        It gives zeros for the others, so that the sum over the shards has all; the bank is told
+        which rows are computed.
+        """
+        if self._shards is None:
+            return function(x)
+        out = torch.zeros_like(x)
+        if self.is_lost:
+            return out
+        part = self.part(len(x))
+        adapted = None if bank is None else bank.current
+        if bank is not None and adapted is not None:
+            bank.current = adapted.select(torch.arange(part.start, part.stop, device=x.device))
+        with self.going_on():
+            out[part] = function(x[part])
+        if bank is not None:
+            bank.current = adapted
+        return out
 
     def join(self, group: Exchange) -> None:
         """Hold all further collectives with this group."""
@@ -223,33 +240,6 @@ class ExpertGroup:
         if max(self.counts) <= self.rule.few_tokens:
             return True
         return 1 - (1 - 1 / self.group.size) ** self._per_token >= self.rule.max_needed
-
-
-class OwnTokens:
-    """What a shard computes of a sparse layer: that of its part of the tokens.
-
-    It gives zeros for the others, so that the sum over the shards has all.
-    """
-
-    def __init__(self, group: ExpertGroup, bank: AdapterBank | None) -> None:
-        """Take the group; the bank is told which rows are computed."""
-        self._group = group
-        self._bank = bank
-
-    def __call__(self, function: Rows, x: Tensor) -> Tensor:
-        """Return what a function makes of this shard's rows of x [tokens, hidden]."""
-        out = torch.zeros_like(x)
-        if self._group.is_lost:
-            return out
-        part, bank = self._group.part(len(x)), self._bank
-        adapted = None if bank is None else bank.current
-        if bank is not None and adapted is not None:
-            bank.current = adapted.select(torch.arange(part.start, part.stop, device=x.device))
-        with self._group.going_on():
-            out[part] = function(x[part])
-        if bank is not None:
-            bank.current = adapted
-        return out
 
 
 class _Routes(NamedTuple):

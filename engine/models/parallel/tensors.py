@@ -142,7 +142,7 @@ class Cut:
         )
 
 
-class CutCheckpoint:
+class CutCheckpoint(Checkpoint):
     """The part of a checkpoint that one rank loads; only that part is read."""
 
     def __init__(self, checkpoint: Checkpoint, cut: Cut) -> None:

@@ -21,7 +21,6 @@ from engine.models.layers import Chain
 from engine.models.parallel.balance import ExpertBalance, expert_share
 from engine.models.parallel.experts import (
     ExpertGroup,
-    OwnTokens,
     SendingRule,
     SpreadExperts,
 )
@@ -173,7 +172,7 @@ class Member:
             return made
 
         shared.begin_step(num_tokens)
-        total = own.all_reduce(OwnTokens(shared, None)(routed, x))
+        total = own.all_reduce(shared.own_tokens(routed, x, None))
         shared.end_step()
         first = x[:, :1]
         return bool(torch.equal(total, x * (first % 6 + (first + 3) % 6) * 0.5))
