@@ -75,7 +75,7 @@ class DecoderLayer(Module):
         x = self._added(
             x, self.attention_output_norm, self.self_attn, normed, cache, context, final
         )
-        if not len(x):
+        if not x.shape[0]:
             return x
         if not self.is_parallel:
             normed = x if self.mlp_norm is None else self.mlp_norm(x)
@@ -87,7 +87,7 @@ class DecoderLayer(Module):
         if self._adds_alone:
             return add_to(x, block, *arguments)
         made: Tensor = block(*arguments)
-        if not len(made):
+        if not made.shape[0]:
             return x
         if self._shards is not None:
             made = self._shards.all_reduce(made)

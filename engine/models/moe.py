@@ -56,7 +56,7 @@ class Router(Module):
             experts: [tokens, experts_per_token] int64
             weights: the same shape, float32
         """
-        if not len(x):
+        if not x.shape[0]:
             nothing = x.new_empty(0, self._count, dtype=torch.float32)
             return nothing.long(), nothing
         return self._choose(self.score(x)[:, : self._num_experts])
@@ -77,7 +77,7 @@ class GroupRouter(Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts and their weights, as `Router` does."""
         moe = self._moe
-        if not len(x):
+        if not x.shape[0]:
             nothing = x.new_empty(0, moe.experts_per_token, dtype=torch.float32)
             return nothing.long(), nothing
         found = self.score(x).float()

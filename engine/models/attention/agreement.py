@@ -5,8 +5,9 @@ differs between processors, so ways to attend are compared on random numbers whe
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,6 @@ from engine.models.attention.key_widths import (
 )
 from engine.models.attention.plan import TOKENS_AT_ONCE, WHOLE_QUERIES
 
-if TYPE_CHECKING:
-    from engine.models.attention.paged import PagedAttention
-
 logger = logging.getLogger(__name__)
 
 _KEYS_OF_ONE_PRODUCT = (64, 192, 576)
@@ -31,6 +29,21 @@ _KEYS_OF_ONE_PRODUCT = (64, 192, 576)
 _VALUES_OF_ONE_PRODUCT = 1 << 18
 """Values that are compared for each of these: where a matrix unit adds up in another order, one of
 2,000 to 100,000 values shows it, rounded to 16 bits."""
+
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From queries [tokens, heads, head_dim], keys with values and a mask that is added to the scores
+to [tokens, heads * head_dim]."""
+
+
+class AttentionVariants(NamedTuple):
+    """AttentionVariants for several tokens to attend in one call."""
+
+    by_token: Way
+    """Each by itself: to [keys, parts, kv_heads, head_dim], with a mask [tokens, 1, 1, keys]."""
+    in_one_product: Way
+    """With as many queries as are in the mask, [queries, keys]."""
+    in_padded_rows: Way
+    """As many of each row, to [rows, keys, ...], with a mask [rows, queries, keys]."""
 
 
 class _Probe(NamedTuple):
@@ -42,10 +55,10 @@ class BitComparison:
     """Compares ways to attend for one shape of heads."""
 
     def __init__(
-        self, attention: "PagedAttention", num_heads: int, kept: tuple[int, ...], dtype: torch.dtype
+        self, ways: AttentionVariants, num_heads: int, kept: tuple[int, ...], dtype: torch.dtype
     ) -> None:
         """Prepare to compare, in a type; `kept` is the shape of a token's keys and values."""
-        self._ways = attention
+        self._ways = ways
         self._num_heads = num_heads
         self._kept = kept
         self._dtype = dtype

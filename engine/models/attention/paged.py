@@ -5,6 +5,7 @@ token what its format (`kv_format`) makes of [parts, kv_heads, head_dim], with k
 part and values in the second, or one part that is both.
 """
 
+from functools import partial
 from math import prod
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.processor import type_of_long_rows
-from engine.models.attention.agreement import BitComparison
+from engine.models.attention.agreement import AttentionVariants, BitComparison
 from engine.models.attention.key_widths import KeyWidths
 from engine.models.attention.kv_format import KvFormat, PlainKv
 from engine.models.attention.plan import (
@@ -77,7 +78,7 @@ class PagedAttention:
         self._dtype = self._long_dtype if token_by_token else self._kv.dtype
         self._added_queries = 0
         self._device = device
-        agreement = BitComparison(self, num_heads, self._kept, self._dtype)
+        agreement = self._agreement()
         widths = self._find_widths(agreement) if token_by_token else None
         shares_calls = widths is not None and agreement.of_padded_rows(widths)
         self._planner = AttentionPlanner(
@@ -92,6 +93,14 @@ class PagedAttention:
             shares_calls=shares_calls,
             first_key=first_key,
         )
+
+    def _agreement(self) -> BitComparison:
+        ways = AttentionVariants(
+            by_token=partial(self._by_token, sinks=None),
+            in_one_product=partial(self._in_one_product, sinks=None),
+            in_padded_rows=self._in_padded_rows,
+        )
+        return BitComparison(ways, self._heads, self._kept, self._dtype)
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
         """Group the rows of a step; `window` limits how far back a token looks."""
@@ -198,11 +207,8 @@ class PagedAttention:
         keys, values = (kv[:, :, part].transpose(1, 2) for part in (0, -1))
         return self._products(folded, keys, values, sinks=sinks, attn_mask=mask)
 
-    def in_padded_rows(self, queries: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-        """Attend from as many tokens of each row to keys and values [rows, keys, ...].
-
-        The mask is [rows, queries, keys].
-        """
+    def _in_padded_rows(self, queries: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+        """Attend from as many tokens of each row to keys and values [rows, keys, ...]."""
         rows, count, _ = mask.shape
         folded, _ = self._whole(self._folded(queries, rows), None)
         spread = mask.repeat(1, self._group, 1).unsqueeze(1)
@@ -235,20 +241,11 @@ class PagedAttention:
         self, queries: Tensor, kv: Tensor, part: TokensOfRow, sinks: Tensor | None
     ) -> Tensor:
         kv = kv[: part.mask.shape[-1]]
-        attend = self.by_token if part.mask.dim() == 4 else self.in_one_product
+        attend = self._by_token if part.mask.dim() == 4 else self._in_one_product
         return attend(queries[part.first : part.end].to(self._dtype), kv, part.mask, sinks)
 
-    def by_token(
-        self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Attend as `_attend_padded` does for decodes, to keys that all tokens share.
-
-        Args:
-            queries: [tokens, heads, head_dim]
-            kv: [keys, parts, kv_heads, head_dim]
-            mask: [tokens, 1, 1, keys], added to the scores
-            sinks: [kv_heads, heads of each, 1]
-        """
+    def _by_token(self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+        """The products of `_attend_padded` for decodes, with keys that all tokens share."""
         count = len(queries)
         keys, values = (
             kv[:, i].transpose(0, 1).expand(count, self._kv_heads, len(kv), -1) for i in (0, -1)
@@ -258,14 +255,11 @@ class PagedAttention:
         out = self._products(folded, keys, values, sinks=sinks, attn_mask=mask)
         return out[:, :, : self._group].reshape(count, -1)
 
-    def in_one_product(
-        self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None = None
+    def _in_one_product(
+        self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """Do the same with the queries of each head in one product.
-
-        There are as many as in the mask [queries, keys], as their number may decide in which order
-        a product adds up.
-        """
+        """The same, with the queries of each head in one product: there are as many as in `mask`,
+        as their number may decide in which order a product adds up."""
         count, shape = len(queries), (self._kv_heads, self._group, len(kv), self._head_dim)
         keys, values = (kv[:, i].transpose(0, 1).unsqueeze(1).expand(shape) for i in (0, -1))
         padded = F.pad(queries, (0, 0, 0, 0, 0, len(mask) - count))

@@ -45,7 +45,7 @@ class SelfAttention(Module):
         self.place = place
         self._kv = kv_format
         self.o_proj = output
-        self.sinks = None
+        self.register_buffer("sinks", None)
 
     def write_and_query(
         self, x: Tensor, cache: Tensor, slots: Tensor, rotated: Rotation | None
@@ -65,7 +65,7 @@ class SelfAttention(Module):
     ) -> Tensor:
         """Store keys and values, attend; return [tokens, hidden], of final tokens if given some."""
         attended = self._attended(x, cache, context, final)
-        return self.o_proj(attended) if len(attended) else x[:0]
+        return self.o_proj(attended) if attended.shape[0] else x[:0]
 
     def add_to(
         self,
@@ -77,7 +77,7 @@ class SelfAttention(Module):
     ) -> Tensor:
         """Add with the last product, where that can."""
         attended = self._attended(x, cache, context, final)
-        return add_to(sums, self.o_proj, attended) if len(attended) else sums
+        return add_to(sums, self.o_proj, attended) if attended.shape[0] else sums
 
     def _attended(
         self, x: Tensor, cache: Tensor, context: ForwardContext, final: FinalTokens | None
@@ -93,7 +93,7 @@ class SelfAttention(Module):
             queries, plan = queries.index_select(0, final.tokens), final.plan
             if step.adapters is not None and context.adapters is not None:
                 context.adapters.current = step.adapters.select(final.tokens)
-            if not len(queries):
+            if not queries.shape[0]:
                 return queries
         attended = context.attention.attend(queries, cache, plan, self.sinks)
         if step.images is not None and final is None:
@@ -140,7 +140,7 @@ class HeadProjections(SelfAttention):
         super().__init__(place, kv_format, output)
         is_plain = isinstance(kv_format, PlainKv) and kv_format.dtype.itemsize == 2
         self._kernels = kernels if is_plain else None
-        self.sinks = None if sinks is None else weight_of(sinks)
+        self.sinks = sinks
         self.qkv_proj = qkv
         self.qk_norm = qk_norm
         self._query_size = spec.query_size
@@ -153,7 +153,7 @@ class HeadProjections(SelfAttention):
         self, x: Tensor, cache: Tensor, slots: Tensor, rotated: Rotation | None
     ) -> Tensor:
         """Do so with one product for queries, keys and values."""
-        tokens = len(x)
+        tokens = x.shape[0]
         qkv = self.qkv_proj(x)
         heads = target = qkv[:, : self._rotated_size].view(tokens, *self._rotated)
         if self.qk_norm is not None:
@@ -214,7 +214,7 @@ class LatentProjections(SelfAttention):
     ) -> Tensor:
         """Do the same with latents and rotated keys; return queries of both."""
         assert rotated is not None, "a part of each head knows positions"
-        spec, tokens, rank = self._latent, len(x), self._latent.rank
+        spec, tokens, rank = self._latent, x.shape[0], self._latent.rank
         made = self.qkv_a_proj(x)
         first = made.shape[1] - rank - spec.rotated_size
         query, latent, key = torch.split(made, [first, rank, spec.rotated_size], dim=1)
@@ -244,5 +244,5 @@ class HeadwiseProduct(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [rows, heads * width] to [rows, heads * out]; the first `in` of a width count."""
         heads, used, _ = self.weight.shape
-        parts = x.view(len(x), heads, -1)[..., :used].transpose(0, 1)
-        return torch.bmm(parts, self.weight).transpose(0, 1).reshape(len(x), -1)
+        parts = x.view(x.shape[0], heads, -1)[..., :used].transpose(0, 1)
+        return torch.bmm(parts, self.weight).transpose(0, 1).reshape(x.shape[0], -1)

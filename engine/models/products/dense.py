@@ -50,7 +50,7 @@ class DenseLinear(Module):
         """Map [rows, in] to [rows, out]."""
         if not self._is_compiled:
             return F.linear(x, self.weight, self.bias)
-        return F.linear(pad_rows(x, self.weight.numel()), self.weight, self.bias)[: len(x)]
+        return F.linear(pad_rows(x, self.weight.numel()), self.weight, self.bias)[: x.shape[0]]
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add the product, on a device before it is rounded and in one operation."""
@@ -105,17 +105,17 @@ class PackedLinear(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
-        if self._compiled is not None and len(x) <= self._compiled_rows:
+        if self._compiled is not None and x.shape[0] <= self._compiled_rows:
             return self._compiled(x)
-        if len(x) >= self._float32_rows:
+        if x.shape[0] >= self._float32_rows:
             return self._in_float32(x)
         rows = pad_rows(x, self._num_weights)
         product: Tensor = self._product(rows, self.weight, self.bias, "none", [], "")
-        return product[: len(x)]
+        return product[: x.shape[0]]
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add the product before it is rounded, where that is one operation."""
-        rows = len(x)
+        rows = x.shape[0]
         if self._compiled is not None and rows <= self._compiled_rows:
             return self._compiled(x, sums)
         if not self._adds or rows >= self._float32_rows:

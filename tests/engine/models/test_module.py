@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.module import Module, add_to, weight_of
+from engine.models.moe import Expert
 from engine.models.products.dense import DenseLinear
 from tests.engine.fixtures import LoadDriver, SaveModel
 
@@ -68,6 +69,16 @@ def test_a_hook_of_a_summand_sees_its_own_result() -> None:
     product.register_forward_hook(lambda *given: seen.append(given[2].tolist()))
     assert add_to(sums, product, x).tolist() == [[6, 6]]
     assert seen == [[[1, 1]]]
+
+
+@torch.inference_mode()
+def test_a_block_is_compiled_in_one_graph() -> None:
+    block = Expert(DenseLinear(torch.eye(4), None), DenseLinear(torch.ones(4, 2), None))
+    x = torch.arange(8.0).view(2, 4)
+    plain = block(x)
+    block.compile(backend="eager", fullgraph=True)
+    assert block._compiled_call_impl is not None
+    assert torch.equal(block(x), plain)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "deepseek3"])
