@@ -125,11 +125,11 @@ def instrumented(clock: Clock) -> Iterator[None]:
         for owner, name, part in (
             (Scheduler, "schedule", "schedule"),
             (Scheduler, "update", "update"),
-            (Decoder, "hidden_states", "execute"),
+            (Decoder, "forward", "execute"),
             (Decoder, "logits", "execute"),
             (model_runner, "sample", "sample"),
             (model_runner.ModelRunner, "run", "run"),
-            *((product, "__call__", "linear") for product in products),
+            *((product, "forward", "linear") for product in products),
             (dense.PackedLinear, "add_to", "linear"),
         ):
             stack.enter_context(replaced(owner, name, functools.partial(clock.timed, part)))

@@ -80,7 +80,7 @@ class EncoderExecutor(Executor):
             self._runner = self._asleep = None
         elif self._device.type != "cpu" and self._runner is not None:
             runner, self._runner = self._runner, None
-            offloaded = offload([runner], self._device)
+            offloaded = offload([runner.encoder], self._device)
             self._asleep = None if offloaded is None else (runner, offloaded)
         give_back_freed_memory(self._device)
 
@@ -127,4 +127,4 @@ class EncoderExecutor(Executor):
         )
 
     def _new_runner(self, loaded: LoadedEncoder) -> EncoderRunner:
-        return EncoderRunner(loaded.encoder, Pooler(self._pooling, loaded.head))
+        return EncoderRunner(loaded.encoder, Pooler(self._pooling, loaded.encoder.head))

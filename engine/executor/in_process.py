@@ -221,8 +221,8 @@ class InProcessExecutor(GroupExecutor):
         if level > 1:
             self._model = self._draft = self._vision = self._offloaded = None
         elif self._device.type != "cpu" and self._model is not None and self._offloaded is None:
-            roots = [self._model, self._draft, self._vision]
-            self._offloaded = offload(roots, self._device, [self.expert_balance])
+            models = [self._model, self._draft, self._vision]
+            self._offloaded = offload(models, self._device)
             if self._offloaded is None:
                 self._model = self._draft = self._vision = None
         give_back_freed_memory(self._device)

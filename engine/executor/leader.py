@@ -27,8 +27,9 @@ from engine.executor.team_messages import (
 )
 from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import Decoder, ImageTokens, StepTokens
+from engine.models.decoder import Decoder
 from engine.models.parallel.stages import Stage
+from engine.models.step import ImageTokens, StepTokens
 from engine.runner.inputs import BatchRows
 from engine.runner.model_runner import EarlierStages
 

@@ -1,13 +1,12 @@
 """Weights that wait in the host's memory while their engine sleeps."""
 
-import gc
 import logging
-from collections.abc import Iterable, Iterator
-from types import FunctionType, ModuleType
+from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +39,20 @@ class OffloadedWeights:
 
 
 @torch.inference_mode()
-def offload(
-    roots: Iterable[object], device: torch.device, kept: Iterable[object] = ()
-) -> OffloadedWeights | None:
-    """Move all tensors on a device that are reachable from some objects to the host.
+def offload(models: Iterable[nn.Module | None], device: torch.device) -> OffloadedWeights | None:
+    """Move the parameters and buffers of some models from a device to the host.
 
     Tensors that share memory still do so after it. None if the host has no room for them: then
     nothing has changed.
-
-    Args:
-        kept: objects that are left as they are, with all that is reachable from them alone.
     """
     storages = {}
-    for each in _tensors_of(roots, kept):
-        storage = each.untyped_storage()
-        if each.device.type == device.type and storage.nbytes():
-            storages[storage.data_ptr()] = storage, each.device
+    for model in models:
+        if model is None:
+            continue
+        for each in chain(model.parameters(), model.buffers()):
+            if each.device.type == device.type:
+                storage = each.untyped_storage()
+                storages[storage.data_ptr()] = storage, each.device
     pins = device.type == "cuda"
     try:
         copies = [
@@ -79,18 +76,3 @@ def _wait_for(devices: set[torch.device]) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-
-def _tensors_of(roots: Iterable[object], kept: Iterable[object]) -> Iterator[Tensor]:
-    seen, left = {id(each) for each in kept}, list(roots)
-    while left:
-        each = left.pop()
-        if id(each) in seen or isinstance(each, type | ModuleType):
-            continue
-        seen.add(id(each))
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, FunctionType):  # its globals are everything
-            left += [each.__closure__, each.__defaults__]
-        else:
-            left += gc.get_referents(each)

@@ -49,12 +49,13 @@ from engine.executor.team_messages import (
 )
 from engine.models.adapters import AdapterRows, LowRank
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import Decoder, ImageTokens, StepTokens
+from engine.models.decoder import Decoder
 from engine.models.loading.decoder import DecoderLoader, Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.exchange import MirrorGroup
 from engine.models.parallel.experts import ExpertsLost
+from engine.models.step import ImageTokens, StepTokens
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_block
 from engine.runner.memory_profile import MemoryTrial
@@ -258,7 +259,7 @@ class Worker:
             self._loaded.dummy_step()
             return
         incoming = self._arriving.popleft().wait() if self._stage > 0 else None
-        states = self._loaded.hidden_states(self._tokens(command), self._cache, incoming)
+        states = self._loaded(self._tokens(command), self._cache, incoming)
         if self._is_last:
             return
         self._leaving.append(self._grid.begin_send(states))
@@ -316,7 +317,7 @@ class Worker:
         if level > 1:
             self._model = self._loader = self._offloaded = None
         elif self._device.type != "cpu" and self._model is not None and self._offloaded is None:
-            self._offloaded = offload([self._model], self._device, [self._balance])
+            self._offloaded = offload([self._model], self._device)
             if self._offloaded is None:
                 self._model = self._loader = None
         give_back_freed_memory(self._device)

@@ -107,20 +107,11 @@ def choose_experts(scores: Tensor, per_token: int, *, normalize: bool) -> tuple[
     return experts, weights
 
 
-class GateChosen(Protocol):
-    """What lies between two products with all experts of a layer."""
+GateChosen = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Gates, and weighs the experts: by nothing those that a token has not chosen.
 
-    def __call__(self, gate_up: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Gate, and weigh the experts: by nothing those that a token has not chosen.
-
-        Args:
-            gate_up: [tokens, experts, 2 * inner]
-            chosen, weights: [tokens, experts_per_token], from `Router`
-
-        Returns:
-            [tokens, experts * inner]
-        """
-        ...
+From [tokens, experts, 2 * inner], with chosen experts and weights [tokens, experts_per_token] from
+`Router`, to [tokens, experts * inner]."""
 
 
 def gating(gated: Callable[[Tensor], Tensor]) -> GateChosen:
@@ -137,7 +128,7 @@ def gating(gated: Callable[[Tensor], Tensor]) -> GateChosen:
 class Experts(Protocol):
     """All experts of one layer."""
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, /) -> Tensor:
         """Return the weighted sum of each token's experts.
 
         Args:

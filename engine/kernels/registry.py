@@ -49,7 +49,14 @@ class AddingProduct(Protocol):
         ...
 
 
-MakeExperts = Callable[[Iterable[tuple[Tensor, Tensor]]], Experts]
+class ExpertsKernel(Experts, Protocol):
+    """What computes all experts of one layer, and their weights."""
+
+    weights: list[tuple[Tensor, Tensor]]
+    """Of each expert, in the layout of the kernel."""
+
+
+MakeExperts = Callable[[Iterable[tuple[Tensor, Tensor]]], ExpertsKernel]
 """Lays out anew of one expert after the other [2 * inner, hidden] and [hidden, inner]."""
 
 

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.layers import Rows
+from engine.models.module import Module, Rows
 from engine.models.parallel.tensors import Cut
-from engine.models.products.dense import Linear
 
 NO_ADAPTER = -1
 
@@ -88,19 +87,37 @@ class AdapterRows:
         return self._by_slot
 
 
-class _Matrices:
-    """A and B of all slots for one product; its outputs may consist of several modules'."""
+class AdaptedLinear(Module):
+    """A product and the adapters beside it: A and B of all slots.
 
-    def __init__(self, bank: "AdapterBank", names: Sequence[str], widths: Sequence[int]) -> None:
+    Its outputs may consist of several modules'.
+    """
+
+    a: Tensor | None
+    """[slots, modules * rank, inputs]; made when the first adapter comes."""
+
+    def __init__(
+        self, bank: "AdapterBank", base: Rows, names: Sequence[str], widths: Sequence[int]
+    ) -> None:
+        """Take the product, and the modules that its outputs are of, so wide each."""
+        super().__init__()
+        self.base = base
         self.names = names
         self._bank = bank
         ends = np.cumsum([0, *widths]).tolist()
         self._slices = [slice(*each) for each in pairwise(ends)]
-        self._a: Tensor | None = None
-        """[slots, modules * rank, inputs]; made when the first adapter comes."""
+        self.register_buffer("a", None)
         self._b: list[Tensor] = []
         """Per module [slots, rank, width]."""
         self._used: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out] with the adapters of the bank's present rows."""
+        y = self.base(x)
+        rows = self._bank.current
+        if rows is not None and self.a is not None and self._used:
+            self._add(self.a, y, x, rows)
+        return y
 
     @property
     def any_used(self) -> bool:
@@ -111,65 +128,66 @@ class _Matrices:
         """Make room for all slots."""
         bank = self._bank
         rank, size = bank.rank, bank.num_slots
-        self._a = bank.zeros(size, len(self.names) * rank, inputs)
+        self.a = bank.zeros(size, len(self.names) * rank, inputs)
         self._b = [bank.zeros(size, rank, part.stop - part.start) for part in self._slices]
+        for name, matrix in zip(self.names, self._b, strict=True):
+            self.register_buffer("b_" + name.rsplit(".", 1)[-1], matrix)
 
     def write(self, slot: int, weights: AdapterWeights) -> None:
         """Replace the adapter of a slot."""
         parts = [weights.get(name) for name in self.names]
         there = [part for part in parts if part is not None]
-        if slot in self._used and self._a is not None:
-            self._a[slot].zero_()
+        if slot in self._used and self.a is not None:
+            self.a[slot].zero_()
             for each in self._b:
                 each[slot].zero_()
             self._used.discard(slot)
         if not there:
             return
-        if self._a is None:
+        if self.a is None:
             self.allocate(there[0].a.shape[1])
-        assert self._a is not None
+        assert self.a is not None
         for index, part in enumerate(parts):
             if part is None:
                 continue
             rank, first = len(part.a), index * self._bank.rank
-            self._a[slot, first : first + rank].copy_(part.a)
+            self.a[slot, first : first + rank].copy_(part.a)
             self._b[index][slot, :rank].copy_(part.b.T)
         self._used.add(slot)
 
-    def add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+    def _add(self, matrices: Tensor, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
         """Add to y [rows, outputs], in place, what the adapters make of x [rows, inputs]."""
-        if self._a is None or not self._used:
-            return
         assert len(rows) == len(x), "rows of another step"
         count = rows.end - rows.first
         if self._bank.by_rows or (count > 1 and len(x) * count > _MASKED_ROWS):
-            self._add_gathered(y, x, rows)
+            self._add_gathered(matrices, y, x, rows)
             return
-        a = self._a[rows.first : rows.end]
+        a = matrices[rows.first : rows.end]
         inner = F.linear(x, a.flatten(0, 1)).view(len(x), count, -1)
         inner = (inner * rows.mask).view(len(x), count, len(self._b), -1)
         for index, part in enumerate(self._slices):
             b = self._b[index][rows.first : rows.end].flatten(0, 1)
             y[:, part].addmm_(inner[:, :, index].reshape(len(x), -1), b)
 
-    def _add_gathered(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
-        assert self._a is not None
+    def _add_gathered(self, matrices: Tensor, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
         product = _by_blocks if self._bank.by_rows else _product
         for slot, here in rows.by_slot:
             if slot not in self._used:
                 continue
-            inner = product(x.index_select(0, here), self._a[slot].T)
+            inner = product(x.index_select(0, here), matrices[slot].T)
             for part, b, own in zip(
                 self._slices, self._b, inner.chunk(len(self._b), dim=1), strict=True
             ):
                 y[:, part].index_add_(0, here, product(own, b[slot]))
 
-    def add_embedded(self, y: Tensor, token_ids: Tensor, rows: AdapterRows) -> None:
-        """Do as `add` for inputs that are tokens [rows]: each takes its column of A."""
-        if self._a is None or not self._used:
-            return
+
+class AdaptedEmbedding(AdaptedLinear):
+    """Embeddings and the adapters beside them."""
+
+    def _add(self, matrices: Tensor, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        """Do the same for inputs that are tokens [rows]: each takes its column of A."""
         for slot, here in rows.by_slot:
-            inner = self._a[slot].T.index_select(0, token_ids.index_select(0, here))
+            inner = matrices[slot].T.index_select(0, x.index_select(0, here))
             product = _by_blocks if self._bank.by_rows else _product
             y.index_add_(0, here, product(inner, self._b[0][slot]))
 
@@ -184,42 +202,6 @@ def _by_blocks(x: Tensor, matrix: Tensor) -> Tensor:
     return torch.cat([block @ matrix for block in padded.view(-1, _BLOCK_ROWS, padded.shape[1])])[
         : len(x)
     ]
-
-
-class AdaptedLinear:
-    """A product and the adapters beside it."""
-
-    __slots__ = ("_bank", "_base", "_matrices")
-
-    def __init__(self, bank: "AdapterBank", base: Rows, matrices: _Matrices) -> None:
-        self._bank = bank
-        self._base = base
-        self._matrices = matrices
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self._base(x)
-        rows = self._bank.current
-        if rows is not None:
-            self._matrices.add(y, x, rows)
-        return y
-
-
-class AdaptedEmbedding:
-    """Embeddings and the adapters beside them."""
-
-    __slots__ = ("_bank", "_base", "_matrices")
-
-    def __init__(self, bank: "AdapterBank", base: Rows, matrices: _Matrices) -> None:
-        self._bank = bank
-        self._base = base
-        self._matrices = matrices
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        y = self._base(token_ids)
-        rows = self._bank.current
-        if rows is not None:
-            self._matrices.add_embedded(y, token_ids, rows)
-        return y
 
 
 class AdapterBank:
@@ -253,9 +235,9 @@ class AdapterBank:
         self._dtype = dtype
         self._device = device
         self._cut = cut
-        self._products: list[_Matrices] = []
-        self._head: _Matrices | None = None
-        self._experts: list[_Matrices] = []
+        self._products: list[AdaptedLinear] = []
+        self._head: AdaptedLinear | None = None
+        self._experts: list[AdaptedLinear] = []
         self._adapts_experts = False
 
     def rows(self, slots: npt.NDArray[np.int64]) -> AdapterRows | None:
@@ -263,8 +245,8 @@ class AdapterBank:
         return AdapterRows.of(slots, self._device, self._dtype)
 
     def linear(
-        self, base: Linear, names: Sequence[str], widths: Sequence[int], inputs: int
-    ) -> "AdaptedLinear":
+        self, base: Rows, names: Sequence[str], widths: Sequence[int], inputs: int
+    ) -> AdaptedLinear:
         """Return a product with adapters.
 
         Args:
@@ -273,29 +255,29 @@ class AdapterBank:
             widths: outputs of each that are here.
             inputs: inputs that are here.
         """
-        matrices = _Matrices(self, names, widths)
-        matrices.allocate(inputs)
-        self._products.append(matrices)
-        return AdaptedLinear(self, base, matrices)
+        adapted = AdaptedLinear(self, base, names, widths)
+        adapted.allocate(inputs)
+        self._products.append(adapted)
+        return adapted
 
     def head(self, base: Rows, name: str, width: int) -> Rows:
         """Return the LM head with adapters; they take memory when the first one comes."""
-        self._head = _Matrices(self, [name], [width])
+        self._head = AdaptedLinear(self, base, [name], [width])
         self._products.append(self._head)
-        return AdaptedLinear(self, base, self._head)
+        return self._head
 
     def embedding(self, base: Rows, name: str, width: int) -> Rows:
         """Return embeddings with adapters, likewise."""
-        matrices = _Matrices(self, [name], [width])
-        self._products.append(matrices)
-        return AdaptedEmbedding(self, base, matrices)
+        adapted = AdaptedEmbedding(self, base, [name], [width])
+        self._products.append(adapted)
+        return adapted
 
-    def expert(self, base: Linear, names: Sequence[str], widths: Sequence[int]) -> "AdaptedLinear":
+    def expert(self, base: Rows, names: Sequence[str], widths: Sequence[int]) -> AdaptedLinear:
         """Return a product of one expert, as `linear` does; its adapters take memory likewise."""
-        matrices = _Matrices(self, names, widths)
-        self._products.append(matrices)
-        self._experts.append(matrices)
-        return AdaptedLinear(self, base, matrices)
+        adapted = AdaptedLinear(self, base, names, widths)
+        self._products.append(adapted)
+        self._experts.append(adapted)
+        return adapted
 
     @property
     def rows_of_experts(self) -> AdapterRows | None:
@@ -316,9 +298,9 @@ class AdapterBank:
         """
         if self._cut is not None:
             weights = {name: _part(self._cut, name, pair) for name, pair in weights.items()}
-        for matrices in self._products:
-            matrices.write(slot, weights)
-        self._adapts_experts = any(matrices.any_used for matrices in self._experts)
+        for product in self._products:
+            product.write(slot, weights)
+        self._adapts_experts = any(product.any_used for product in self._experts)
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros of the type that is computed in."""

@@ -1,172 +1,101 @@
 """The decoder: embeddings, layers of attention and MLP over a paged KV cache, and the LM head."""
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol, cast
 
-import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine.distributed.group import Group
 from engine.models.adapters import AdapterBank, AdapterRows, AdapterWeights
 from engine.models.attention.interface import Attention
 from engine.models.attention.paged import PagedAttention
-from engine.models.attention.plan import AttentionPlan
-from engine.models.attention.projections import Projections, Rotation
-from engine.models.attention.rotary import rotation
-from engine.models.attention.rows import AttentionRows
-from engine.models.layers import Rows
+from engine.models.attention.projections import SelfAttention
+from engine.models.attention.rotary import Rotary
+from engine.models.module import Module, Rows, add_to
 from engine.models.moe import SparseMlp
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
-from engine.models.products.dense import add_to
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
+from engine.models.step import FinalTokens, ForwardContext, StepTokens
 
 
-class PositionFactors(NamedTuple):
-    """What the positions of a step's tokens multiply queries and keys by."""
+class DecoderLayer(Module):
+    """Attention and an MLP, whose results are added to the states."""
 
-    rotations: list[Rotation]
-    """One for each of the model's rotary tables."""
-    temperatures: Tensor | None
-    """[tokens, 1, 1]: of queries, where some layer is tempered."""
+    def __init__(
+        self,
+        *,
+        attention_norm: Rows | None,
+        self_attn: SelfAttention,
+        mlp_norm: Rows | None,
+        mlp: Rows,
+        attention_output_norm: Rows | None = None,
+        mlp_output_norm: Rows | None = None,
+        is_parallel: bool = False,
+        residual_scale: float = 1.0,
+        shards: Group | None = None,
+    ) -> None:
+        """Take the parts; the output norms are of what is added.
 
-
-class LayerWeights(msgspec.Struct, frozen=True):
-    """One decoder layer; its blocks include all that is done to results before these are added."""
-
-    attention_norm: Rows | None
-    attention: Projections
-    mlp_norm: Rows | None
-    mlp: Rows
-    window: int | None
-    rope: int | None
-    """Index of the model's rotary table; None for a layer without positions."""
-    is_parallel: bool = False
-    """Whether the MLP has the same input as attention."""
-    sparse: SparseMlp | None = None
-    """The part of `mlp` with the experts, if it has any."""
-    is_tempered: bool = False
-    """Whether queries are multiplied by the temperatures of their positions."""
-
-    def write_and_query(
-        self, x: Tensor, cache: Tensor, slots: Tensor, factors: PositionFactors
-    ) -> Tensor:
-        """Store what the cache keeps of normalized states; return queries of known positions."""
-        rotated = None if self.rope is None else factors.rotations[self.rope]
-        queries = self.attention.write_and_query(x, cache, slots, rotated)
-        if not self.is_tempered or factors.temperatures is None:
-            return queries
-        return (queries * factors.temperatures).to(queries.dtype)
-
-
-class DecoderWeights(msgspec.Struct, frozen=True):
-    """All weights of a model, or those of a pipeline stage."""
-
-    embed: Rows | None
-    """From token ids [tokens] to [tokens, hidden]; None but at the first stage."""
-    layers: list[LayerWeights]
-    norm: Rows | None
-    """None but at the last stage, as the next."""
-    lm_head: Rows | None
-    rotary: list[Tensor]
-    """Each [max_model_len, 2, rotary_size / 2]: see `attention.rotary.rotary_table`."""
-    temperatures: Tensor | None = None
-    """[max_model_len]: see `attention.rotary.temperatures`."""
-    sections: tuple[int, ...] = ()
-    """Of all tables: see `RopeSpec`."""
-
-    def factors(self, positions: Tensor) -> PositionFactors:
-        """Return the factors of tokens at these positions."""
-        heat = self.temperatures
-        return PositionFactors(
-            [rotation(table, positions, self.sections) for table in self.rotary],
-            None if heat is None else heat.index_select(0, positions).view(-1, 1, 1),
+        Args:
+            is_parallel: whether the MLP has the same input as attention.
+            residual_scale: of what is added.
+            shards: the processes of which each has a summand of what is added.
+        """
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.self_attn = self_attn
+        self.attention_output_norm = attention_output_norm
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mlp_output_norm = mlp_output_norm
+        self.is_parallel = is_parallel
+        self.residual_scale = residual_scale
+        self._shards = shards
+        self._adds_alone = (
+            shards is None
+            and attention_output_norm is None
+            and mlp_output_norm is None
+            and residual_scale == 1.0
         )
 
+    @property
+    def sparse(self) -> SparseMlp | None:
+        """The part of the MLP with the experts, if it has any."""
+        return next((each for each in self.modules() if isinstance(each, SparseMlp)), None)
 
-class FinalTokens(msgspec.Struct, frozen=True):
-    """The tokens of a step whose states are needed after the last layer."""
+    def forward(
+        self, x: Tensor, cache: Tensor, context: ForwardContext, final: FinalTokens | None
+    ) -> Tensor:
+        """Return states [tokens, hidden], in place; if it is given final tokens, theirs alone."""
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        if final is not None:
+            x = x.index_select(0, final.tokens)
+        x = self._added(
+            x, self.attention_output_norm, self.self_attn, normed, cache, context, final
+        )
+        if not x.shape[0]:
+            return x
+        if not self.is_parallel:
+            normed = x if self.mlp_norm is None else self.mlp_norm(x)
+        elif final is not None:
+            normed = normed.index_select(0, final.tokens)
+        return self._added(x, self.mlp_output_norm, self.mlp, normed)
 
-    tokens: Tensor
-    """[final] int64: index among the tokens of the step."""
-    plan: Any
-    """How they attend in the last layer, each as a row of its own."""
-
-
-class GroupTokens(msgspec.Struct, frozen=True):
-    """The tokens of one step as the layers of another group than the first see them."""
-
-    slots: Tensor
-    plans: dict[int | None, Any]
-
-
-class Taps:
-    """Collects the states between some layers as a step is computed."""
-
-    def __init__(self, layers: tuple[int, ...]) -> None:
-        """Take states after so many layers each, in ascending order."""
-        self._layers = frozenset(layers)
-        self._states: list[Tensor] = []
-
-    def see(self, num_layers: int, states: Tensor) -> None:
-        """States [tokens, hidden] have gone through so many layers; they may be overwritten."""
-        if num_layers in self._layers:
-            self._states.append(states.clone())
-
-    def states(self) -> Tensor:
-        """Return what was taken of each token, side by side: [tokens, layers * hidden]."""
-        return torch.cat(self._states, dim=1)
-
-
-NO_TAPS = Taps(())
-"""Collects nothing."""
-
-
-class WholeImages(msgspec.Struct, frozen=True):
-    """How tokens of images attend, each to all of its image: always as many as the image has."""
-
-    queries: Tensor
-    """[queries] int64: index among the tokens of the step; any where one was computed before."""
-    computed: Tensor
-    """[tokens] int64: those of the queries that are computed in the step."""
-    plans: tuple[dict[int | None, AttentionPlan], ...]
-    """For each group of layers by their windows."""
-
-
-class ImageTokens(msgspec.Struct, frozen=True):
-    """The tokens of a step that stand for images."""
-
-    tokens: Tensor
-    """[tokens] int64: index among the tokens of the step."""
-    embeddings: Tensor
-    """[tokens, hidden]"""
-    whole: WholeImages | None = None
-    """None for a model where they attend as others do."""
-
-
-class StepTokens(msgspec.Struct, frozen=True):
-    """The tokens of one step, rows one after the other."""
-
-    token_ids: Tensor
-    """[tokens] int64"""
-    positions: Tensor
-    """[tokens] int64, which queries and keys are turned by; [3, tokens] where a token that stands
-    for a part of an image has a time, a row and a column."""
-    slots: Tensor
-    """[tokens] int64: flat cache slot (block * block_size + offset) that each token fills."""
-    rows: AttentionRows
-    """What the plans were made for."""
-    plans: dict[int | None, Any]
-    """How to attend, per sliding window that some layer has; made by the model's attention."""
-    final: FinalTokens | None = None
-    """None if all states are needed."""
-    adapters: AdapterRows | None = None
-    """Which adapter each token is computed with; None if none has one."""
-    others: tuple[GroupTokens, ...] = ()
-    """What differs for all groups of layers but the first, which have KV blocks of their own."""
-    taps: Taps = NO_TAPS
-    """What states between layers are given to; those after the last layer are of final tokens."""
-    images: ImageTokens | None = None
-    """None if there are none in the step."""
+    def _added(self, x: Tensor, norm: Rows | None, block: Any, *arguments: Any) -> Tensor:
+        if self._adds_alone:
+            return add_to(x, block, *arguments)
+        made: Tensor = block(*arguments)
+        if not made.shape[0]:
+            return x
+        if self._shards is not None:
+            made = self._shards.all_reduce(made)
+        if norm is not None:
+            made = norm(made)
+        if self.residual_scale != 1.0:
+            made = made.mul_(self.residual_scale)
+        return x.add_(made)
 
 
 class Followers(Protocol):
@@ -189,44 +118,62 @@ class Followers(Protocol):
         ...
 
 
-class Decoder:
+class Decoder(Module):
     """A model replica on one device; all state lives in the KV cache that it is given."""
+
+    temperatures: Tensor | None
 
     def __init__(
         self,
         spec: ModelSpec,
-        weights: DecoderWeights,
+        layers: Iterable[DecoderLayer],
         attention: Attention,
         types: ComputeTypes,
         device: torch.device,
+        *,
+        rotary: Iterable[Rotary],
+        temperatures: Tensor | None = None,
+        embed_tokens: Rows | None = None,
+        norm: Rows | None = None,
+        lm_head: Rows | None = None,
         expert_group: ExpertGroup | None = None,
         followers: Followers | None = None,
         adapters: AdapterBank | None = None,
         image_attention: PagedAttention | None = None,
     ) -> None:
-        """Take the weights, with an expert group only those experts that this engine has.
+        """Take the parts, with an expert group only those experts that this engine has.
 
-        Tokens of images attend by `image_attention` where they see all of their image. Followers
-        hold the other parts of a model that is cut over several processes.
+        Args:
+            rotary: one for each of the model's rotary tables.
+            temperatures: [max_model_len], see `attention.rotary.temperatures`.
+            embed_tokens: from token ids [tokens] to [tokens, hidden]; None but at the first stage.
+            norm: of the last states; None but at the last stage, as the LM head.
+            followers: hold the other parts of a model that is cut over several processes.
+            adapters: where the products look adapters up, if the model is served with some.
+            image_attention: how tokens of images attend where they see all of their image.
         """
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.lm_head = lm_head
+        self.rotary = nn.ModuleList(rotary)
+        self.register_buffer("temperatures", temperatures, persistent=False)
         self.dtype = types.activations
         self.kv_format = types.kv_format
         """Of the KV cache."""
         self.device = device
         """Where the weights are."""
         self.adapters = adapters
-        """What the products look adapters up in, where the model is served with some."""
         self._followers = followers
         self.spec = spec
         self.attention = attention
         self.image_attention = image_attention
         self.expert_group = expert_group
-        self._weights = weights
         groups = spec.cache_groups
-        self._group_of = [groups.group_of(layer) for layer in range(spec.num_layers)]
         self._windows: list[set[int | None]] = [set() for _ in groups.windows]
-        for group, window in zip(self._group_of, spec.windows, strict=True):
-            self._windows[group].add(window)
+        for layer, window in enumerate(spec.windows):
+            self._windows[groups.group_of(layer)].add(window)
 
     @property
     def windows(self) -> list[set[int | None]]:
@@ -241,7 +188,7 @@ class Decoder:
     @property
     def is_whole(self) -> bool:
         """Whether all layers, or parts of all, are here, from the embedding to the LM head."""
-        return self._weights.embed is not None and self._weights.lm_head is not None
+        return self.embed_tokens is not None and self.lm_head is not None
 
     @property
     def is_recordable(self) -> bool:
@@ -255,20 +202,21 @@ class Decoder:
     @property
     def sparse_layers(self) -> dict[int, SparseMlp]:
         """The layers with experts, by number."""
-        layers = enumerate(self._weights.layers)
-        return {i: layer.sparse for i, layer in layers if layer.sparse is not None}
+        layers = cast("Iterable[DecoderLayer]", self.layers)
+        found = enumerate(layer.sparse for layer in layers)
+        return {index: sparse for index, sparse in found if sparse is not None}
 
     @property
     def last_group(self) -> int:
         """The group of the last layer."""
-        return self._group_of[-1]
+        return self.spec.cache_groups.group_of(self.spec.num_layers - 1)
 
     @property
     def last_window(self) -> int | None:
         """The sliding window of the last layer."""
         return self.spec.windows[-1]
 
-    def hidden_states(
+    def forward(
         self, step: StepTokens, cache: list[Tensor], incoming: Tensor | None = None
     ) -> Tensor:
         """Run all layers, filling the cache, and return normalized states [tokens, hidden].
@@ -288,65 +236,30 @@ class Decoder:
         if self.adapters is not None:
             self.adapters.current = step.adapters
         x = self._first_states(step, incoming)
-        factors = self._weights.factors(step.positions)
-        last = self._weights.layers[-1]
-        parts: tuple[StepTokens | GroupTokens, ...] = (step, *step.others)
-        for index, (layer, layer_cache, group) in enumerate(
-            zip(self._weights.layers, cache, self._group_of, strict=True)
-        ):
+        heat = self.temperatures
+        context = ForwardContext(
+            step,
+            [rotary(step.positions) for rotary in self.rotary],
+            None if heat is None else heat.index_select(0, step.positions).view(-1, 1, 1),
+            self.attention,
+            self.image_attention,
+            self.adapters,
+        )
+        last = len(self.layers) - 1
+        for index, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             step.taps.see(index, x)
-            part = parts[group]
-            final = step.final if layer is last else None
-            normed = x if layer.attention_norm is None else layer.attention_norm(x)
-            queries = layer.write_and_query(normed, layer_cache, part.slots, factors)
-            plan = part.plans[layer.window]
-            if final is not None:
-                x, queries = (each.index_select(0, final.tokens) for each in (x, queries))
-                if layer.is_parallel:
-                    normed = normed.index_select(0, final.tokens)
-                plan = final.plan
-                if step.adapters is not None and self.adapters is not None:
-                    self.adapters.current = step.adapters.select(final.tokens)
-            if len(x):
-                sinks = layer.attention.sinks
-                attended = self.attention.attend(queries, layer_cache, plan, sinks)
-                if step.images is not None and final is None:
-                    images, window = step.images, layer.window
-                    self._attend_within(attended, queries, layer_cache, images, group, window)
-                x = add_to(x, layer.attention.output, attended.to(x.dtype))
-                if not layer.is_parallel:
-                    normed = x if layer.mlp_norm is None else layer.mlp_norm(x)
-                x = add_to(x, layer.mlp, normed)
-        step.taps.see(len(self._weights.layers), x)
+            x = layer(x, layer_cache, context, step.final if index == last else None)
+        step.taps.see(last + 1, x)
         if self.expert_group is not None:
             self.expert_group.end_step()
-        return x if self._weights.norm is None else self._weights.norm(x)
-
-    def _attend_within(
-        self,
-        attended: Tensor,
-        queries: Tensor,
-        cache: Tensor,
-        images: ImageTokens,
-        group: int,
-        window: int | None,
-    ) -> None:
-        """Replace what tokens of images have attended to by what they see of all of them."""
-        if images.whole is None:
-            return
-        assert self.image_attention is not None, "the model's images have plans of their own"
-        own = queries.index_select(0, images.whole.queries)
-        plan = images.whole.plans[group][window]
-        within = self.image_attention.attend(own, cache, plan)
-        within = within.index_select(0, images.whole.computed)
-        attended.index_copy_(0, images.tokens, within.to(attended.dtype))
+        return x if self.norm is None else self.norm(x)
 
     def _first_states(self, step: StepTokens, incoming: Tensor | None) -> Tensor:
         """Return what the first layer here gets: embeddings, or states of the stage before."""
-        if self._weights.embed is None:
+        if self.embed_tokens is None:
             assert incoming is not None, "states come from the stage before"
             return incoming
-        x = self._weights.embed(step.token_ids)
+        x = self.embed_tokens(step.token_ids)
         if step.images is not None:
             x.index_copy_(0, step.images.tokens, step.images.embeddings)
         return x
@@ -367,8 +280,8 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return [tokens, hidden] for token ids [tokens]; the first layer has to be here."""
-        assert self._weights.embed is not None, "the first stage has it"
-        return self._weights.embed(token_ids)
+        assert self.embed_tokens is not None, "the first stage has it"
+        return self.embed_tokens(token_ids)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Put an adapter into a slot, in all processes; the model has to have room for it."""
@@ -407,5 +320,5 @@ class Decoder:
 
     @property
     def _head(self) -> Rows:
-        assert self._weights.lm_head is not None, "the last stage has it"
-        return self._weights.lm_head
+        assert self.lm_head is not None, "the last stage has it"
+        return self.lm_head

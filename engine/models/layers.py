@@ -5,14 +5,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.kernels.reference import rms_norm, rms_norm_heads, swiglu
 from engine.kernels.registry import FusedKernels
+from engine.models.module import Module, Rows, weight_of
 from engine.models.spec import ModelSpec, NormSpec
 
-Rows = Callable[[Tensor], Tensor]
-"""From [rows, in] to [rows, out]."""
 _VECTOR = 64
 """Values of which a processor computes a multiple in whole vectors."""
 
@@ -53,16 +52,37 @@ def gated(spec: ModelSpec, kernels: FusedKernels | None = None) -> Rows:
     return partial(clamped_swiglu, limit=spec.clamp.limit, slope=spec.clamp.slope)
 
 
-def prepare_norm(norm: NormSpec, weight: Tensor, kernels: FusedKernels | None = None) -> Rows:
+class Norm(Module):
+    """A norm of rows, or of heads."""
+
+    def __init__(
+        self, compute: Callable[[Tensor, Tensor, float], Tensor], weight: Tensor, eps: float
+    ) -> None:
+        """Take what computes it of values, the weight and the epsilon."""
+        super().__init__()
+        self.weight = weight_of(weight)
+        self.eps = eps
+        self._compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x [rows, width] or [tokens, heads, head_dim], perhaps in place."""
+        return self._compute(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        """Return what is computed, too."""
+        return f"{self._compute.__name__}, eps={self.eps}, {super().extra_repr()}"
+
+
+def prepare_norm(norm: NormSpec, weight: Tensor, kernels: FusedKernels | None = None) -> Norm:
     """Return the norm of rows [rows, width]; `weight` is [width], as stored."""
     if norm.kind == "layer":
-        return partial(layer_norm, weight=weight, eps=norm.eps)
+        return Norm(layer_norm, weight, norm.eps)
     if kernels is not None:
         exact = weight.float() + 1 if norm.adds_one else weight.float()
-        return partial(kernels.rms_norm, weight=exact, eps=norm.eps)
+        return Norm(kernels.rms_norm, exact, norm.eps)
     if norm.adds_one:
-        return partial(rms_norm_exact, weight=weight.float() + 1, eps=norm.eps)
-    return partial(rms_norm, weight=weight, eps=norm.eps)
+        return Norm(rms_norm_exact, weight.float() + 1, norm.eps)
+    return Norm(rms_norm, weight, norm.eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -89,15 +109,13 @@ def prepare_qk_norm(
     if norm.adds_one:
         query, key = query.float() + 1, key.float() + 1
     if spec.qk_norm == "width":
-        return partial(_rms_norm_widths, weights=(query, key), heads=heads, eps=norm.eps)
+        return WidthNorm(query, key, heads, norm.eps)
     weight = torch.cat((query.expand(heads, -1), key.expand(kv_heads, -1)))
     if norm.kind == "layer":
-        return partial(_layer_norm_heads, weight=weight, eps=norm.eps)
+        return Norm(_layer_norm_heads, weight, norm.eps)
     if kernels is not None:
-        return partial(kernels.rms_norm_heads, weight=weight.float(), eps=norm.eps)
-    return partial(
-        _rms_norm_heads_exact if norm.adds_one else rms_norm_heads, weight=weight, eps=norm.eps
-    )
+        return Norm(kernels.rms_norm_heads, weight.float(), norm.eps)
+    return Norm(_rms_norm_heads_exact if norm.adds_one else rms_norm_heads, weight, norm.eps)
 
 
 def unit_norm(heads: Tensor, eps: float) -> Tensor:
@@ -113,13 +131,22 @@ def _layer_norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
     return layer_norm(heads, None, eps).mul_(weight)
 
 
-def _rms_norm_widths(
-    rows: Tensor, weights: tuple[Tensor, Tensor], heads: int, eps: float
-) -> Tensor:
-    """Normalize all queries of a token together, and all its keys."""
-    parts = rows[:, :heads].flatten(1), rows[:, heads:].flatten(1)
-    normed = [rms_norm(part, weight, eps) for part, weight in zip(parts, weights, strict=True)]
-    return torch.cat(normed, dim=1).view(rows.shape)
+class WidthNorm(Module):
+    """A norm of all queries of a token together, and of all its keys."""
+
+    def __init__(self, query: Tensor, key: Tensor, heads: int, eps: float) -> None:
+        """Take weights [heads * head_dim] of queries, of which there are so many, and of keys."""
+        super().__init__()
+        self.query = weight_of(query)
+        self.key = weight_of(key)
+        self._heads = heads
+        self.eps = eps
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Normalize [tokens, heads + kv_heads, head_dim]."""
+        queries, keys = rows[:, : self._heads].flatten(1), rows[:, self._heads :].flatten(1)
+        normed = rms_norm(queries, self.query, self.eps), rms_norm(keys, self.key, self.eps)
+        return torch.cat(normed, dim=1).view(rows.shape)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
@@ -127,15 +154,31 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return x.div_(cap).tanh_().mul_(cap)
 
 
-class Chain:
-    """Functions of rows, one after the other."""
+class Embedding(Module):
+    """A table of embeddings."""
 
-    __slots__ = ("_functions",)
+    def __init__(self, weight: Tensor) -> None:
+        """Take one row [hidden] a token."""
+        super().__init__()
+        self.weight = weight_of(weight)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return [tokens, hidden] for token ids [tokens]."""
+        return torch.embedding(self.weight, token_ids)
+
+
+class Chain(Module):
+    """Functions of rows, one after the other; torch's `Sequential` takes modules only."""
 
     def __init__(self, *functions: Rows) -> None:
+        super().__init__()
         self._functions = functions
+        for index, function in enumerate(functions):
+            if isinstance(function, nn.Module):
+                self.add_module(str(index), function)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out]."""
         for function in self._functions:
             x = function(x)
         return x

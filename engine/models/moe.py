@@ -1,11 +1,11 @@
 """Mixture-of-experts layers: a router and the experts that its choices are sent to."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.kernels.reference import (
     ChooseExperts,
@@ -16,8 +16,9 @@ from engine.kernels.reference import (
     swiglu,
 )
 from engine.models.adapters import AdapterBank
-from engine.models.layers import Rows, sigmoid
-from engine.models.products.dense import DenseLinear, Linear, Summand, add_to
+from engine.models.layers import sigmoid
+from engine.models.module import Module, Rows, add_to
+from engine.models.products.dense import DenseLinear
 from engine.models.products.row_blocks import is_by_rows
 from engine.models.spec import MoeSpec
 
@@ -29,12 +30,12 @@ _SMALL_LAYER = 16 * 2**20
 """Bytes of a layer's experts that stay in a processor's cache."""
 
 
-class Router:
+class Router(Module):
     """Chooses experts per token by the softmax of a linear score."""
 
     def __init__(
         self,
-        score: Linear,
+        score: Rows,
         num_experts: int,
         experts_per_token: int,
         *,
@@ -42,43 +43,47 @@ class Router:
         choose: ChooseExperts = choose_experts,
     ) -> None:
         """Take a product whose first outputs are the scores, and what chooses by them."""
-        self._score = score
+        super().__init__()
+        self.score = score
         self._num_experts = num_experts
         self._count = experts_per_token
         self._choose = partial(choose, per_token=experts_per_token, normalize=normalize)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts and their weights for x [tokens, hidden].
 
         Returns:
             experts: [tokens, experts_per_token] int64
             weights: the same shape, float32
         """
-        if not len(x):
+        if not x.shape[0]:
             nothing = x.new_empty(0, self._count, dtype=torch.float32)
             return nothing.long(), nothing
-        return self._choose(self._score(x)[:, : self._num_experts])
+        return self._choose(self.score(x)[:, : self._num_experts])
 
 
-class GroupRouter:
+class GroupRouter(Module):
     """Chooses experts of the best groups, by scores that may be corrected for the choice alone."""
 
-    def __init__(self, score: Linear, correction: Tensor | None, moe: MoeSpec) -> None:
+    correction: Tensor | None
+
+    def __init__(self, score: Rows, correction: Tensor | None, moe: MoeSpec) -> None:
         """Take the product, and corrections [experts] in float32."""
-        self._score = score
-        self._correction = correction
+        super().__init__()
+        self.score = score
+        self.register_buffer("correction", correction)
         self._moe = moe
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts and their weights, as `Router` does."""
         moe = self._moe
-        if not len(x):
+        if not x.shape[0]:
             nothing = x.new_empty(0, moe.experts_per_token, dtype=torch.float32)
             return nothing.long(), nothing
-        found = self._score(x).float()
+        found = self.score(x).float()
         scores = found.softmax(dim=-1) if moe.scoring == "softmax" else sigmoid(found)
-        ranked = scores if self._correction is None else scores + self._correction
-        if self._correction is None and moe.scoring == "sigmoid" and moe.num_groups == 1:
+        ranked = scores if self.correction is None else scores + self.correction
+        if self.correction is None and moe.scoring == "sigmoid" and moe.num_groups == 1:
             ranked = found  # of large ones the sigmoids are all one
         experts = self._allowed(ranked).topk(moe.experts_per_token).indices
         weights = scores.gather(1, experts)
@@ -98,15 +103,14 @@ class GroupRouter:
         return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
 
 
-class Expert(Summand):
+class Expert(Module):
     """One expert: a gated MLP."""
 
-    __slots__ = ("_down", "_gate_up", "_gated", "is_by_rows", "kernel")
-
-    def __init__(self, gate_up: Linear, down: Linear, gated: Rows = swiglu) -> None:
+    def __init__(self, gate_up: Rows, down: Rows, gated: Rows = swiglu) -> None:
         """Take the products, and what makes [rows, inner] of the gates and what they let pass."""
-        self._gate_up = gate_up
-        self._down = down
+        super().__init__()
+        self.gate_up_proj = gate_up
+        self.down_proj = down
         self._gated = gated
         self.is_by_rows = all(is_by_rows(part) for part in (gate_up, down, gated))
         self.kernel: tuple[Any, ...] | None = None
@@ -114,46 +118,69 @@ class Expert(Summand):
         if first is not None and second is not None:
             self.kernel = (first, second, gated, first[-1] + second[-1])
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._gated(self._gate_up(x)))
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [rows, hidden] to the same shape."""
+        return self.down_proj(self._gated(self.gate_up_proj(x)))
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add with the last product, where that can."""
-        return add_to(sums, self._down, self._gated(self._gate_up(x)))
+        return add_to(sums, self.down_proj, self._gated(self.gate_up_proj(x)))
 
 
-class GroupedExperts:
+class GroupedExperts(nn.ModuleList):
     """Experts with weights of their own, in whatever layout is fastest."""
 
-    def __init__(self, experts: Sequence[Linear], adapters: AdapterBank | None = None) -> None:
-        self._experts = experts
+    def __init__(self, experts: Iterable[nn.Module], adapters: AdapterBank | None = None) -> None:
+        super().__init__(experts)
         self._adapters = adapters
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return _expert_by_expert(x, chosen, weights, self._experts, self._adapters)
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, as `Experts` does."""
+        return _expert_by_expert(x, chosen, weights, list(self), self._adapters)
 
 
-class AllExperts:
+class KernelExperts(Module):
+    """Experts that one kernel computes."""
+
+    def __init__(self, experts: Experts, weights: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Take what computes them, and the weights of each as it has laid them out."""
+        super().__init__()
+        self._experts = experts
+        for number, (gate_up, down) in enumerate(weights):
+            self.register_buffer(f"gate_up_{number}", gate_up)
+            self.register_buffer(f"down_{number}", down)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, as `Experts` does."""
+        return self._experts(x, chosen, weights)
+
+    def extra_repr(self) -> str:
+        """Return how many there are."""
+        return f"{len(self._buffers) // 2} experts"
+
+
+class AllExperts(Module):
     """Two products with all experts, for any number of tokens.
 
     Those that a token has not chosen count with weight zero. A token is computed by itself if both
     products do so.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear, num_experts: int, gate: GateChosen) -> None:
+    def __init__(self, gate_up: Rows, down: Rows, num_experts: int, gate: GateChosen) -> None:
         """Take products [hidden] to [experts * 2 * inner] and [experts * inner] to [hidden]."""
-        self._gate_up = gate_up
-        self._down = down
+        super().__init__()
+        self.gate_up_proj = gate_up
+        self.down_proj = down
         self._num_experts = num_experts
         self._gate = gate
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, as `Experts` does."""
-        gate_up = self._gate_up(x).view(len(x), self._num_experts, -1)
-        return self._down(self._gate(gate_up, chosen, weights))
+        gate_up = self.gate_up_proj(x).view(len(x), self._num_experts, -1)
+        return self.down_proj(self._gate(gate_up, chosen, weights))
 
 
-class StackedExperts:
+class StackedExperts(Module):
     """Small experts in two matrices, so that few tokens are computed in two products.
 
     For few tokens of a small model the calls cost more than the arithmetic: all experts run on
@@ -162,7 +189,8 @@ class StackedExperts:
 
     def __init__(self, gate_up: Tensor, down: Tensor, gated: Rows = swiglu) -> None:
         """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
-        self._together = AllExperts(
+        super().__init__()
+        self.together = AllExperts(
             DenseLinear(gate_up.flatten(0, 1), None),
             DenseLinear(down.flatten(0, 1).T, None),
             len(gate_up),
@@ -172,23 +200,26 @@ class StackedExperts:
             Expert(DenseLinear(up, None), DenseLinear(back.T, None), gated)
             for up, back in zip(gate_up, down, strict=True)
         ]
+        """Of the same weights: views."""
 
     @staticmethod
     def suits(num_experts: int, per_token: int, num_bytes: int) -> bool:
         """Whether a layer of so many experts and bytes is small enough."""
         return num_experts <= _MAX_WASTE * per_token and num_bytes <= _SMALL_LAYER
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, as `Experts` does."""
         if len(x) > _FEW_TOKENS:
             return _expert_by_expert(x, chosen, weights, self._experts)
-        return self._together(x, chosen, weights)
+        out: Tensor = self.together(x, chosen, weights)
+        return out
 
 
 def _expert_by_expert(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
-    experts: Sequence[Linear],
+    experts: Sequence[Rows],
     adapters: AdapterBank | None = None,
 ) -> Tensor:
     rows = torch.arange(len(x), device=x.device).repeat_interleave(chosen.shape[1])
@@ -200,7 +231,7 @@ def run_experts(
     x: Tensor,
     rows: Tensor,
     chosen: Tensor,
-    experts: Sequence[Linear],
+    experts: Sequence[Rows],
     adapters: AdapterBank | None = None,
 ) -> Tensor:
     """Gather tokens expert by expert; return what each pair's expert makes of its token.
@@ -242,7 +273,7 @@ def weighted_sum(by_choice: Tensor, weights: Tensor) -> Tensor:
     return weighted.sum(dim=1)
 
 
-class SparseMlp:
+class SparseMlp(Module):
     """The sparse block of a layer: every token goes through its chosen experts."""
 
     def __init__(
@@ -259,19 +290,20 @@ class SparseMlp:
         `own` applies a function to those tokens that are routed in this process, if not all are;
         `scales_inputs` as in `MoeSpec`.
         """
-        self._router = router
+        super().__init__()
+        self.router = router
         self._own = own
         self._scales_inputs = scales_inputs
         self.experts = experts
-        self._shared = shared
+        self.shared_experts = shared
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map [tokens, hidden] to the same shape."""
         out = self._routed(x) if self._own is None else self._own(self._routed, x)
-        return out if self._shared is None or not len(x) else out + self._shared(x)
+        return out if self.shared_experts is None or not len(x) else out + self.shared_experts(x)
 
     def _routed(self, x: Tensor) -> Tensor:
-        experts, weights = self._router(x)
+        experts, weights = self.router(x)
         if self._scales_inputs:
             return self.experts(x * weights.to(x.dtype), experts, torch.ones_like(weights))
         return self.experts(x, experts, weights)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.layers import Rows
+from engine.models.module import Module, Rows, weight_of
 from engine.models.moe import Expert
 from engine.models.products.dense import DenseLinear
 from engine.models.products.row_blocks import RowBlocks, probe_rows, repeated
@@ -26,14 +26,16 @@ _KEPT = 64
 """Numbers of tokens whose index is kept: a long prompt's is large, and there are many lengths."""
 
 
-class RowwiseExperts:
+class RowwiseExperts(Module):
     """Experts in two matrices, in float32."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, gated: Rows) -> None:
         """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
+        super().__init__()
         self._gated = gated
-        self._all_gate_up = DenseLinear(gate_up.flatten(0, 1), None)
-        self._down = down
+        self.gate_up_proj = DenseLinear(gate_up.flatten(0, 1), None)
+        self.down_proj = weight_of(down)
+        # Views of these weights.
         self._each = [
             Expert(DenseLinear(up, None), DenseLinear(back.T, None), gated)
             for up, back in zip(gate_up, down, strict=True)
@@ -47,7 +49,7 @@ class RowwiseExperts:
             _agreeing[key] = self._together_agrees(probe)
         self._together = _MOST_TOGETHER if _agreeing[key] else 0
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, as `Experts` does."""
         if len(x) <= self._few:
             made, index = self._few_tokens(x, chosen)
@@ -94,8 +96,8 @@ class RowwiseExperts:
 
     def _made(self, whole: Tensor) -> Tensor:
         """Return [experts, tokens, hidden]."""
-        gate_up = self._all_gate_up(whole).view(len(whole), len(self._each), -1)
-        return torch.bmm(self._gated(gate_up).transpose(0, 1), self._down)
+        gate_up = self.gate_up_proj(whole).view(len(whole), len(self._each), -1)
+        return torch.bmm(self._gated(gate_up).transpose(0, 1), self.down_proj)
 
     def _together_agrees(self, probe: Tensor) -> bool:
         """Whether all experts at once give the bits of each by itself."""

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from engine.models.attention.cuda import CudaAttention, KernelAttention, TilePlan
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import Decoder, StepTokens
+from engine.models.decoder import Decoder
 from engine.models.device_copies import refill, to_device
+from engine.models.step import StepTokens
 from engine.runner.inputs import BatchRows
 
 IntArray = npt.NDArray[np.int64]
@@ -149,14 +150,14 @@ class DecodeGraphs:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):  # writes what the replay will write again
-                self._model.hidden_states(step, self._cache)
+                self._model(step, self._cache)
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Graphs run one after the other, so they share their work space.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
-            hidden = self._model.hidden_states(step, self._cache)
+            hidden = self._model(step, self._cache)
         logger.debug("recorded a decode step of %d rows", len(padded.token_ids))
         return _Graph(graph, step, plan, hidden)
 

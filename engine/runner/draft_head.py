@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.batch.batch import BatchPlan
-from engine.models.decoder import Taps
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
+from engine.models.step import Taps
 from engine.runner.filters import Drawing
 from engine.runner.host_memory import untouched_zeros
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows, plain_plan
@@ -199,7 +199,8 @@ class HeadDrafts:
             attention_rows(rows, self._table),
             draws=None if wants_draws else draws_of(plan, rows),
         )
-        return self._head.run(step, states, self._cache)
+        out: Tensor = self._head(step, states, self._cache)
+        return out
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
         return to_device(np.ascontiguousarray(array, dtype=np.int64), self._head.block.device)

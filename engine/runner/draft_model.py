@@ -137,7 +137,7 @@ class DraftModel:
             attention_rows(rows, self._table),
             draws=draws if some else None,
         )
-        hidden: Tensor = self._model.hidden_states(step, self._cache)
+        hidden: Tensor = self._model(step, self._cache)
         if not len(draws.tokens):
             return np.zeros(0, np.int64)
         logits = self._model.logits(hidden)

@@ -14,7 +14,7 @@ class EncoderRunner:
     """Runs the plans of one engine, in order, on one encoder."""
 
     def __init__(self, encoder: Encoder, pooler: Pooler) -> None:
-        self._encoder = encoder
+        self.encoder = encoder
         self._pooler = pooler
 
     @torch.inference_mode()
@@ -30,14 +30,14 @@ class EncoderRunner:
         firsts = np.cumsum(counts) - counts
         params = [each.pooling or PoolingParams() for each in sequences]
         token_ids = np.fromiter((i for s in sequences for i in s.token_ids), np.int64, counts.sum())
-        states = self._encoder.states(self._batch(token_ids, params, counts))
+        states = self.encoder(self._batch(token_ids, params, counts))
         vectors = self._pooler.vectors(states, token_ids, firsts, counts, params)
         return BatchResult([], pooled=dict(zip(rows, vectors, strict=True)))
 
     def _batch(
         self, token_ids: IntArray, params: list[PoolingParams], counts: IntArray
     ) -> EncoderBatch:
-        device = self._encoder.device
+        device = self.encoder.device
         ends = np.cumsum(counts)
         positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
         second = np.array([each.types_from for each in params], np.int64)

@@ -10,8 +10,9 @@ from torch import Tensor
 from engine.batch.batch import BatchPlan, SlotImage
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import Decoder, ImageTokens, WholeImages
+from engine.models.decoder import Decoder
 from engine.models.device_copies import to_device
+from engine.models.step import ImageTokens, WholeImages
 from engine.models.vision.loading import VisionEncoder
 from engine.runner.inputs import BatchRows, IntArray
 from engine.runner.slots import SlotTable

@@ -14,9 +14,10 @@ from engine.grammar.masks import Ends, GrammarTable
 from engine.kernels.processor import kernels_are_faster
 from engine.models.adapters import AdapterRows, AdapterWeights
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import NO_TAPS, Decoder, ImageTokens
+from engine.models.decoder import Decoder
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
+from engine.models.step import NO_TAPS, ImageTokens
 from engine.models.vision.loading import VisionEncoder
 from engine.runner.compiled_draws import drawing_for
 from engine.runner.cuda_graphs import DecodeGraphs, recordable_attention
@@ -346,10 +347,10 @@ class ModelRunner:
             images=begun.images,
         )
         incoming = None if begun.incoming is None else begun.incoming.wait()
-        hidden = model.hidden_states(step, self._cache, incoming)
+        states: Tensor = model(step, self._cache, incoming)
         if self._head is not None:
-            self._head.take(hidden, taps)
-        return hidden
+            self._head.take(states, taps)
+        return states
 
     def _prompt_logprobs(
         self, begun: BegunStep, reporting: npt.NDArray[np.int64], hidden: Tensor

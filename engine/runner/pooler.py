@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.layers import Rows
+from engine.models.module import Rows
 from engine.shared.messages import PoolingParams
 from engine.shared.pooling import PoolingSpec
 

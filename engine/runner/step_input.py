@@ -7,16 +7,9 @@ from torch import Tensor
 
 from engine.models.adapters import AdapterRows
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import (
-    NO_TAPS,
-    Decoder,
-    FinalTokens,
-    GroupTokens,
-    ImageTokens,
-    StepTokens,
-    Taps,
-)
+from engine.models.decoder import Decoder
 from engine.models.device_copies import to_device
+from engine.models.step import NO_TAPS, FinalTokens, GroupTokens, ImageTokens, StepTokens, Taps
 from engine.runner.inputs import BatchRows
 from engine.runner.slots import SlotTable
 from engine.runner.verification import Draws, draw_rows

@@ -180,8 +180,8 @@ class ChosenExperts:
     def __init__(self, hidden: int, inner: int, experts: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Lay out anew of one expert after the other [2 * inner, hidden] and [hidden, inner]."""
         self._hidden, self._inner = hidden, inner
-        self._weights = [(_packed(gate_up, parts=2), _packed(down)) for gate_up, down in experts]
-        addresses = [[each.data_ptr() for each in expert] for expert in self._weights]
+        self.weights = [(_packed(gate_up, parts=2), _packed(down)) for gate_up, down in experts]
+        addresses = [[each.data_ptr() for each in expert] for expert in self.weights]
         self._addresses = torch.tensor(addresses).T.contiguous()
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

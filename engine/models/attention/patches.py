@@ -80,7 +80,9 @@ class PatchAttention:
         self, queries: Tensor, cache: Tensor, plan: SharedTasks, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend as `engine.models.attention.interface` says."""
-        out = torch.empty(len(queries), queries.shape[1] * queries.shape[2], dtype=queries.dtype)
+        out = torch.empty(
+            queries.shape[0], queries.shape[1] * queries.shape[2], dtype=queries.dtype
+        )
         scaled = None if sinks is None else sinks.float() / self._unit
         self._kernel(
             plan.shares,

@@ -6,8 +6,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.models.module import Module
 from engine.models.spec import RopeSpec, TemperatureSpec
 from engine.models.weights import rotated_dims
+
+Rotation = tuple[Tensor, Tensor]
+"""Factors of `engine.kernels.reference.rotate`, each [tokens, 1, head_dim]."""
+
+
+class Rotary(Module):
+    """A table of the angles of all positions."""
+
+    table: Tensor
+
+    def __init__(self, table: Tensor, sections: Sequence[int] = ()) -> None:
+        """Take a table from `rotary_table`; sections as in `rotation`."""
+        super().__init__()
+        self.register_buffer("table", table, persistent=False)
+        self.sections = sections
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """Return the factors of these positions."""
+        return rotation(self.table, positions, self.sections)
 
 
 def rotary_table(
@@ -31,9 +51,7 @@ def rotary_table(
     return torch.cat((table, rest), dim=2).to(dtype).to(device)
 
 
-def rotation(
-    table: Tensor, positions: Tensor, sections: Sequence[int] = ()
-) -> tuple[Tensor, Tensor]:
+def rotation(table: Tensor, positions: Tensor, sections: Sequence[int] = ()) -> Rotation:
     """Return the factors of `rotate` for these positions, each [tokens, 1, head_dim].
 
     Args:

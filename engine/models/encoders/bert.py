@@ -3,9 +3,10 @@
 import torch
 
 from engine.models.encoders.builder import Builder, Config, activation_of
-from engine.models.encoders.encoder import Encoder, EncoderLayer
+from engine.models.encoders.encoder import Encoder, EncoderLayer, EncoderLayers
 from engine.models.families.reading import integer, number
-from engine.models.layers import Chain, Rows
+from engine.models.layers import Chain
+from engine.models.module import Rows
 from engine.models.spec import UnsupportedModel
 
 PREFIXES = ("bert.", "roberta.")
@@ -52,14 +53,13 @@ def load(config: Config, build: Builder) -> Encoder:
         positions=positions[_first_position(config) :],
         types=build.copy("embeddings.token_type_embeddings.weight", types, hidden),
         embedding_norm=build.norm("embeddings.LayerNorm", hidden, eps),
-        layers=[
-            _layer(config, build, f"encoder.layer.{index}.")
-            for index in range(integer(config, "num_hidden_layers"))
-        ],
-        final_norm=None,
-        norm_first=False,
-        rotary=[],
-        num_heads=integer(config, "num_attention_heads"),
+        layers=EncoderLayers(
+            [
+                _layer(config, build, f"encoder.layer.{index}.")
+                for index in range(integer(config, "num_hidden_layers"))
+            ],
+            final_norm=None,
+        ),
     )
 
 
@@ -81,6 +81,8 @@ def _layer(config: Config, build: Builder, prefix: str) -> EncoderLayer:
         ),
         attention_norm=build.norm(f"{attention}output.LayerNorm", hidden, eps),
         mlp_norm=build.norm(f"{prefix}output.LayerNorm", hidden, eps),
+        num_heads=integer(config, "num_attention_heads"),
+        norm_first=False,
     )
 
 

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.encoders.tensors import Tensors
-from engine.models.layers import Chain, Rows
-from engine.models.products.dense import gelu_product, prepare_linear
+from engine.models.layers import Chain
+from engine.models.module import Module, Rows, weight_of
+from engine.models.products.dense import DenseLinear, gelu_product, prepare_linear
 from engine.models.products.row_blocks import RowBlocks, probe_rows
 from engine.models.spec import UnsupportedModel
 
@@ -96,19 +97,16 @@ class Builder:
         dtype: torch.dtype | None = None,
     ) -> Rows:
         """Return a layer norm."""
-        return partial(
-            _layer_norm,
-            weight=self.copy(f"{name}.weight", width, dtype=dtype),
-            bias=self.copy(f"{name}.bias", width, dtype=dtype) if bias else None,
-            eps=eps,
+        weight = self.copy(f"{name}.weight", width, dtype=dtype)
+        return LayerNorm(
+            weight, self.copy(f"{name}.bias", width, dtype=dtype) if bias else None, eps
         )
 
     def head(self, name: str, *, rows: int, width: int, bias: bool = True) -> Rows:
         """Return a product in float32, for the few rows that are pooled."""
         weight = self.copy(f"{name}.weight", rows, width, dtype=torch.float32)
         shift = self.copy(f"{name}.bias", rows, dtype=torch.float32) if bias else None
-        product = partial(F.linear, weight=weight, bias=shift)
-        return self._by_rows(product, width, torch.float32)
+        return self._by_rows(DenseLinear(weight, shift), width, torch.float32)
 
 
 def activation_of(config: Config, key: str) -> Rows:
@@ -148,5 +146,15 @@ def gated(x: Tensor, activation: Rows) -> Tensor:
     return activation(first).mul_(second)
 
 
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+class LayerNorm(Module):
+    """Shifts and scales rows to a mean of zero and a variance of one, then by the weights."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        super().__init__()
+        self.weight = weight_of(weight)
+        self.bias = None if bias is None else weight_of(bias)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map rows [rows, width] to the same shape."""
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)

@@ -4,17 +4,19 @@ Sequences of equal length lie side by side, so that their attention is one call;
 from one step to the next.
 """
 
+from collections.abc import Iterable
 from itertools import groupby
+from typing import cast
 
 import msgspec
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.kernels.reference import rotate
-from engine.models.attention.projections import Rotation
-from engine.models.attention.rotary import rotation
-from engine.models.layers import Rows
+from engine.models.attention.rotary import Rotary, Rotation
+from engine.models.layers import Embedding
+from engine.models.module import Module, Rows
 
 _BLOCK = 256
 """Queries of a long sequence that attend together, where they see only their neighbours."""
@@ -57,73 +59,90 @@ def groups_of(lengths: list[int]) -> list[SequenceGroup]:
     return groups
 
 
-class EncoderLayer(msgspec.Struct, frozen=True):
+class EncoderLayer(Module):
     """One layer; a norm stands before each block or after its result is added."""
 
-    qkv: Rows
-    """To queries, keys and values, side by side."""
-    output: Rows
-    mlp: Rows
-    attention_norm: Rows | None
-    mlp_norm: Rows
-    rotary: int | None = None
-    """Which of the rotary tables; None where positions are embedded."""
-    reach: int | None = None
-    """How far a token sees to each side; None for all."""
-    grouping: int = 0
-    """Which of the ways to divide a batch says what belongs to a sequence."""
-
-
-class EncoderLayers(msgspec.Struct, frozen=True):
-    """The layers of an encoder, of text or of images."""
-
-    layers: list[EncoderLayer]
-    final_norm: Rows | None
-    norm_first: bool
-    """Whether norms stand before attention and MLP."""
-    num_heads: int
-
-    def states(
-        self, x: Tensor, groupings: list[list[SequenceGroup]], rotations: list[Rotation]
-    ) -> Tensor:
-        """Return the last states of embedded tokens, both [tokens, hidden]."""
-        for layer in self.layers:
-            rotated = None if layer.rotary is None else rotations[layer.rotary]
-            groups = groupings[layer.grouping]
-            if self.norm_first:
-                normed = x if layer.attention_norm is None else layer.attention_norm(x)
-                x = self._attend(layer, normed, groups, rotated).add_(x)
-                x = layer.mlp(layer.mlp_norm(x)).add_(x)
-            else:
-                assert layer.attention_norm is not None
-                x = layer.attention_norm(self._attend(layer, x, groups, rotated).add_(x))
-                x = layer.mlp_norm(layer.mlp(x).add_(x))
-        return x if self.final_norm is None else self.final_norm(x)
-
-    def _attend(
+    def __init__(
         self,
-        layer: EncoderLayer,
-        x: Tensor,
-        groups: list[SequenceGroup],
-        rotated: Rotation | None,
-    ) -> Tensor:
+        *,
+        qkv: Rows,
+        output: Rows,
+        mlp: Rows,
+        attention_norm: Rows | None,
+        mlp_norm: Rows,
+        num_heads: int,
+        norm_first: bool,
+        rotary: int | None = None,
+        reach: int | None = None,
+        grouping: int = 0,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            qkv: to queries, keys and values, side by side.
+            norm_first: whether norms stand before attention and MLP.
+            rotary: which of the rotary tables; None where positions are embedded.
+            reach: how far a token sees to each side; None for all.
+            grouping: which of the ways to divide a batch says what belongs to a sequence.
+        """
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.qkv = qkv
+        self.output = output
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.rotary = rotary
+        self.grouping = grouping
+        self._num_heads = num_heads
+        self._norm_first = norm_first
+        self._reach = reach
+
+    def forward(self, x: Tensor, groups: list[SequenceGroup], rotated: Rotation | None) -> Tensor:
+        """Return the next states of tokens, both [tokens, hidden]."""
+        if self._norm_first:
+            normed = x if self.attention_norm is None else self.attention_norm(x)
+            x = self._attend(normed, groups, rotated).add_(x)
+            return self.mlp(self.mlp_norm(x)).add_(x)
+        assert self.attention_norm is not None
+        x = self.attention_norm(self._attend(x, groups, rotated).add_(x))
+        return self.mlp_norm(self.mlp(x).add_(x))
+
+    def _attend(self, x: Tensor, groups: list[SequenceGroup], rotated: Rotation | None) -> Tensor:
         tokens, width = x.shape
-        qkv = layer.qkv(x).view(tokens, 3, self.num_heads, width // self.num_heads)
+        heads = self._num_heads
+        qkv = self.qkv(x).view(tokens, 3, heads, width // heads)
         if rotated is not None:
-            heads = qkv[:, :2].flatten(1, 2)
-            qkv[:, :2] = rotate(heads, *rotated).view(tokens, 2, self.num_heads, -1)
+            qkv[:, :2] = rotate(qkv[:, :2].flatten(1, 2), *rotated).view(tokens, 2, heads, -1)
         attended = x.new_empty(tokens, width)
         for group in groups:
             end = group.first + group.count * group.length
-            parts = qkv[group.first : end].view(group.count, group.length, 3, self.num_heads, -1)
+            parts = qkv[group.first : end].view(group.count, group.length, 3, heads, -1)
             queries, keys, values = parts.permute(2, 0, 3, 1, 4)
-            result = _attention(queries, keys, values, layer.reach)
-            target = attended[group.first : end].view(group.count, group.length, self.num_heads, -1)
+            result = _attention(queries, keys, values, self._reach)
+            target = attended[group.first : end].view(group.count, group.length, heads, -1)
             target.copy_(result.transpose(1, 2))
-        return layer.output(attended)
+        return self.output(attended)
 
 
-class Encoder:
+class EncoderLayers(Module):
+    """The layers of an encoder, of text or of images."""
+
+    def __init__(self, layers: Iterable[EncoderLayer], final_norm: Rows | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.final_norm = final_norm
+
+    def forward(
+        self, x: Tensor, groupings: list[list[SequenceGroup]], rotations: list[Rotation]
+    ) -> Tensor:
+        """Return the last states of embedded tokens, both [tokens, hidden]."""
+        for layer in cast("Iterable[EncoderLayer]", self.layers):
+            rotated = None if layer.rotary is None else rotations[layer.rotary]
+            x = layer(x, groupings[layer.grouping], rotated)
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+class Encoder(Module):
     """A model of text on one device; it has no state."""
 
     def __init__(
@@ -133,11 +152,8 @@ class Encoder:
         positions: Tensor | None,
         types: Tensor | None,
         embedding_norm: Rows,
-        layers: list[EncoderLayer],
-        final_norm: Rows | None,
-        norm_first: bool,
-        rotary: list[Tensor],
-        num_heads: int,
+        layers: EncoderLayers,
+        rotary: Iterable[Rotary] = (),
     ) -> None:
         """Take the weights.
 
@@ -145,33 +161,32 @@ class Encoder:
             embedding: [vocab, hidden]
             positions: [positions, hidden], that of a sequence's first token first.
             types: [types, hidden]
-            rotary: tables as `engine.models.attention.rotary.rotary_table` makes them.
-            norm_first: whether norms stand before attention and MLP.
         """
-        self._embedding = embedding
-        self._positions = positions
-        self._types = types
-        self._embedding_norm = embedding_norm
-        self._layers = EncoderLayers(layers, final_norm, norm_first, num_heads)
-        self._rotary = rotary
+        super().__init__()
+        self.word_embeddings = Embedding(embedding)
+        self.position_embeddings = None if positions is None else Embedding(positions)
+        self.token_type_embeddings = None if types is None else Embedding(types)
+        self.embedding_norm = embedding_norm
+        self.encoder = layers
+        self.rotary = nn.ModuleList(rotary)
+        self.head: Rows | None = None
+        """From pooled states to outputs of a classifier."""
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self._embedding.device
+        return self.word_embeddings.weight.device
 
-    def states(self, batch: EncoderBatch) -> Tensor:
+    def forward(self, batch: EncoderBatch) -> Tensor:
         """Return the last states of all tokens, [tokens, hidden]."""
-        rotations = [rotation(table, batch.positions) for table in self._rotary]
-        return self._layers.states(self._embed(batch), [batch.groups], rotations)
-
-    def _embed(self, batch: EncoderBatch) -> Tensor:
-        x = F.embedding(batch.token_ids, self._embedding)
-        if self._types is not None:
-            x += F.embedding(batch.types, self._types)
-        if self._positions is not None:
-            x += F.embedding(batch.positions, self._positions)
-        return self._embedding_norm(x)
+        x = self.word_embeddings(batch.token_ids)
+        if self.token_type_embeddings is not None:
+            x += self.token_type_embeddings(batch.types)
+        if self.position_embeddings is not None:
+            x += self.position_embeddings(batch.positions)
+        rotations = [rotary(batch.positions) for rotary in self.rotary]
+        states: Tensor = self.encoder(self.embedding_norm(x), [batch.groups], rotations)
+        return states
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, reach: int | None) -> Tensor:

@@ -14,7 +14,6 @@ from engine.models.encoders.encoder import Encoder
 from engine.models.encoders.tensors import DummyTensors, StoredTensors, Tensors
 from engine.models.families.reading import integer
 from engine.models.hf_config import read_config
-from engine.models.layers import Rows
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import ModelConfig
 from engine.shared.pooling import PoolingSpec
@@ -34,8 +33,6 @@ class LoadedEncoder(msgspec.Struct, frozen=True):
     """An encoder, and what the executor has to know about it."""
 
     encoder: Encoder
-    head: Rows | None
-    """From pooled states to outputs of a classifier."""
     fingerprint: str
     vocab_size: int
     max_model_len: int
@@ -71,13 +68,10 @@ def load_encoder(
             tensors, _type(settings, tensors.dtype, device), device, batch_invariant=batch_invariant
         )
         encoder = family.load(config, build)
-        head = None
         if pooling.task == "classify":
-            head = family.head(config, build, pooling.size)
+            encoder.head = family.head(config, build, pooling.size)
     tensors.finish(*family.IGNORED)
-    return LoadedEncoder(
-        encoder, head, tensors.fingerprint(), integer(config, "vocab_size"), longest
-    )
+    return LoadedEncoder(encoder, tensors.fingerprint(), integer(config, "vocab_size"), longest)
 
 
 def _tensors(directory: Path, settings: ModelConfig, family: Any) -> Tensors:

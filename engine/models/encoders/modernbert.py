@@ -2,11 +2,12 @@
 
 import torch
 
-from engine.models.attention.rotary import rotary_table
+from engine.models.attention.rotary import Rotary, rotary_table
 from engine.models.encoders.builder import Builder, Config, activation_of
-from engine.models.encoders.encoder import Encoder, EncoderLayer
+from engine.models.encoders.encoder import Encoder, EncoderLayer, EncoderLayers
 from engine.models.families.reading import integer, number
-from engine.models.layers import Chain, Rows
+from engine.models.layers import Chain
+from engine.models.module import Rows
 from engine.models.spec import RopeSpec
 
 PREFIXES = ("model.",)
@@ -40,13 +41,11 @@ def load(config: Config, build: Builder) -> Encoder:
         positions=None,
         types=None,
         embedding_norm=build.norm("embeddings.norm", hidden, eps, bias=bias),
-        layers=[
-            _layer(config, build, index) for index in range(integer(config, "num_hidden_layers"))
-        ],
-        final_norm=build.norm("final_norm", hidden, eps, bias=bias),
-        norm_first=True,
-        rotary=tables,
-        num_heads=heads,
+        layers=EncoderLayers(
+            [_layer(config, build, each) for each in range(integer(config, "num_hidden_layers"))],
+            final_norm=build.norm("final_norm", hidden, eps, bias=bias),
+        ),
+        rotary=[Rotary(table) for table in tables],
     )
 
 
@@ -88,6 +87,8 @@ def _layer(config: Config, build: Builder, index: int) -> EncoderLayer:
         if index
         else None,
         mlp_norm=build.norm(f"{prefix}mlp_norm", hidden, eps, bias=norm_bias),
+        num_heads=integer(config, "num_attention_heads"),
+        norm_first=True,
         rotary=0 if whole else 1,
         reach=None if whole else int(config.get("local_attention") or 128) // 2,
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine.models.attention.interface import Attention
 from engine.models.attention.kv_format import KvFormat
-from engine.models.decoder import GroupTokens, StepTokens
+from engine.models.step import GroupTokens, StepTokens
 
 INTERFACE = "swell"
 """The name of the function among those that transformers knows."""

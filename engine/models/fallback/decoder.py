@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from engine.models.attention.interface import Attention
 from engine.models.cache_groups import CacheGroups
-from engine.models.decoder import Decoder, DecoderWeights, StepTokens
+from engine.models.decoder import Decoder
 from engine.models.fallback.attention import AttentionCalls
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
+from engine.models.step import StepTokens
 
 
 class TransformersModel:
@@ -30,6 +31,12 @@ class TransformersModel:
         self._given: Tensor | None = None
         self._made_of: type | None = None
         self._core.forward = self._forward
+
+    @property
+    def whole(self) -> nn.Module:
+        """The model of transformers."""
+        module: nn.Module = self._model
+        return module
 
     @property
     def core(self) -> Any:
@@ -108,15 +115,20 @@ class FallbackDecoder(Decoder):
     ) -> None:
         """Take a model whose attention layers ask `calls`."""
         vocabulary = spec.vocab_size
-        weights = DecoderWeights(
-            embed=model.core.get_input_embeddings(),
-            layers=[],
-            norm=None,
-            lm_head=lambda states: model.logits(states)[:, :vocabulary],
+        super().__init__(
+            spec,
+            [],
+            attention,
+            types,
+            device,
             rotary=[],
+            embed_tokens=lambda token_ids: model.core.get_input_embeddings()(token_ids),
+            lm_head=lambda states: model.logits(states)[:, :vocabulary],
         )
-        super().__init__(spec, weights, attention, types, device)
+        self.model = model.whole
         self._model = model
+        groups = spec.cache_groups
+        self._group_of = [groups.group_of(layer) for layer in range(spec.num_layers)]
         self._calls = calls
         self._types = types
 
@@ -131,10 +143,10 @@ class FallbackDecoder(Decoder):
         """False: some of transformers' modules ask the device for values."""
         return False
 
-    def hidden_states(
+    def forward(
         self, step: StepTokens, cache: list[Tensor], incoming: Tensor | None = None
     ) -> Tensor:
-        """Run all layers, filling the cache; return states as `Decoder.hidden_states` does."""
+        """Run all layers, filling the cache; return states as `Decoder.forward` does."""
         assert incoming is None, "all layers are here"
         self._calls.begin(step, cache, self._group_of)
         states = self._model.states(step.token_ids, step.positions)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.models.attention.rows import AttentionRows
-from engine.models.decoder import StepTokens
 from engine.models.fallback.attention import INTERFACE, CannotAttend
 from engine.models.fallback.decoder import FallbackDecoder, TransformersModel
+from engine.models.step import StepTokens
 
 _ENDS = ((9, 4), (10, 5), (11, 6), (12, 7))
 """How far each of the two sequences comes by each step: steps of single tokens follow the first,
@@ -85,10 +85,10 @@ def check_parts(
         torch.zeros(shape, dtype=kv.stored, device=decoder.device)
         for _ in range(decoder.spec.num_layers)
     ]
-    decoder.hidden_states(_step(decoder, sequences, (0, 0), _ENDS[0], blocks), cache)
+    decoder(_step(decoder, sequences, (0, 0), _ENDS[0], blocks), cache)
     found, expected = [], []
     for starts, ends in pairwise(_ENDS):
-        found.append(decoder.hidden_states(_step(decoder, sequences, starts, ends, blocks), cache))
+        found.append(decoder(_step(decoder, sequences, starts, ends, blocks), cache))
         expected += [states[start] for states, start in zip(whole, starts, strict=True)]
     states, wanted = torch.cat(found).float(), torch.stack(expected).float()
     difference = (states - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)

@@ -4,8 +4,8 @@ A checkpoint is compared with the names and shapes that the model needs before a
 so that a wrong or incomplete one is refused at once with everything that is wrong with it.
 """
 
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -37,32 +37,32 @@ from engine.models.weights import Layout, Source, WeightMap, decoder_tensors, st
 MAX_DRAFT_LAYERS = 8
 
 
-class Checkpoint(Protocol):
+class Checkpoint(ABC):
     """Tensors on the CPU, by the decoder's names (`engine.models.weights`)."""
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """The type that most of the tensors are stored in."""
-        ...
 
+    @abstractmethod
     def tensor(self, name: str) -> Tensor:
         """Return one tensor; it may be a view of a mapped file, so copy what is kept."""
-        ...
 
     def int4(self, name: str) -> Int4Weights | None:
         """Return a weight as it is stored in 4 bits; None if it is not, or not in plain groups."""
-        ...
+        return None
 
     def mxfp4(self, name: str) -> Mxfp4Weights | None:
         """Return a weight as it is stored in blocks of 4-bit floats; None if it is not."""
-        ...
+        return None
 
     def fingerprint(self) -> str:
-        """Return a digest that is equal for equal weights."""
-        ...
+        """Return a digest that is equal for equal weights; empty where they change no token."""
+        return ""
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(Checkpoint):
     """The tensors of safetensors files, weights that are stored in few bits among them."""
 
     def __init__(
@@ -224,7 +224,7 @@ def _with_prefix(weights: WeightMap, prefixes: tuple[str, ...], found: Layout) -
     return {name: placed(source) for name, source in weights.items()}
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(Checkpoint):
     """Random weights that depend on the seed and on each tensor's name only."""
 
     def __init__(self, directory: Path, spec: ModelSpec, seed: int, dtype: torch.dtype) -> None:
@@ -241,14 +241,6 @@ class DummyCheckpoint:
     def tensor(self, name: str) -> Tensor:
         """Draw one tensor; norm weights are ones."""
         return drawn(name, self._layout[name], self._seed, self._dtype)
-
-    def int4(self, name: str) -> Int4Weights | None:
-        """None: weights are drawn as floats."""
-        return None
-
-    def mxfp4(self, name: str) -> Mxfp4Weights | None:
-        """None: weights are drawn as floats."""
-        return None
 
     def fingerprint(self) -> str:
         """Digest of the config and the seed."""

@@ -9,24 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
 
 from engine.models.attention.choice import attention_of
-from engine.models.attention.projections import HeadProjections
-from engine.models.attention.rotary import rotary_table
-from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
+from engine.models.attention.projections import HeadProjections, LayerPlace
+from engine.models.attention.rotary import Rotary, rotary_table
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.families.config import with_defaults
 from engine.models.families.reading import integer, llama_spec, read_rope
+from engine.models.formats.checkpoint import Checkpoint
 from engine.models.formats.files import CheckpointError, TensorFiles, compare
 from engine.models.heads.head import DraftHead, DraftVocabulary
-from engine.models.layers import Chain, Rows, prepare_norm
+from engine.models.layers import Chain, Embedding, prepare_norm
 from engine.models.loading.mlps import MlpLoader
 from engine.models.loading.products import ProductLoader, Quantization
+from engine.models.module import Module, Rows
 from engine.models.products.dense import prepare_linear
-from engine.models.products.int4 import Int4Weights
-from engine.models.products.mxfp4 import Mxfp4Weights
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.models.weights import Layout
@@ -128,7 +127,7 @@ def _tapped(config: dict[str, Any], target: ModelSpec) -> tuple[int, ...]:
     return taken
 
 
-class HeadCheckpoint:
+class HeadCheckpoint(Checkpoint):
     """The tensors of a head, by names without the prefixes that some tools add."""
 
     def __init__(self, directory: Path) -> None:
@@ -162,18 +161,6 @@ class HeadCheckpoint:
         """Return one tensor, a view of a mapped file."""
         return self._files.tensor(self._stored[name])
 
-    def int4(self, name: str) -> Int4Weights | None:
-        """None: weights are stored as floats."""
-        return None
-
-    def mxfp4(self, name: str) -> Mxfp4Weights | None:
-        """None: weights are stored as floats."""
-        return None
-
-    def fingerprint(self) -> str:
-        """Empty: what a head is changes no token."""
-        return ""
-
 
 def load_eagle3(
     directory: Path,
@@ -199,22 +186,25 @@ def load_eagle3(
         checkpoint, dtype, device, quantization=quantization, is_by_rows=False, bank=None
     )
     bias = products.copy("fc.bias") if "fc.bias" in checkpoint.shapes else None
-    layer = _Layer(head, products, types)
+    norms = {
+        name: prepare_norm(head.layer.norm, products.copy(f"{_LAYER}{name}.weight"))
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    }
+    enter = Eagle3Entry(
+        norms["input_layernorm"], norms["hidden_norm"], norms_residual=head.norms_residual
+    )
     embed: Rows = target.embed
     if "embed_tokens.weight" in checkpoint.shapes:
-        table = products.copy("embed_tokens.weight")
-        embed = lambda token_ids: F.embedding(token_ids, table)  # noqa: E731
+        embed = Embedding(products.copy("embed_tokens.weight"))
     rope = head.layer.distinct_ropes[0]
     rotary = rotary_table(rope, head.layer.rotary_size, max_model_len, dtype, device)
     attention = attention_of(head.layer, types.kv_format, device, first_key=1)
-    weights = DecoderWeights(
-        embed=None, layers=[layer.weights()], norm=None, lm_head=None, rotary=[rotary]
-    )
+    layer = _layer(head.layer, products, types, enter, norms["post_attention_layernorm"])
     return DraftHead(
-        Decoder(head.layer, weights, attention, types, device),
+        Decoder(head.layer, [layer], attention, types, device, rotary=[Rotary(rotary)]),
         embed=embed,
         project=prepare_linear(products.copy("fc.weight"), bias),
-        enter=layer.enter,
+        enter=enter,
         norm=prepare_norm(head.layer.norm, products.copy("norm.weight")),
         lm_head=_lm_head(head, checkpoint, products, target),
         tapped=head.tapped,
@@ -264,51 +254,50 @@ def _has_bias(spec: ModelSpec, name: str) -> bool:
     return spec.output_bias if "o_proj" in name else spec.qkv_bias
 
 
-class _Layer:
-    """A head's layer, whose attention sees embeddings beside states."""
+class Eagle3Entry(Module):
+    """What the layer adds to, and what its attention sees: embeddings beside states."""
 
-    def __init__(self, head: Eagle3Spec, products: ProductLoader, types: ComputeTypes) -> None:
-        self._kv_format = types.kv_format
-        self._spec = head.layer
-        self._products = products
-        self._norms_residual = head.norms_residual
-        self._embedding_norm = self._norm("input_layernorm")
-        self._state_norm = self._norm("hidden_norm")
+    def __init__(self, embedding_norm: Rows, state_norm: Rows, *, norms_residual: bool) -> None:
+        """Take the norms; `norms_residual` says whether the layer adds to normalized states."""
+        super().__init__()
+        self.input_layernorm = embedding_norm
+        self.hidden_norm = state_norm
+        self._norms_residual = norms_residual
         self._embedded: Tensor | None = None
         """Normalized embeddings of the tokens that are computed now."""
 
-    def enter(self, embedded: Tensor, states: Tensor) -> Tensor:
+    def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
         """Keep embeddings for attention; return what it adds to."""
-        self._embedded = self._embedding_norm(embedded)
-        return self._state_norm(states) if self._norms_residual else states
+        self._embedded = self.input_layernorm(embedded)
+        return self.hidden_norm(states) if self._norms_residual else states
 
-    def weights(self) -> LayerWeights:
-        """Return the layer as a decoder computes it."""
-        spec, products, prefix = self._spec, self._products, _LAYER + "self_attn."
-        names = [f"{prefix}{name}_proj" for name in "qkv"]
-        qkv_bias = [f"{name}.bias" for name in names] if spec.qkv_bias else []
-        output_bias = [prefix + "o_proj.bias"] if spec.output_bias else []
-        return LayerWeights(
-            attention_norm=self._beside,
-            attention=HeadProjections(
-                spec,
-                qkv=products.linear(*(f"{name}.weight" for name in names), bias=qkv_bias),
-                output=products.linear(prefix + "o_proj.weight", bias=output_bias),
-                kv_format=self._kv_format,
-            ),
-            mlp_norm=self._norm("post_attention_layernorm"),
-            mlp=MlpLoader(spec, products, None).dense(_LAYER + "mlp.", spec.intermediate_size),
-            window=None,
-            rope=0,
-        )
-
-    def _beside(self, states: Tensor) -> Tensor:
+    def beside(self, states: Tensor) -> Tensor:
+        """Return [tokens, 2 * hidden]: embeddings and states as attention sees them."""
         assert self._embedded is not None, "tokens enter first"
-        normed = states if self._norms_residual else self._state_norm(states)
+        normed = states if self._norms_residual else self.hidden_norm(states)
         return torch.cat((self._embedded, normed), dim=1)
 
-    def _norm(self, name: str) -> Rows:
-        return prepare_norm(self._spec.norm, self._products.copy(f"{_LAYER}{name}.weight"))
+
+def _layer(
+    spec: ModelSpec, products: ProductLoader, types: ComputeTypes, enter: Eagle3Entry, norm: Rows
+) -> DecoderLayer:
+    """Return the layer; `norm` is of what its MLP sees."""
+    prefix = _LAYER + "self_attn."
+    names = [f"{prefix}{name}_proj" for name in "qkv"]
+    qkv_bias = [f"{name}.bias" for name in names] if spec.qkv_bias else []
+    output_bias = [prefix + "o_proj.bias"] if spec.output_bias else []
+    return DecoderLayer(
+        attention_norm=enter.beside,
+        self_attn=HeadProjections(
+            spec,
+            LayerPlace(window=None, rope=0),
+            qkv=products.linear(*(f"{name}.weight" for name in names), bias=qkv_bias),
+            output=products.linear(prefix + "o_proj.weight", bias=output_bias),
+            kv_format=types.kv_format,
+        ),
+        mlp_norm=norm,
+        mlp=MlpLoader(spec, products, None).dense(_LAYER + "mlp.", spec.intermediate_size),
+    )
 
 
 def _lm_head(

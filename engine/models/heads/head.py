@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from engine.models.attention.kv_format import KvFormat
-from engine.models.decoder import Decoder, StepTokens, Taps
-from engine.models.layers import Rows
+from engine.models.decoder import Decoder
+from engine.models.module import Module, Rows
 from engine.models.spec import ModelSpec
+from engine.models.step import StepTokens, Taps
 
 _UNLIKELY = -1e30
 """Logit of tokens that a head cannot propose: finite, so that rows of nothing else have a sum."""
@@ -17,21 +18,24 @@ Entry = Callable[[Tensor, Tensor], Tensor]
 """From embeddings and states, both [tokens, hidden], to what enters a head's layer."""
 
 
-class DraftVocabulary:
+class DraftVocabulary(Module):
     """The tokens that a head can propose, where those are not all."""
+
+    token_ids: Tensor
 
     def __init__(self, token_ids: Tensor, size: int) -> None:
         """Take the token [tokens] of each of the head's logits, and the size of the vocabulary."""
-        self._token_ids = token_ids
+        super().__init__()
+        self.register_buffer("token_ids", token_ids)
         self._size = size
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def forward(self, logits: Tensor) -> Tensor:
         """Spread logits [rows, tokens] over the whole vocabulary: [rows, vocab] in float32."""
         spread = logits.new_full((len(logits), self._size), _UNLIKELY, dtype=torch.float32)
-        return spread.index_copy_(1, self._token_ids, logits.float())
+        return spread.index_copy_(1, self.token_ids, logits.float())
 
 
-class DraftHead:
+class DraftHead(Module):
     """One decoder layer between the states of a model and logits of its tokens.
 
     It takes a token with the state of the position before it, and predicts the token after both.
@@ -66,12 +70,13 @@ class DraftHead:
             carries_normed: whether the state that is carried on is normalized.
             num_logits: tokens that it can propose, if not all.
         """
+        super().__init__()
         self.block = block
         self.project = project
-        self._embed = embed
-        self._enter = enter
-        self._norm = norm
-        self._lm_head = lm_head
+        self.embed = embed
+        self.enter = enter
+        self.norm = norm
+        self.lm_head = lm_head
         self._tapped = tapped
         self._carries_normed = carries_normed
         self.num_logits = num_logits or block.spec.vocab_size
@@ -101,15 +106,16 @@ class DraftHead:
         """Return what collects the model's states in one step."""
         return Taps(self._tapped)
 
-    def run(self, step: StepTokens, states: Tensor, cache: list[Tensor]) -> Tensor:
+    def forward(self, step: StepTokens, states: Tensor, cache: list[Tensor]) -> Tensor:
         """Compute tokens with the states before them, [tokens, hidden]; return what comes out.
 
         The cache gets their keys and values. What comes out is of the step's final tokens.
         """
-        entering = self._enter(self._embed(step.token_ids), states)
-        return self.block.hidden_states(step, cache, entering)
+        entering = self.enter(self.embed(step.token_ids), states)
+        out: Tensor = self.block(step, cache, entering)
+        return out
 
     def predict(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [rows, vocab] of what came out, and the states that are carried on."""
-        normed = self._norm(out)
-        return self._lm_head(normed), normed if self._carries_normed else out
+        normed = self.norm(out)
+        return self.lm_head(normed), normed if self._carries_normed else out

@@ -5,21 +5,20 @@ final state before it are each normalized and joined by a product. A whole decod
 with a norm and an LM head of its own; the embedding, and usually the LM head, are the model's.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from engine.models.attention.choice import attention_of
 from engine.models.decoder import Decoder
 from engine.models.families.registry import family_of
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
-from engine.models.heads.head import DraftHead, Entry
-from engine.models.layers import Rows, prepare_norm
+from engine.models.heads.head import DraftHead
+from engine.models.layers import prepare_norm
 from engine.models.loading.decoder import DecoderLoader
 from engine.models.loading.products import ProductLoader, Quantization
+from engine.models.module import Module, Rows
 from engine.models.parallel.stages import Stage
 from engine.models.products.dense import prepare_linear
 from engine.models.settings import ComputeTypes
@@ -70,9 +69,8 @@ def load_mtp(
         max_model_len=max_model_len,
         stage=Stage(range(number, number + 1), number + 2),  # without what is before and behind
         quantization=quantization,
+        first_key=1,
     )
-    block = loader.load()
-    block.attention = attention_of(block.spec, types.kv_format, target.device, first_key=1)
     products = ProductLoader(
         checkpoint, types.activations, target.device,
         quantization=quantization, is_by_rows=False, bank=None,
@@ -82,10 +80,10 @@ def load_mtp(
         return prepare_norm(spec.norm, products.copy(f"{prefix}{name}.weight"))
 
     return DraftHead(
-        block,
+        loader.load(),
         embed=target.embed,
         project=_unchanged,
-        enter=_entry(norm("enorm"), norm("hnorm"), products.copy(prefix + "eh_proj.weight")),
+        enter=MtpEntry(norm("enorm"), norm("hnorm"), products.copy(prefix + "eh_proj.weight")),
         norm=norm("shared_head.norm"),
         lm_head=_lm_head(checkpoint, prefix + "shared_head.head.weight", products, target),
         carries_normed=family.carries_normed,
@@ -121,13 +119,19 @@ def _copies(spec: ModelSpec, prefix: str) -> Layout:
     return {prefix + name: (spec.vocab_size, spec.hidden_size) for name in names}
 
 
-def _entry(embedding_norm: Rows, state_norm: Rows, joining: Tensor) -> Entry:
-    join: Callable[[Tensor], Tensor] = prepare_linear(joining)
+class MtpEntry(Module):
+    """Joins the embedding of a token and the state before it."""
 
-    def enter(embedded: Tensor, states: Tensor) -> Tensor:
-        return join(torch.cat((embedding_norm(embedded), state_norm(states)), dim=1))
+    def __init__(self, embedding_norm: Rows, state_norm: Rows, joining: Tensor) -> None:
+        """Take the norms, and the weight [hidden, 2 * hidden] of the product."""
+        super().__init__()
+        self.enorm = embedding_norm
+        self.hnorm = state_norm
+        self.eh_proj = prepare_linear(joining)
 
-    return enter
+    def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """Map both, [tokens, hidden], to what enters the layer."""
+        return self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), dim=1))
 
 
 def _unchanged(states: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.distributed.group import Group
@@ -17,14 +16,16 @@ from engine.models.attention.projections import (
     HeadProjections,
     HeadwiseProduct,
     LatentProjections,
-    Projections,
+    LayerPlace,
+    SelfAttention,
 )
-from engine.models.attention.rotary import rotary_table, temperatures
-from engine.models.decoder import Decoder, DecoderWeights, Followers, LayerWeights
+from engine.models.attention.rotary import Rotary, rotary_table, temperatures
+from engine.models.decoder import Decoder, DecoderLayer, Followers
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.layers import (
     Chain,
-    Rows,
+    Embedding,
+    Norm,
     prepare_norm,
     prepare_qk_norm,
     scaled,
@@ -34,15 +35,14 @@ from engine.models.layers import (
 from engine.models.loading.invariance import require_batch_invariance
 from engine.models.loading.mlps import GroupPlace, MlpLoader
 from engine.models.loading.products import ProductLoader, Quantization
+from engine.models.module import Rows
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
 from engine.models.parallel.stages import Stage
-from engine.models.parallel.tensors import Cut, CutCheckpoint, CutEmbedding, CutHead, SummedOver
+from engine.models.parallel.tensors import Cut, CutCheckpoint, CutEmbedding, CutHead
 from engine.models.products.blocked import BlockedLinear
-from engine.models.products.dense import Linear
-from engine.models.products.int4 import (
-    require_int4,
-)
+from engine.models.products.dense import DenseLinear
+from engine.models.products.int4 import require_int4
 from engine.models.products.row_blocks import RowBlocks, probe_rows
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, NormSpec, RopeSpec, UnsupportedModel
@@ -92,12 +92,13 @@ class DecoderLoader:
         adapters: AdapterRoom | None = None,
         balance: ExpertBalance | None = None,
         kernels: FusedKernels | None = None,
+        first_key: int = 0,
     ) -> None:
         """Prepare to load all, or only the experts of a place, or the part of a shard, or both.
 
         Of all these, a pipeline stage has its own layers only. `balance` says which experts those
         of a place are, if it is not an even share. With fused `kernels` between products,
-        kernels compute products, too, where there are some.
+        kernels compute products, too, where there are some. `first_key` is as in `PagedAttention`.
 
         If `batch_invariant`, no row of a step depends on the others
         (`engine.models.products.row_blocks`).
@@ -124,6 +125,7 @@ class DecoderLoader:
             require_int4(quantization, types.activations, device)
         self._batch_invariant = batch_invariant
         self._kernels = kernels
+        self._first_key = first_key
         self._shard = shard
         self._cut = None
         if shard is not None:
@@ -154,7 +156,7 @@ class DecoderLoader:
         """
         spec = self._spec
 
-        def layer(index: int) -> LayerWeights:
+        def layer(index: int) -> DecoderLayer:
             told(index + 1, spec.num_layers)
             return self._layer(index)
 
@@ -162,37 +164,35 @@ class DecoderLoader:
         look_up = tied = None
         if is_first or (is_last and spec.tie_word_embeddings):
             look_up, tied = self._embedding()
-        weights = DecoderWeights(
-            embed=self._embed(look_up) if is_first and look_up is not None else None,
-            layers=[layer(index) for index in range(spec.num_layers)],
-            norm=self._norm("model.norm") if is_last else None,
-            lm_head=self._head(tied) if is_last else None,
-            rotary=[self._rotary(rope) for rope in spec.distinct_ropes],
-            temperatures=self._temperatures(),
-            sections=next((rope.sections for rope in spec.distinct_ropes), ()),
+        attention = attention_of(
+            spec,
+            self._types.kv_format,
+            self._device,
+            token_by_token=self._batch_invariant,
+            first_key=self._first_key,
+            kernels=self._kernels,
         )
-        followers = None if self._shard is None else self._shard.followers
         return Decoder(
             spec,
-            weights,
-            attention_of(
-                spec,
-                self._types.kv_format,
-                self._device,
-                token_by_token=self._batch_invariant,
-                kernels=self._kernels,
-            ),
+            [layer(index) for index in range(spec.num_layers)],
+            attention,
             self._types,
             self._device,
-            self._expert_group,
-            followers,
-            self._bank,
-            self._image_attention(),
+            rotary=[self._rotary(rope) for rope in spec.distinct_ropes],
+            temperatures=self._temperatures(),
+            embed_tokens=self._embed(look_up) if is_first and look_up is not None else None,
+            norm=self._norm("model.norm") if is_last else None,
+            lm_head=self._head(tied) if is_last else None,
+            expert_group=self._expert_group,
+            followers=None if self._shard is None else self._shard.followers,
+            adapters=self._bank,
+            image_attention=self._image_attention(),
         )
 
-    def _rotary(self, rope: RopeSpec) -> Tensor:
+    def _rotary(self, rope: RopeSpec) -> Rotary:
         size, dtype = self._spec.rotary_size, self._types.activations
-        return rotary_table(rope, size, self._max_model_len, dtype, self._device)
+        table = rotary_table(rope, size, self._max_model_len, dtype, self._device)
+        return Rotary(table, rope.sections)
 
     def _image_attention(self) -> PagedAttention | None:
         vision = self._spec.vision
@@ -231,11 +231,11 @@ class DecoderLoader:
             assert isinstance(mlp.experts, SpreadExperts)
             self._mlps.hold_share(mlp.experts, f"{self._prefix(index)}mlp.", index)
 
-    def _embedding(self) -> tuple[Rows, Linear | None]:
+    def _embedding(self) -> tuple[Rows, Rows | None]:
         """Return what looks embeddings up, and the product with all, if the LM head is tied."""
         spec = self._spec
         table = self._products.copy("model.embed_tokens.weight")
-        look_up: Rows = partial(torch.embedding, table)
+        look_up: Rows = Embedding(table)
         if not (self._stage.is_last and spec.tie_word_embeddings and spec.num_outputs is None):
             return look_up, None
         product = self._products.prepare(table, None)
@@ -251,7 +251,7 @@ class DecoderLoader:
             embed = self._bank.embedding(embed, "model.embed_tokens", self._spec.hidden_size)
         return scaled(embed, scale)
 
-    def _head(self, tied: Linear | None) -> Rows:
+    def _head(self, tied: Rows | None) -> Rows:
         """Return what makes logits, by the product with the embeddings if it is tied to them."""
         spec = self._spec
         if spec.num_outputs is not None:
@@ -272,7 +272,7 @@ class DecoderLoader:
         """Return the product with a classifier's weights in float32; of an embedder, nothing."""
         if not self._spec.num_outputs:
             return _nothing
-        head = partial(F.linear, weight=self._products.copy("score.weight").float())
+        head = DenseLinear(self._products.copy("score.weight").float(), None)
         if not self._batch_invariant:
             return head
         return RowBlocks(head, probe_rows(self._spec.hidden_size, torch.float32))
@@ -281,10 +281,11 @@ class DecoderLoader:
         """Return how the names of a layer's tensors begin; layers are counted in this stage."""
         return f"model.layers.{self._stage.layers[index]}."
 
-    def _layer(self, index: int) -> LayerWeights:
+    def _layer(self, index: int) -> DecoderLayer:
         spec, products, prefix = self._spec, self._products, self._prefix(index)
         norms = {name: self._norm(prefix + name) for name in layer_norms(spec)}
         sparse = self._mlps.sparse(prefix + "mlp.", index) if spec.is_sparse(index) else None
+        mlp: Rows
         if sparse is None:
             mlp = self._mlps.dense(prefix + "mlp.", spec.intermediate_size)
         elif self._expert_group is None and self._bank is None and not products.splits_experts:
@@ -292,39 +293,35 @@ class DecoderLoader:
         else:  # each part computes rows by themselves
             mlp = sparse
         rope = spec.ropes[index]
+        place = LayerPlace(
+            spec.windows[index],
+            None if rope is None else spec.distinct_ropes.index(rope),
+            spec.cache_groups.group_of(index),
+            _is_tempered(spec, rope),
+        )
         attention = self._attention if spec.latent is None else self._latent_attention
-        return LayerWeights(
+        return DecoderLayer(
             attention_norm=norms.get("attention_norm"),
-            attention=attention(prefix + "self_attn.", norms.get("attention_output_norm"), rope),
+            self_attn=attention(prefix + "self_attn.", place),
+            attention_output_norm=norms.get("attention_output_norm"),
             mlp_norm=norms.get("mlp_norm"),
-            mlp=self._added(mlp, norms.get("mlp_output_norm")),
-            window=spec.windows[index],
-            rope=None if rope is None else spec.distinct_ropes.index(rope),
+            mlp=mlp,
+            mlp_output_norm=norms.get("mlp_output_norm"),
             is_parallel=spec.block == "parallel",
-            sparse=sparse,
-            is_tempered=_is_tempered(spec, rope),
+            residual_scale=spec.residual_scale,
+            shards=None if self._shard is None else self._shard.group,
         )
 
-    def _norm(self, name: str) -> Rows:
+    def _norm(self, name: str) -> Norm:
         return prepare_norm(self._spec.norm, self._products.copy(name + ".weight"), self._kernels)
 
-    def _added(self, block: Rows, norm: Rows | None) -> Rows:
-        """Return what is added of a block: the sum of its parts, if it is cut, normed, scaled."""
-        if self._shard is not None:
-            block = SummedOver(self._shard.group, block)
-        if norm is not None:
-            block = Chain(block, norm)
-        return scaled(block, self._spec.residual_scale)
-
-    def _attention(
-        self, prefix: str, output_norm: Rows | None, rope: RopeSpec | None
-    ) -> Projections:
+    def _attention(self, prefix: str, place: LayerPlace) -> SelfAttention:
         spec = self._spec
         projections = [f"{prefix}{name}_proj" for name in "qkv"]
         bias = [f"{name}.bias" for name in projections] if spec.qkv_bias else []
         qk_norm: Rows | None = None
         if spec.qk_norm == "unit":
-            qk_norm = None if rope is None else partial(unit_norm, eps=spec.norm.eps)
+            qk_norm = None if place.rope is None else partial(unit_norm, eps=spec.norm.eps)
         elif spec.qk_norm != "none":
             query, key = (self._products.copy(f"{prefix}{name}_norm.weight") for name in "qk")
             qk_norm = prepare_qk_norm(spec, query, key, self._kernels)
@@ -335,12 +332,10 @@ class DecoderLoader:
         widths = [spec.query_size, spec.kv_size, spec.kv_size]
         return HeadProjections(
             spec,
+            place,
             qkv=self._products.adapted(qkv, projections, widths, spec.hidden_size),
-            output=self._added(
-                self._products.adapted(
-                    output, [prefix + "o_proj"], [spec.hidden_size], spec.query_size
-                ),
-                output_norm,
+            output=self._products.adapted(
+                output, [prefix + "o_proj"], [spec.hidden_size], spec.query_size
             ),
             kv_format=self._types.kv_format,
             kernels=self._kernels,
@@ -348,9 +343,7 @@ class DecoderLoader:
             sinks=self._products.copy(prefix + "sinks").float() if spec.attention_sinks else None,
         )
 
-    def _latent_attention(
-        self, prefix: str, output_norm: Rows | None, _: RopeSpec | None
-    ) -> Projections:
+    def _latent_attention(self, prefix: str, place: LayerPlace) -> SelfAttention:
         spec, latent, products = self._spec, self._spec.latent, self._products
         assert latent is not None
         norm = NormSpec(eps=latent.eps)
@@ -372,6 +365,7 @@ class DecoderLoader:
         )
         return LatentProjections(
             spec,
+            place,
             products.by_rows(inputs, spec.hidden_size),
             kv_format=self._types.kv_format,
             queries=queries,
@@ -379,11 +373,8 @@ class DecoderLoader:
             to_latent=products.by_rows(
                 HeadwiseProduct(keys.contiguous()), spec.num_heads * latent.plain_size
             ),
-            output=self._added(
-                Chain(
-                    products.by_rows(from_latent, spec.query_size),
-                    products.by_rows(output, values_size),
-                ),
-                output_norm,
+            output=Chain(
+                products.by_rows(from_latent, spec.query_size),
+                products.by_rows(output, values_size),
             ),
         )

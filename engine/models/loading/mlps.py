@@ -1,6 +1,7 @@
 """A layer's MLP: one for all tokens, or experts that a router chooses between."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,19 +15,21 @@ from engine.kernels.registry import (
     experts_kernel,
     swiglu_of_chosen,
 )
-from engine.models.layers import Chain, Rows, gated
+from engine.models.layers import Chain, gated
 from engine.models.loading.products import ProductLoader
+from engine.models.module import Module, Rows
 from engine.models.moe import (
     AllExperts,
     Expert,
     GroupedExperts,
     GroupRouter,
+    KernelExperts,
     Router,
     SparseMlp,
     StackedExperts,
 )
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
-from engine.models.products.dense import Linear, prepare_linear
+from engine.models.products.dense import prepare_linear
 from engine.models.rowwise_experts import RowwiseExperts
 from engine.models.spec import ModelSpec, MoeSpec
 
@@ -83,7 +86,7 @@ class MlpLoader:
             return SparseMlp(router, experts, shared, scales_inputs=moe.scales_inputs)
         spread = SpreadExperts(self._group, layer)
         self.hold_share(spread, prefix, layer)
-        own = self._group.own_tokens(self._products.bank)
+        own = partial(self._group.own_tokens, bank=self._products.bank)
         return SparseMlp(router, spread, shared, own, scales_inputs=moe.scales_inputs)
 
     def hold_share(self, spread: SpreadExperts, prefix: str, layer: int) -> None:
@@ -125,12 +128,12 @@ class MlpLoader:
             correction = correction.to(products.device, torch.float32, copy=True)
         return GroupRouter(score, correction, moe)
 
-    def _scores(self, product: Linear, dtype: torch.dtype | None = None) -> Linear:
+    def _scores(self, product: Rows, dtype: torch.dtype | None = None) -> Rows:
         products = self._products
         by_rows = products.splits_experts and self._group is None
         return products.by_rows(product, self._spec.hidden_size, dtype) if by_rows else product
 
-    def _expert(self, prefix: str, number: int) -> Linear:
+    def _expert(self, prefix: str, number: int) -> Module:
         spec, products, gate = self._spec, self._products, self._gated
         names = _names(prefix, number)
         assert spec.moe is not None
@@ -151,7 +154,8 @@ class MlpLoader:
         products, hidden, inner = self._products, self._spec.hidden_size, moe.intermediate_size
         by_kernel = self._experts_kernel(moe)
         if by_kernel is not None:
-            return by_kernel(self._expert_weights(moe, prefix))
+            made = by_kernel(self._expert_weights(moe, prefix))
+            return KernelExperts(made, made.weights)
         num_bytes = 3 * moe.num_experts * hidden * inner * products.dtype.itemsize
         suits = StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes)
         if not suits or not moe.has_plain_experts or products.bank is not None:

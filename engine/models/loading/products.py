@@ -4,7 +4,7 @@ Each tensor is copied from the mapped file into its place in a fused weight, and
 is packed and dropped before the next is made, so that memory stays near the model's own size.
 """
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +13,15 @@ from torch import Tensor
 from engine.kernels import registry
 from engine.models.adapters import AdapterBank
 from engine.models.formats.checkpoint import Checkpoint
-from engine.models.parallel.tensors import CutCheckpoint
-from engine.models.products.dense import (
-    Linear,
-    has_product_kernel,
-    prepare_linear,
-)
+from engine.models.module import Rows
+from engine.models.products.dense import has_product_kernel, prepare_linear
 from engine.models.products.int4 import Int4Linear, Int4Weights, fits_int4, joined, quantized
 from engine.models.products.int8 import prepare_int8
 from engine.models.products.invariant import InvariantLinear
 from engine.models.products.mxfp4 import Mxfp4Linear, Mxfp4Weights
 from engine.models.products.row_blocks import RowBlocks, is_by_rows, probe_rows
+
+_Function = TypeVar("_Function", bound=Rows)
 
 Quantization = Literal["int8", "int4", "stored"]
 """What weights are rounded to as they are loaded; stored: none are, but those that the checkpoint
@@ -35,7 +33,7 @@ class ProductLoader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint | CutCheckpoint,
+        checkpoint: Checkpoint,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -60,7 +58,7 @@ class ProductLoader:
         self.is_by_rows = is_by_rows
         self._by_kernels = by_kernels
 
-    def adapted(self, product: Linear, names: list[str], widths: list[int], inputs: int) -> Linear:
+    def adapted(self, product: Rows, names: list[str], widths: list[int], inputs: int) -> Rows:
         """Return a product of rows [rows, inputs], with adapters where there may be some.
 
         Args:
@@ -72,7 +70,9 @@ class ProductLoader:
             return product
         return self.bank.linear(product, names, widths, inputs)
 
-    def by_rows(self, function: Linear, width: int, dtype: torch.dtype | None = None) -> Linear:
+    def by_rows(
+        self, function: _Function, width: int, dtype: torch.dtype | None = None
+    ) -> _Function | RowBlocks:
         """Return a function of rows [rows, width] that computes each by itself, if so wished.
 
         Rows have the type of activations, or another one. On CUDA the products do, and what lies
@@ -100,7 +100,7 @@ class ProductLoader:
         in_parts = self.by_kernels or (self.is_plain and self.dtype == torch.float32)
         return self.is_by_rows and in_parts
 
-    def linear(self, *names: str, bias: list[str] | None = None) -> Linear:
+    def linear(self, *names: str, bias: list[str] | None = None) -> Rows:
         """Return the product with some weights one below the other, plus their biases."""
         added = self.fused(bias) if bias else None
         if self._quantization != "int8":
@@ -132,7 +132,7 @@ class ProductLoader:
             return None
         return Mxfp4Weights(*(torch.cat(each).to(self.device) for each in zip(*parts, strict=True)))
 
-    def prepare(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def prepare(self, weight: Tensor, bias: Tensor | None) -> Rows:
         """Return the product with a weight [outputs, inputs], rounded if so wished."""
         if self._quantization == "int8":
             return prepare_int8(weight, bias)
@@ -140,7 +140,7 @@ class ProductLoader:
             return InvariantLinear(weight, bias)
         return self.plain(weight, bias)
 
-    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def plain(self, weight: Tensor, bias: Tensor | None) -> Rows:
         """Return the product with a weight that is never rounded."""
         return prepare_linear(weight, bias, by_rows=self.is_by_rows, by_kernels=self._by_kernels)
 

@@ -14,17 +14,16 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken
 from engine.models.adapters import AdapterBank
-from engine.models.layers import Rows
+from engine.models.module import Module, Rows
 from engine.models.moe import run_experts, weighted_sum
 from engine.models.parallel.balance import ExpertBalance, Placement, expert_share
 from engine.models.parallel.exchange import Exchange, MirrorGroup
 from engine.models.parallel.tensors import part_of
-from engine.models.products.dense import Linear
 
 
 class ExpertsLost(GroupBroken):
@@ -118,9 +117,26 @@ class ExpertGroup:
         if self.balance is not None and self._measures:
             self.balance.count_computed(layer, rows)
 
-    def own_tokens(self, bank: AdapterBank | None) -> "OwnTokens | None":
-        """Return what has this process compute its part of the tokens; None if it has all."""
-        return None if self._shards is None else OwnTokens(self, bank)
+    def own_tokens(self, function: Rows, x: Tensor, bank: AdapterBank | None) -> Tensor:
+        """Return what a function makes of this process's part of x [tokens, hidden].
+
+        It gives zeros for the others, so that the sum over the shards has all; the bank is told
+        which rows are computed.
+        """
+        if self._shards is None:
+            return function(x)
+        out = torch.zeros_like(x)
+        if self.is_lost:
+            return out
+        part = self.part(len(x))
+        adapted = None if bank is None else bank.current
+        if bank is not None and adapted is not None:
+            bank.current = adapted.select(torch.arange(part.start, part.stop, device=x.device))
+        with self.going_on():
+            out[part] = function(x[part])
+        if bank is not None:
+            bank.current = adapted
+        return out
 
     def join(self, group: Exchange) -> None:
         """Hold all further collectives with this group."""
@@ -226,33 +242,6 @@ class ExpertGroup:
         return 1 - (1 - 1 / self.group.size) ** self._per_token >= self.rule.max_needed
 
 
-class OwnTokens:
-    """What a shard computes of a sparse layer: that of its part of the tokens.
-
-    It gives zeros for the others, so that the sum over the shards has all.
-    """
-
-    def __init__(self, group: ExpertGroup, bank: AdapterBank | None) -> None:
-        """Take the group; the bank is told which rows are computed."""
-        self._group = group
-        self._bank = bank
-
-    def __call__(self, function: Rows, x: Tensor) -> Tensor:
-        """Return what a function makes of this shard's rows of x [tokens, hidden]."""
-        out = torch.zeros_like(x)
-        if self._group.is_lost:
-            return out
-        part, bank = self._group.part(len(x)), self._bank
-        adapted = None if bank is None else bank.current
-        if bank is not None and adapted is not None:
-            bank.current = adapted.select(torch.arange(part.start, part.stop, device=x.device))
-        with self._group.going_on():
-            out[part] = function(x[part])
-        if bank is not None:
-            bank.current = adapted
-        return out
-
-
 class _Routes(NamedTuple):
     """Where the copies of a layer's experts are."""
 
@@ -288,38 +277,40 @@ class _Arrived(NamedTuple):
     """Tokens from each rank."""
 
 
-class SpreadExperts:
+class SpreadExperts(Module):
     """The experts of one layer, some of them here and the others at the group's other ranks."""
 
     def __init__(self, group: ExpertGroup, layer: int = 0) -> None:
+        super().__init__()
         self._group = group
         self._layer = layer
         self._first = 0
         """Number of the first copy here."""
         self._share: Sequence[int] = range(0)
-        self._experts: list[Linear] = []
-        self._load: Callable[[int], Linear]
+        self.experts = nn.ModuleList()
+        """In the order of the share."""
+        self._load: Callable[[int], nn.Module]
 
     @property
     def share(self) -> Sequence[int]:
         """Which experts are here."""
         return self._share
 
-    def hold(self, first: int, share: Sequence[int], load: Callable[[int], Linear]) -> None:
+    def hold(self, first: int, share: Sequence[int], load: Callable[[int], nn.Module]) -> None:
         """Drop the experts that are not in the share, then load those that are missing.
 
         `first` is the number of the first copy here; see `ExpertGroup.held`.
         """
-        kept = {i: e for i, e in zip(self._share, self._experts, strict=True) if i in share}
-        self._experts = []
+        kept = {i: e for i, e in zip(self._share, self.experts, strict=True) if i in share}
+        self.experts = nn.ModuleList()
         self._first, self._share, self._load = first, share, load
-        self._experts = [kept.pop(i) if i in kept else load(i) for i in share]
+        self.experts = nn.ModuleList(kept.pop(i) if i in kept else load(i) for i in share)
 
     def change(self) -> None:
         """Hold what the group's balance says now."""
         self.hold(*self._group.held(self._layer), self._load)
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; see `engine.models.moe.Experts`.
 
         Raises:
@@ -335,7 +326,9 @@ class SpreadExperts:
         mine = (arrived.chosen >= self._first) & (arrived.chosen < end)
         rows = mine.nonzero()[:, 0]
         self._group.count_computed(self._layer, len(rows))
-        outputs = run_experts(arrived.x, rows, arrived.chosen[mine] - self._first, self._experts)
+        outputs = run_experts(
+            arrived.x, rows, arrived.chosen[mine] - self._first, list(self.experts)
+        )
         returned = _sums(mine.sum(1), arrived.counts)
         expected = torch.bincount(ranks.flatten(), minlength=self._group.group.size).tolist()
         back = self._group.group.all_to_all(outputs, returned, expected)

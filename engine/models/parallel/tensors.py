@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.distributed.group import Group
 from engine.models.formats.checkpoint import Checkpoint
-from engine.models.layers import Rows
+from engine.models.module import Module, Rows
 from engine.models.products.int4 import Int4Weights
 from engine.models.products.mxfp4 import BLOCK, Mxfp4Weights
 from engine.models.spec import ModelSpec, UnsupportedModel, check_heads
@@ -142,7 +142,7 @@ class Cut:
         )
 
 
-class CutCheckpoint:
+class CutCheckpoint(Checkpoint):
     """The part of a checkpoint that one rank loads; only that part is read."""
 
     def __init__(self, checkpoint: Checkpoint, cut: Cut) -> None:
@@ -172,47 +172,37 @@ class CutCheckpoint:
         return self._checkpoint.fingerprint()
 
 
-class SummedOver:
-    """A block of which each rank computes a summand."""
-
-    def __init__(self, group: Group, block: Rows) -> None:
-        self._group = group
-        self._block = block
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the sum; raises GroupBroken if a rank has failed."""
-        return self._group.all_reduce(self._block(x))
-
-
-class CutEmbedding:
+class CutEmbedding(Module):
     """Embeddings of which each rank holds those of some tokens."""
 
     def __init__(self, group: Group, embed: Rows, vocabulary: slice) -> None:
         """Take what looks up the embeddings of this rank's tokens, counted from its first."""
+        super().__init__()
         self._group = group
-        self._embed = embed
+        self.base = embed
         self._vocabulary = vocabulary
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor) -> Tensor:
         """Return [tokens, hidden]: each rank adds zeros for the tokens of the others."""
         here = (token_ids >= self._vocabulary.start) & (token_ids < self._vocabulary.stop)
         local = (token_ids - self._vocabulary.start).where(here, 0)
-        found = self._embed(local)
+        found = self.base(local)
         return self._group.all_reduce(found.masked_fill_(~here.unsqueeze(1), 0))
 
 
-class CutHead:
+class CutHead(Module):
     """The LM head of which each rank holds the rows of some tokens."""
 
     def __init__(self, group: Group, head: Rows, vocab_size: int) -> None:
+        super().__init__()
         self._group = group
-        self._head = head
+        self.base = head
         parts = [part_of(vocab_size, rank, group.size) for rank in range(group.size)]
         self._widths = [part.stop - part.start for part in parts]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map states [rows, hidden] to logits [rows, vocab], of no rows but at the first rank."""
-        mine = self._head(x)
+        mine = self.base(x)
         rows, first = len(x), self._group.rank == 0
         sent = [mine.numel()] + [0] * (self._group.size - 1)
         received = [rows * width if first else 0 for width in self._widths]

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.module import Module, weight_of
+
 logger = logging.getLogger(__name__)
 
 _OUTPUTS = 64
@@ -32,10 +34,8 @@ _MANY_ROWS = 256
 """Rows from which on one product of several blocks is faster than one of each."""
 
 
-class BlockedLinear:
+class BlockedLinear(Module):
     """A matrix product whose 16-bit weights lie in blocks of outputs."""
-
-    __slots__ = ("_bias", "_blocks", "_few_rows", "_num_outputs")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, alike: bool = False) -> None:
         """Copy a dense [out, in] weight of 16-bit floats into blocks; the caller drops it.
@@ -43,23 +43,26 @@ class BlockedLinear:
         Args:
             alike: compute few rows like many, which takes longer but gives a row the same bits.
         """
+        super().__init__()
         self._num_outputs = len(weight)
-        self._bias = bias
+        self.bias = None if bias is None else weight_of(bias)
         self._few_rows = 0 if alike else _FEW_ROWS
         padded = F.pad(weight, (0, 0, 0, -len(weight) % _OUTPUTS))
-        self._blocks = padded.view(-1, _OUTPUTS, weight.shape[1]).transpose(1, 2).contiguous()
+        blocks = padded.view(-1, _OUTPUTS, weight.shape[1]).transpose(1, 2).contiguous()
+        self.blocks = weight_of(blocks)
+        """[blocks, in, 64]"""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
         if 0 < len(x) <= self._few_rows:
-            product = _weighted_sums(x, self._blocks)[:, : self._num_outputs]
-            return product if self._bias is None else product + self._bias
-        product = _converted_product(x, self._blocks)[:, : self._num_outputs]
-        return (product if self._bias is None else product.add_(self._bias)).to(x.dtype)
+            product = _weighted_sums(x, self.blocks)[:, : self._num_outputs]
+            return product if self.bias is None else product + self.bias
+        product = _converted_product(x, self.blocks)[:, : self._num_outputs]
+        return (product if self.bias is None else product.add_(self.bias)).to(x.dtype)
 
     def rows(self, indices: Tensor) -> Tensor:
         """Return rows [indices, in] of the weight, as a table of embeddings is looked up."""
-        return self._blocks[indices // _OUTPUTS, :, indices % _OUTPUTS]
+        return self.blocks[indices // _OUTPUTS, :, indices % _OUTPUTS]
 
 
 def _weighted_sums(x: Tensor, blocks: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.processor import float32_is_faster
+from engine.models.module import Module, weight_of
 
 _FEW_ROWS = 2
 """Up to so many rows the weights are read faster than they are converted."""
@@ -18,23 +19,22 @@ _MAX_WEIGHTS = 1 << 20
 _MAX_OUTPUTS, _MIN_OUTPUTS = 512, 64
 
 
-class ConvertedLinear:
+class ConvertedLinear(Module):
     """A matrix product whose 16-bit weights are converted as they are used."""
-
-    __slots__ = ("_bias", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take a dense [out, in] weight of 16-bit floats, which stays as it is."""
-        self._weight = weight
-        self._bias = bias
+        super().__init__()
+        self.weight = weight_of(weight)
+        self.bias = None if bias is None else weight_of(bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
         if len(x) <= _FEW_ROWS:
-            return F.linear(x, self._weight, self._bias)
-        product = converted_product(x, self._weight)
-        if self._bias is not None:
-            product += self._bias
+            return F.linear(x, self.weight, self.bias)
+        product = converted_product(x, self.weight)
+        if self.bias is not None:
+            product += self.bias
         return product.to(x.dtype)
 
 

@@ -2,10 +2,7 @@
 
 import logging
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Hashable
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +15,7 @@ from engine.kernels.processor import (
     has_matrix_unit,
     product_rows,
 )
+from engine.models.module import Module, Rows, weight_of
 from engine.models.products.blocked import BlockedLinear, fits_blocks
 from engine.models.products.converted import ConvertedLinear, is_worth_converting
 from engine.models.products.row_padding import pad_rows
@@ -37,71 +35,34 @@ _ADDING_WEIGHTS = 1 << 19
 little, and as without a matrix unit a row's bits depend more on how many rows there are."""
 
 
-class Linear(Protocol):
-    """A matrix product with weights in whatever layout suits the device."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map [rows, in] to [rows, out]."""
-        ...
-
-
-class Summand(ABC):
-    """A function of rows that can add its result to others for less than a sum costs."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
-        """Return sums [rows, out] plus the result for x [rows, in]; may overwrite `sums`."""
-
-
-def add_to(sums: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return sums [rows, out] plus a function of x [rows, in]; may overwrite `sums`."""
-    if isinstance(function, Summand):
-        return function.add_to(sums, x)
-    return sums.add_(function(x))
-
-
-class DenseLinear(Summand):
+class DenseLinear(Module):
     """Weights as stored, [out, in]."""
 
-    __slots__ = ("_bias", "_is_compiled", "_weight", "kernel")
-
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
         self.kernel = _kernel("dense", weight, bias)
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight_of(weight)
+        self.bias = None if bias is None else weight_of(bias)
         # In 16 bits a CPU's product comes from oneDNN.
         self._is_compiled = weight.device.type == "cpu" and weight.dtype.itemsize == 2
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out]."""
         if not self._is_compiled:
-            return F.linear(x, self._weight, self._bias)
-        return F.linear(pad_rows(x, self._weight.numel()), self._weight, self._bias)[: len(x)]
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(pad_rows(x, self.weight.numel()), self.weight, self.bias)[: x.shape[0]]
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add the product, on a device before it is rounded and in one operation."""
-        if x.device.type == "cpu" or self._bias is not None:
-            return sums.add_(self(x))
-        return sums.addmm_(x, self._weight.T)
+        if x.device.type == "cpu" or self.bias is not None:
+            return sums.add_(self.forward(x))
+        return sums.addmm_(x, self.weight.T)
 
 
-class PackedLinear(Summand):
+class PackedLinear(Module):
     """Weights in oneDNN's blocked layout, which spares it a reordering at every call."""
 
-    __slots__ = (
-        "_adds",
-        "_bias",
-        "_compiled",
-        "_compiled_rows",
-        "_float32_rows",
-        "_num_weights",
-        "_product",
-        "_product_and_sum",
-        "_weight",
-        "is_by_rows",
-        "kernel",
-    )
+    weight: Tensor
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, float32_rows: int = sys.maxsize
@@ -113,13 +74,15 @@ class PackedLinear(Summand):
         Raises:
             RuntimeError: this processor cannot pack this type.
         """
+        super().__init__()
         self.is_by_rows = False
         self._compiled: registry.AddingProduct | None = None
         self._compiled_rows = 0
         self.kernel = _kernel("packed", weight, bias)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+        self.register_buffer("weight", packed)
         self._num_weights = weight.numel()
-        self._bias = bias
+        self.bias = None if bias is None else weight_of(bias)
         self._float32_rows = float32_rows
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._product_and_sum = torch.ops.mkldnn._linear_pointwise.binary
@@ -135,34 +98,35 @@ class PackedLinear(Summand):
         Takes the weight as it was before. Where the kernel cannot be compiled or its results
         differ, nothing changes, and the log says so.
         """
-        self._compiled = registry.product(self._weight, weight, self._bias)
+        self._compiled = registry.product(self.weight, weight, self.bias)
         if self._compiled is not None:
             self._compiled_rows = ALL_ROWS if by_rows else product_rows()
             self.is_by_rows = self._compiled_rows == ALL_ROWS
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._compiled is not None and len(x) <= self._compiled_rows:
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out]."""
+        if self._compiled is not None and x.shape[0] <= self._compiled_rows:
             return self._compiled(x)
-        if len(x) >= self._float32_rows:
+        if x.shape[0] >= self._float32_rows:
             return self._in_float32(x)
         rows = pad_rows(x, self._num_weights)
-        product: Tensor = self._product(rows, self._weight, self._bias, "none", [], "")
-        return product[: len(x)]
+        product: Tensor = self._product(rows, self.weight, self.bias, "none", [], "")
+        return product[: x.shape[0]]
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add the product before it is rounded, where that is one operation."""
-        rows = len(x)
+        rows = x.shape[0]
         if self._compiled is not None and rows <= self._compiled_rows:
             return self._compiled(x, sums)
         if not self._adds or rows >= self._float32_rows:
-            return sums.add_(self(x))
+            return sums.add_(self.forward(x))
         x, sums = pad_rows(x, self._num_weights), pad_rows(sums, self._num_weights)
-        result: Tensor = self._product_and_sum(x, sums, self._weight, self._bias, "add")
+        result: Tensor = self._product_and_sum(x, sums, self.weight, self.bias, "add")
         return result[:rows]
 
     def _in_float32(self, x: Tensor) -> Tensor:
-        bias = None if self._bias is None else self._bias.float()
-        return F.linear(x.float(), self._weight.to_dense(torch.float32), bias).to(x.dtype)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight.to_dense(torch.float32), bias).to(x.dtype)
 
 
 def _kernel(name: str, weight: Tensor, bias: Tensor | None) -> tuple[Hashable, ...]:
@@ -178,7 +142,30 @@ def _float32_rows(weight: Tensor) -> int:
     return _CONVERTED_ROWS
 
 
-def gelu_product(weight: Tensor, bias: Tensor) -> Linear | None:
+class GeluLinear(Module):
+    """gelu(x @ weight.T + bias) with packed weights as one operator."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        """Pack a dense [out, in] weight; the caller drops the original.
+
+        Raises:
+            AttributeError, RuntimeError: there is no such operator, or not for this type.
+        """
+        super().__init__()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+        self.register_buffer("weight", packed)
+        self.bias = weight_of(bias)
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out]."""
+        result: Tensor = self._product(x, self.weight, self.bias, "gelu", [], "none")
+        return result
+
+
+def gelu_product(weight: Tensor, bias: Tensor) -> Rows | None:
     """Return gelu(x @ weight.T + bias) as one operator, which spares a pass over the result.
 
     None where there is no such operator, or its results differ. The weight is packed: it replaces
@@ -187,9 +174,7 @@ def gelu_product(weight: Tensor, bias: Tensor) -> Linear | None:
     if weight.device.type != "cpu":
         return None
     try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-        product = torch.ops.mkldnn._linear_pointwise.default
-        fused = partial(_gelu_of, product=product, weight=packed, bias=bias)
+        fused = GeluLinear(weight, bias)
         probe = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
         x = probe.to(weight.dtype)
         tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
@@ -199,11 +184,6 @@ def gelu_product(weight: Tensor, bias: Tensor) -> Linear | None:
         logger.info("GELU of weights of type %s is computed separately: %s", weight.dtype, error)
         return None
     return fused if agrees else None
-
-
-def _gelu_of(x: Tensor, product: Any, weight: Tensor, bias: Tensor) -> Tensor:
-    result: Tensor = product(x, weight, bias, "gelu", [], "none")
-    return result
 
 
 _packable: dict[tuple[torch.dtype, int, int], bool] = {}
@@ -220,7 +200,7 @@ def has_product_kernel() -> bool:
 
 def prepare_linear(
     weight: Tensor, bias: Tensor | None = None, *, by_rows: bool = False, by_kernels: bool = False
-) -> Linear:
+) -> Rows:
     """Return the fastest product for these weights.
 
     Each type and shape is compared once with the plain product. Where the packed one is missing or
@@ -251,7 +231,7 @@ def prepare_linear(
     return packed
 
 
-def _unpacked(weight: Tensor, bias: Tensor | None, by_rows: bool) -> Linear:
+def _unpacked(weight: Tensor, bias: Tensor | None, by_rows: bool) -> Rows:
     if not is_worth_converting(weight):
         return DenseLinear(weight, bias)
     if fits_blocks(weight):
@@ -259,7 +239,7 @@ def _unpacked(weight: Tensor, bias: Tensor | None, by_rows: bool) -> Linear:
     return ConvertedLinear(weight, bias)
 
 
-def _agree(packed: PackedLinear, dense: Linear, weight: Tensor) -> bool:
+def _agree(packed: PackedLinear, dense: Rows, weight: Tensor) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(3, weight.shape[1], generator=generator).to(weight.dtype)
     tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2

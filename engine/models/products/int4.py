@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.processor import float32_is_faster
+from engine.models.module import Module, weight_of
 
 MIDDLE = 8.0
 """What torch's product takes off every code."""
@@ -132,33 +133,36 @@ class Int4Weights(NamedTuple):
     """float32 [out, groups], in the units of codes."""
 
 
-class Int4Linear:
+class Int4Linear(Module):
     """A matrix product with 4-bit weights; activations come and go in their own 16-bit type."""
 
-    __slots__ = ("_bias", "_expanded", "_group", "_packed", "_scales")
+    packed: Tensor
+    scales: Tensor
 
     def __init__(self, weights: Int4Weights, bias: Tensor | None, dtype: torch.dtype) -> None:
         """Pack weights for which `fits_int4` holds; the caller drops the original."""
+        super().__init__()
         self._group = weights.codes.shape[1] // weights.scales.shape[1]
-        self._packed = pack(weights.codes)
+        self.register_buffer("packed", pack(weights.codes))
         offsets = (MIDDLE - weights.zeros) * weights.scales
-        self._scales = torch.stack((weights.scales.T, offsets.T), dim=2).to(dtype).contiguous()
-        self._bias = bias
+        scales = torch.stack((weights.scales.T, offsets.T), dim=2).to(dtype).contiguous()
+        self.register_buffer("scales", scales)
+        self.bias = None if bias is None else weight_of(bias)
         block = packed_block(len(weights.codes))
         self._expanded = None
         if block is not None:
             compute_type = torch.float32 if float32_is_faster() else dtype
-            self._expanded = ExpandedInt4(self._packed, self._scales, block, compute_type)
+            self._expanded = ExpandedInt4(self.packed, self.scales, block, compute_type)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
         if self._expanded is not None and len(x) >= _MANY_ROWS:
             product = self._expanded(x)
         else:
             product = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x.contiguous(), self._packed, self._group, self._scales
+                x.contiguous(), self.packed, self._group, self.scales
             )
-        return (product if self._bias is None else product.add_(self._bias)).to(x.dtype)
+        return (product if self.bias is None else product.add_(self.bias)).to(x.dtype)
 
 
 def joined(parts: list[Int4Weights]) -> Int4Weights | None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.processor import has_16_bit_kernels
+from engine.models.module import Module, Rows, weight_of
 from engine.models.products.converted import converted_product
-from engine.models.products.dense import Linear
 from engine.models.products.row_padding import pad_rows
 
 _FEW_ROWS, _FEW_ROWS_OF_LARGE = 16, 8
@@ -26,7 +26,7 @@ _ALIGNED_INPUTS = 16
 """torch's product reads beyond weights whose inputs are no multiple of it (AVX2: of 8)."""
 
 
-class Int8WeightLinear:
+class Int8WeightLinear(Module):
     """A matrix product with 8-bit weights and floating-point activations.
 
     Where sums of products of two 8-bit integers overflow, activations would have to be rounded to 7
@@ -34,25 +34,28 @@ class Int8WeightLinear:
     such weights as they are; for more it pays to convert some of them at a time to float32.
     """
 
-    __slots__ = ("_bias", "_few_rows", "_float_scales", "_scales", "_weight")
+    weight: Tensor
+    scales: Tensor
+    _short_scales: Tensor
 
     def __init__(self, integers: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         """Take a weight: integers int8 [out, in], scales float32 [out]."""
-        self._weight = integers
-        self._float_scales = scales
-        self._scales = scales.bfloat16()
-        self._bias = bias
+        super().__init__()
+        self.register_buffer("weight", integers)
+        self.register_buffer("scales", scales)
+        self.register_buffer("_short_scales", scales.bfloat16(), persistent=False)
+        self.bias = None if bias is None else weight_of(bias)
         few_rows = _FEW_ROWS if integers.numel() < _LARGE else _FEW_ROWS_OF_LARGE
         self._few_rows = few_rows if integers.shape[1] % _ALIGNED_INPUTS == 0 else 0
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]; of few rows with an error of bfloat16."""
         if len(x) <= self._few_rows:
             inputs = x.to(torch.bfloat16).contiguous()
-            product = torch._weight_int8pack_mm(inputs, self._weight, self._scales)
+            product = torch._weight_int8pack_mm(inputs, self.weight, self._short_scales)
         else:
-            product = converted_product(x, self._weight).mul_(self._float_scales)
-        return (product if self._bias is None else product.add_(self._bias)).to(x.dtype)
+            product = converted_product(x, self.weight).mul_(self.scales)
+        return (product if self.bias is None else product.add_(self.bias)).to(x.dtype)
 
 
 _LARGEST = 127
@@ -96,18 +99,12 @@ class Int8Unsupported(ValueError):
     """This device or build has no 8-bit product."""
 
 
-class Int8Linear:
+class Int8Linear(Module):
     """A matrix product with 8-bit weights; activations come and go in their own type."""
 
-    __slots__ = (
-        "_bias",
-        "_num_weights",
-        "_product",
-        "_result_type",
-        "_scales",
-        "_weight",
-        "_zero_points",
-    )
+    weight: Tensor
+    scales: Tensor
+    _zero_points: Tensor
 
     def __init__(
         self, integers: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -117,16 +114,18 @@ class Int8Linear:
         Raises:
             RuntimeError, AttributeError: this build of torch has no such product.
         """
-        self._weight = torch.ops.onednn.qlinear_prepack(integers, None)
+        super().__init__()
+        self.register_buffer("weight", torch.ops.onednn.qlinear_prepack(integers, None))
         self._num_weights = integers.numel()
-        self._scales = scales
-        self._zero_points = torch.zeros(len(integers), dtype=torch.int64)
-        self._bias = bias
+        self.register_buffer("scales", scales)
+        zeros = torch.zeros(len(integers), dtype=torch.int64)
+        self.register_buffer("_zero_points", zeros, persistent=False)
+        self.bias = None if bias is None else weight_of(bias)
         is_bfloat16 = dtype == torch.bfloat16 and has_16_bit_kernels()
         self._result_type = torch.bfloat16 if is_bfloat16 else torch.float32
         self._product = torch.ops.onednn.qlinear_pointwise.default
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
         largest = x.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_SMALLEST_RANGE)
         shifted = x.to(torch.float32, copy=True).mul_(_LARGEST / largest).add_(_ZERO_POINT + 0.5)
@@ -136,8 +135,8 @@ class Int8Linear:
             rows,
             1.0,
             _ZERO_POINT,
-            self._weight,
-            self._scales,
+            self.weight,
+            self.scales,
             self._zero_points,
             None,
             1.0,
@@ -148,8 +147,8 @@ class Int8Linear:
             "",
         )[: len(x)]
         product.mul_(largest.mul_(1.0 / _LARGEST))
-        if self._bias is not None:
-            product.add_(self._bias)
+        if self.bias is not None:
+            product.add_(self.bias)
         return product.to(x.dtype)
 
 
@@ -162,7 +161,7 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales.unsqueeze(1)).round_().to(torch.int8), scales
 
 
-def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Rows:
     """Return the product with quantized weights; each type and shape is tried once.
 
     Weights are dense [out, in]; the caller drops the original.
@@ -175,7 +174,7 @@ def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Linear:
     key = (weight.dtype, weight.shape[0], weight.shape[1])
     try:
         integers, scales = rounded(weight)
-        linear: Linear
+        linear: Rows
         if takes_8_bit_activations():
             linear = Int8Linear(integers, scales, bias, weight.dtype)
         else:
@@ -190,7 +189,7 @@ def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return linear
 
 
-def _check(linear: Linear, weight: Tensor, bias: Tensor | None) -> None:
+def _check(linear: Rows, weight: Tensor, bias: Tensor | None) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, weight.shape[1], generator=generator).to(weight.dtype)
     expected = x.float() @ weight.float().T

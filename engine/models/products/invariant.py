@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.products.dense import Summand
+from engine.models.module import Module, weight_of
 from engine.models.spec import UnsupportedModel
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,8 @@ _TOLERANCE = 0.01
 """Of the norm of a product: how much 16 bits may differ from 32."""
 
 
-class InvariantLinear(Summand):
+class InvariantLinear(Module):
     """Weights as stored, [out, in], of 16 bits."""
-
-    __slots__ = ("_bias", "_multiply", "_shapes", "_weight")
 
     is_by_rows = True
 
@@ -54,15 +52,16 @@ class InvariantLinear(Summand):
             from engine.kernels.cuda.product import multiply
         except ImportError as error:
             raise UnsupportedModel(f"--batch-invariant: Triton is needed: {error}") from error
+        super().__init__()
         self._multiply = multiply
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight_of(weight)
+        self.bias = None if bias is None else weight_of(bias)
         key = (weight.device, weight.dtype, *weight.shape, bias is None)
         if key not in _agreeing:
             _agreeing[key] = self._find_agreeing()
         self._shapes = _agreeing[key]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
         return self._computed(x, None, self._tiles(len(x)))
 
@@ -81,21 +80,21 @@ class InvariantLinear(Summand):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         x = x.contiguous()
-        rows, (outputs, inputs) = len(x), self._weight.shape
+        rows, (outputs, inputs) = len(x), self.weight.shape
         out = x.new_empty(rows, outputs, dtype=dtype) if sums is None else sums
         if not rows:
             return out
         programs = -(-rows // tiles.rows) * -(-outputs // tiles.outputs)
         self._multiply[programs,](
             x,
-            self._weight,
-            out if self._bias is None else self._bias,
+            self.weight,
+            out if self.bias is None else self.bias,
             out,
             out,
             rows,
             NUM_OUTPUTS=outputs,
             NUM_INPUTS=inputs,
-            HAS_BIAS=self._bias is not None,
+            HAS_BIAS=self.bias is not None,
             HAS_SUMS=sums is not None,
             ROWS=tiles.rows,
             OUTPUTS=tiles.outputs,
@@ -107,13 +106,13 @@ class InvariantLinear(Summand):
 
     def _find_agreeing(self) -> Shapes:
         """Return the tiles that give the same bits as the first; compiles all."""
-        device, inputs = self._weight.device, self._weight.shape[1]
+        device, inputs = self.weight.device, self.weight.shape[1]
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(_PROBED_ROWS, inputs, generator=generator, device=device)
-        x = x.to(self._weight.dtype)
-        plain = x.float() @ self._weight.float().T
-        if self._bias is not None:
-            plain += self._bias.float()
+        x = x.to(self.weight.dtype)
+        plain = x.float() @ self.weight.float().T
+        if self.bias is not None:
+            plain += self.bias.float()
         agreeing: list[tuple[int, ProductTiles]] = []
         results: list[Tensor] = []
         for most, tiles in SHAPES:
@@ -128,9 +127,7 @@ class InvariantLinear(Summand):
             if all(map(torch.equal, results, (product, added))):
                 agreeing.append((most, tiles))
             else:
-                logger.info(
-                    "products of %s: tiles of %s give other bits", self._weight.shape, tiles
-                )
+                logger.info("products of %s: tiles of %s give other bits", self.weight.shape, tiles)
         return (*agreeing[:-1], (sys.maxsize, agreeing[-1][1]))
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.module import Module, weight_of
 from engine.models.products.row_padding import pad_rows
 
 BLOCK = 32
@@ -41,13 +42,14 @@ class Mxfp4Weights(NamedTuple):
         return pairs.view(dtype).view(outputs, groups * BLOCK)
 
 
-class Mxfp4Linear:
+class Mxfp4Linear(Module):
     """A matrix product with packed weights."""
-
-    __slots__ = ("_bias", "_dtype", "_parts", "_size")
 
     def __init__(self, weights: Mxfp4Weights, bias: Tensor | None, dtype: torch.dtype) -> None:
         """Take the weights, which are expanded to `dtype` when they are multiplied."""
+        super().__init__()
+        self.register_buffer("blocks", weights.blocks)
+        self.register_buffer("scales", weights.scales)
         outputs, groups = weights.scales.shape
         rows = max(1, _AT_ONCE // (groups * BLOCK))
         # Equal parts, as oneDNN compiles a product for each shape.
@@ -57,15 +59,15 @@ class Mxfp4Linear:
             for pair in zip(*(torch.split(each, rows) for each in weights), strict=True)
         ]
         self._size = rows * groups * BLOCK
-        self._bias = bias
+        self.bias = None if bias is None else weight_of(bias)
         self._dtype = dtype
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
         padded = pad_rows(x, self._size)
         outputs = [F.linear(padded, part.expanded(self._dtype)) for part in self._parts]
         product = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return product[: len(x)] if self._bias is None else product[: len(x)] + self._bias
+        return product[: len(x)] if self.bias is None else product[: len(x)] + self.bias
 
 
 @cache

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.models.module import Module, Rows
+
 logger = logging.getLogger(__name__)
 
 SIZES = (64, 16, 4)
@@ -37,10 +39,10 @@ def is_by_rows(function: Callable[..., Any]) -> bool:
     return getattr(function, "is_by_rows", False)
 
 
-class RowBlocks:
+class RowBlocks(Module):
     """A function from [rows, in] to [rows, out], called with some numbers of rows only."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], probe: Tensor) -> None:
+    def __init__(self, function: Rows, probe: Tensor) -> None:
         """Wrap a function that treats rows alike.
 
         Sizes are found once for all functions that have the same `kernel`, if they have one:
@@ -49,7 +51,8 @@ class RowBlocks:
         Args:
             probe: [512, in] of the right type, for finding out which sizes agree.
         """
-        self._function = function
+        super().__init__()
+        self.base = function
         self.sizes = _sizes(function, probe)
         """In ascending order."""
         self._next = _calls(self.sizes)
@@ -58,19 +61,19 @@ class RowBlocks:
         """Return how many rows to give for so many, which spares this a copy."""
         return max(rows, self._next[rows]) if rows < len(self._next) else rows
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         rows = len(x)
         size = self._next[rows] if rows < len(self._next) else self.sizes[-1]
         if size == rows:
-            return self._function(x)
+            return self.base(x)
         if size > rows:  # the last row is repeated, which takes one operation
-            return self._function(x.index_select(0, repeated(rows, size)))[:rows]
+            return self.base(x.index_select(0, repeated(rows, size)))[:rows]
         parts = []
         while len(x) > size:
-            parts.append(self._function(x[:size]))
+            parts.append(self.base(x[:size]))
             x = x[size:]
             size = self._next[len(x)] if len(x) < len(self._next) else self.sizes[-1]
-        return torch.cat((*parts, self(x)))
+        return torch.cat((*parts, self.forward(x)))
 
 
 @cache
@@ -101,7 +104,7 @@ _found: dict[Hashable, tuple[int, ...]] = {}
 """Sizes in ascending order, by kernel, type and number of threads."""
 
 
-def _sizes(function: Callable[[Tensor], Tensor], probe: Tensor) -> tuple[int, ...]:
+def _sizes(function: Rows, probe: Tensor) -> tuple[int, ...]:
     kernel = getattr(function, "kernel", None)
     if kernel is None or probe.dtype != torch.float32:
         return _agreeing(function, probe[: SIZES[0]], SIZES)
@@ -119,13 +122,11 @@ def _sizes(function: Callable[[Tensor], Tensor], probe: Tensor) -> tuple[int, ..
     return _found[key]
 
 
-def _agreeing(
-    function: Callable[[Tensor], Tensor], probe: Tensor, sizes: tuple[int, ...]
-) -> tuple[int, ...]:
+def _agreeing(function: Rows, probe: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(sizes)) if _agree(function, probe, sizes) else _SAFE
 
 
-def _agree(function: Callable[[Tensor], Tensor], probe: Tensor, sizes: tuple[int, ...]) -> bool:
+def _agree(function: Rows, probe: Tensor, sizes: tuple[int, ...]) -> bool:
     """Whether calls with these sizes have the bits of one with all rows, wherever a row is."""
     whole = function(probe)
     for size in sizes:

@@ -1,6 +1,5 @@
 """Qwen2.5-VL's encoder: patches that are turned by their rows and columns, and see windows."""
 
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.reference import rms_norm
-from engine.models.attention.rotary import rotary_table, rotation
+from engine.models.attention.rotary import Rotary, rotary_table
 from engine.models.encoders.builder import Builder, activation_of
 from engine.models.encoders.encoder import (
     EncoderLayer,
@@ -17,7 +16,8 @@ from engine.models.encoders.encoder import (
     SequenceGroup,
     groups_of,
 )
-from engine.models.layers import Chain, Rows
+from engine.models.layers import Chain, Norm
+from engine.models.module import Module, Rows
 from engine.models.products.dense import prepare_linear
 from engine.models.spec import QwenVisionSpec, RopeSpec
 from engine.models.vision.pixels import Normalization, PixelReader, read_normalization
@@ -39,7 +39,7 @@ class _Places(NamedTuple):
     """[2, patches] row and column of each patch."""
 
 
-class QwenVisionEncoder:
+class QwenVisionEncoder(Module):
     """An encoder with its merger, on one device; it has no state.
 
     Each image is encoded by itself, so that nothing depends on what is encoded beside it.
@@ -63,12 +63,14 @@ class QwenVisionEncoder:
             rotary: table of which each half turns half of each head.
             merger: from the states of the patches of a square, side by side, to an embedding.
         """
+        super().__init__()
         self.spec = spec
         self._pixels = pixels
-        self._patches = patches
-        self._rotary = rotary
-        self._layers = layers
-        self._merger = merger
+        self.patch_embed = patches
+        half = rotary.shape[2] // 2
+        self.rotary = Rotary(rotary, (half, half))
+        self.encoder = layers
+        self.merger = merger
         self._dtype = dtype
 
     @torch.inference_mode()
@@ -81,16 +83,14 @@ class QwenVisionEncoder:
         # Square by square, and in each patch by patch: colors, rows, columns.
         squares = colors.view(rows, factor, size, columns, factor, size, 3)
         squares = squares.permute(0, 3, 1, 4, 6, 2, 5).flatten(0, 1).index_select(0, places.order)
-        x = self._patches(squares.reshape(-1, 3 * size * size))
-        half = self._rotary.shape[2] // 2
-        rotated = rotation(self._rotary, places.positions, (half, half))
+        x = self.patch_embed(squares.reshape(-1, 3 * size * size))
         whole = [SequenceGroup(0, 1, len(x))]
-        x = self._layers.states(x, [whole, places.windows], [rotated])
-        merged = self._merger(x.view(rows * columns, -1))
+        x = self.encoder(x, [whole, places.windows], [self.rotary(places.positions)])
+        merged = self.merger(x.view(rows * columns, -1))
         return torch.empty_like(merged).index_copy_(0, places.order, merged)
 
     def _places(self, rows: int, columns: int) -> _Places:
-        device, spec = self._rotary.device, self.spec
+        device, spec = self.rotary.table.device, self.spec
         side, factor = spec.window_size // spec.token_side, spec.scale_factor
         row = torch.arange(rows).repeat_interleave(columns)
         column = torch.arange(columns).repeat(rows)
@@ -134,8 +134,6 @@ def load_qwen_vision(
         layers=EncoderLayers(
             [_layer(vision, build, index) for index in range(vision.num_layers)],
             final_norm=_norm(build, "merger.ln_q", hidden, vision.eps),
-            norm_first=True,
-            num_heads=vision.num_heads,
         ),
         merger=Chain(
             build.linear("merger.mlp.0", rows=square, width=square),
@@ -160,10 +158,12 @@ def _layer(spec: QwenVisionSpec, build: Builder, index: int) -> EncoderLayer:
         ),
         attention_norm=_norm(build, f"{prefix}norm1", hidden, spec.eps),
         mlp_norm=_norm(build, f"{prefix}norm2", hidden, spec.eps),
+        num_heads=spec.num_heads,
+        norm_first=True,
         rotary=0,
         grouping=0 if index in spec.whole_layers else 1,
     )
 
 
 def _norm(build: Builder, name: str, width: int, eps: float) -> Rows:
-    return partial(rms_norm, weight=build.copy(f"{name}.weight", width), eps=eps)
+    return Norm(rms_norm, build.copy(f"{name}.weight", width), eps)

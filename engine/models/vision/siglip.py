@@ -8,7 +8,8 @@ from torch import Tensor
 
 from engine.models.encoders.builder import Builder, activation_of
 from engine.models.encoders.encoder import EncoderLayer, EncoderLayers, SequenceGroup
-from engine.models.layers import Chain, Rows, rms_norm_exact
+from engine.models.layers import Chain, Norm, rms_norm_exact
+from engine.models.module import Module, Rows, weight_of
 from engine.models.products.dense import prepare_linear
 from engine.models.spec import SiglipSpec
 from engine.models.vision.pixels import Normalization, PixelReader, read_normalization
@@ -17,7 +18,7 @@ _MAX_SHAPES = 64
 """Sizes of images whose patches' positions are remembered."""
 
 
-class SiglipEncoder:
+class SiglipEncoder(Module):
     """An encoder with its connector, on one device; it has no state.
 
     Each image is encoded by itself, so that nothing depends on what is encoded beside it.
@@ -41,11 +42,12 @@ class SiglipEncoder:
             positions: [patches of the largest image, hidden]
             connector: from the states of a square of patches, side by side, to an embedding.
         """
+        super().__init__()
         self.spec = spec
-        self._patches = patches
-        self._positions = positions
-        self._layers = layers
-        self._connector = connector
+        self.patch_embedding = patches
+        self.position_embedding = weight_of(positions)
+        self.encoder = layers
+        self.connector = connector
         self._dtype = dtype
         self._pixels = pixels
         self._places: dict[tuple[int, int], Tensor] = {}
@@ -57,10 +59,10 @@ class SiglipEncoder:
         rows, columns = height // size, width // size
         # As a convolution without overlap has its inputs: colors, rows, columns.
         patches = colors.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3)
-        x = self._patches(patches.reshape(rows * columns, 3 * size * size).to(self._dtype))
-        x = x + self._positions.index_select(0, self._place(rows, columns))
-        x = self._layers.states(x, [[SequenceGroup(0, 1, len(x))]], [])
-        return self._connector(_shuffled(x, rows, columns, self.spec.scale_factor))
+        x = self.patch_embedding(patches.reshape(rows * columns, 3 * size * size).to(self._dtype))
+        x = x + self.position_embedding.index_select(0, self._place(rows, columns))
+        x = self.encoder(x, [[SequenceGroup(0, 1, len(x))]], [])
+        return self.connector(_shuffled(x, rows, columns, self.spec.scale_factor))
 
     def _place(self, rows: int, columns: int) -> Tensor:
         """Return which position each patch has: that of its place in an image of the full size."""
@@ -69,7 +71,7 @@ class SiglipEncoder:
             side = self.spec.image_size // self.spec.patch_size
             lines = _buckets(rows, side) * side
             known = (lines[:, None] + _buckets(columns, side)).flatten()
-            known = known.to(self._positions.device)
+            known = known.to(self.position_embedding.device)
             if len(self._places) < _MAX_SHAPES:
                 self._places[rows, columns] = known
         return known
@@ -111,8 +113,6 @@ def load_siglip(
                 for index in range(vision.num_layers)
             ],
             final_norm=build.norm(f"{tower}post_layernorm", hidden, vision.eps),
-            norm_first=True,
-            num_heads=vision.num_heads,
         ),
         connector=_connector(vision, build, text_size),
         dtype=build.dtype,
@@ -133,7 +133,7 @@ def _connector(vision: SiglipSpec, build: Builder, text_size: int) -> Rows:
     weight = build.copy(f"{prefix}input_projection_weight", hidden, text_size)
     return Chain(
         partial(_mean, parts=square),
-        partial(rms_norm_exact, weight=norm + 1, eps=vision.eps),
+        Norm(rms_norm_exact, norm + 1, vision.eps),
         prepare_linear(weight.t().contiguous()),
     )
 
@@ -156,4 +156,6 @@ def _layer(spec: SiglipSpec, build: Builder, prefix: str) -> EncoderLayer:
         ),
         attention_norm=build.norm(f"{prefix}layer_norm1", hidden, spec.eps),
         mlp_norm=build.norm(f"{prefix}layer_norm2", hidden, spec.eps),
+        num_heads=spec.num_heads,
+        norm_first=True,
     )

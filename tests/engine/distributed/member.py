@@ -17,14 +17,14 @@ from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import CPU, Group, PendingRows, join_group
 from engine.distributed.spec import GroupBroken, GroupSpec
+from engine.models.layers import Chain
 from engine.models.parallel.balance import ExpertBalance, expert_share
 from engine.models.parallel.experts import (
     ExpertGroup,
-    OwnTokens,
     SendingRule,
     SpreadExperts,
 )
-from engine.models.parallel.tensors import CutEmbedding, CutHead, SummedOver, part_of
+from engine.models.parallel.tensors import CutEmbedding, CutHead, part_of
 from tests.engine.distributed import strict_device
 from tests.engine.processes import answer_lines
 
@@ -106,7 +106,7 @@ class Member:
         shared.join(group)
         layer = SpreadExperts(shared)
         share = expert_share(6, group.rank, group.size)
-        layer.hold(share.start, share, lambda expert: lambda x: x * expert)
+        layer.hold(share.start, share, lambda expert: Chain(lambda x: x * expert))
         x = self._tensor([[float(10 * group.rank + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
         first = torch.arange(num_tokens, device=self.device)
         chosen = torch.stack(((first + group.rank) % 6, (first + 3) % 6), dim=1)
@@ -127,7 +127,7 @@ class Member:
         shared.prepare(group.rank, group.size)
         shared.join(group)
         layer = SpreadExperts(shared)
-        layer.hold(*shared.held(0), lambda expert: lambda x: x * (expert + 1))
+        layer.hold(*shared.held(0), lambda expert: Chain(lambda x: x * (expert + 1)))
         x = self._tensor([[float(10 * group.rank + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
         first = torch.zeros(num_tokens, device=self.device, dtype=torch.int64)
         chosen = torch.stack((first, first + 1), dim=1)
@@ -161,16 +161,18 @@ class Member:
         shared.join(group)
         layer = SpreadExperts(shared)
         share = expert_share(6, group.rank, group.size)
-        layer.hold(share.start, share, lambda expert: lambda x: x * expert)
+        layer.hold(share.start, share, lambda expert: Chain(lambda x: x * expert))
         x = self._tensor([[float(base + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
 
         def routed(tokens: torch.Tensor) -> torch.Tensor:
             first = tokens[:, 0].to(torch.int64)
             chosen = torch.stack((first % 6, (first + 3) % 6), dim=1)
-            return layer(tokens, chosen, torch.full((len(tokens), 2), 0.5, device=self.device))
+            halves = torch.full((len(tokens), 2), 0.5, device=self.device)
+            made: torch.Tensor = layer(tokens, chosen, halves)
+            return made
 
         shared.begin_step(num_tokens)
-        total = SummedOver(own, lambda x: OwnTokens(shared, None)(routed, x))(x)
+        total = own.all_reduce(shared.own_tokens(routed, x, None))
         shared.end_step()
         first = x[:, :1]
         return bool(torch.equal(total, x * (first % 6 + (first + 3) % 6) * 0.5))

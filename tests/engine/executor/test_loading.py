@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from engine.executor.loading import load_model
 from engine.models import settings
 from engine.models.hf_config import read_spec
-from engine.models.layers import Rows
+from engine.models.module import Rows
 from engine.models.products.int4 import Int4Linear
 from engine.models.settings import ComputeTypes, quantization
 from engine.shared.config import EngineConfig, ModelConfig
@@ -62,7 +62,9 @@ def test_a_file_with_4_bits_is_served_with_them(
         config = EngineConfig(model=ModelConfig(model=str(path), **setting))
         model = load_model(config, CPU, lambda _: None).model
         assert model.dtype == BF16
-        return model._weights.layers[1].attention.output
+        layer: Any = model.layers[1]
+        product: Rows = layer.self_attn.o_proj
+        return product
 
     stored, expanded = product(), product(dtype="bfloat16")
     assert isinstance(stored, Int4Linear) is kept

@@ -19,7 +19,8 @@ from engine.kernels.cpu.products import (
 )
 from engine.kernels.processor import Kind, has_16_bit_kernels, kind
 from engine.models.loading.products import ProductLoader
-from engine.models.products.dense import Linear, PackedLinear, add_to, prepare_linear
+from engine.models.module import Rows, add_to
+from engine.models.products.dense import PackedLinear, prepare_linear
 from engine.models.products.row_blocks import RowBlocks, is_by_rows, probe_rows
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -38,7 +39,7 @@ def weight_of(outputs: int, inputs: int) -> Tensor:
     return weight
 
 
-def by_rows(weight: Tensor, bias: Tensor | None) -> Linear:
+def by_rows(weight: Tensor, bias: Tensor | None) -> Rows:
     """Return a product that computes each row by itself."""
     product = prepare_linear(weight, bias, by_rows=True, by_kernels=True)
     if is_by_rows(product):
@@ -46,7 +47,7 @@ def by_rows(weight: Tensor, bias: Tensor | None) -> Linear:
     return RowBlocks(product, probe_rows(weight.shape[1], torch.bfloat16))
 
 
-def by_kernel(product: Linear) -> bool:
+def by_kernel(product: Rows) -> bool:
     return isinstance(product, PackedLinear) and product._compiled is not None
 
 

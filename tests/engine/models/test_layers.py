@@ -10,8 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.kernels.reference import rms_norm, rotate, swiglu
 from engine.models.attention.rotary import rotary_table, rotation
+from engine.models.module import add_to
 from engine.models.moe import Expert, GroupedExperts, Router, SparseMlp, StackedExperts
-from engine.models.products.dense import DenseLinear, PackedLinear, add_to, prepare_linear
+from engine.models.products.dense import DenseLinear, PackedLinear, prepare_linear
 from engine.models.spec import RopeSpec
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def test_linear_that_cannot_be_packed_stays_dense(monkeypatch: pytest.MonkeyPatc
 
 def test_linear_whose_packed_product_differs_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.models.products.dense._packable", {})
-    monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: torch.zeros(x.shape[0], 8))
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: torch.zeros(x.shape[0], 8))
     assert isinstance(prepare_linear(torch.randn(8, 8)), DenseLinear)
 
 

@@ -69,7 +69,7 @@ def test_tied_embeddings_are_there_once(
     name: str, blocks: list[torch.Tensor], checkpoint: SaveModel, driver: LoadDriver
 ) -> None:
     engine = driver(checkpoint(name).directory, dtype="bfloat16")
-    embed = engine.runner.model._weights.embed
+    embed = engine.runner.model.embed_tokens
     assert isinstance(getattr(embed, "__self__", None), BlockedLinear)
     table = embed(torch.arange(256))
     assert sum(torch.equal(weight, table) for weight in blocks) == 1

@@ -75,7 +75,7 @@ def test_products_are_those_of_the_expanded_weight(
 def experts(driver: Any) -> Iterator[Expert]:
     """Yield the experts of a loaded model."""
     for layer in driver.runner.model.sparse_layers.values():
-        yield from layer.experts._experts
+        yield from layer.experts
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])
@@ -84,7 +84,7 @@ def test_experts_stay_packed(
 ) -> None:
     directory = checkpoint("gpt-oss-mxfp4").directory
     engine = driver(directory, quantization=quantization, dtype="bfloat16")
-    products = [part for each in experts(engine) for part in (each._gate_up, each._down)]
+    products = [part for each in experts(engine) for part in (each.gate_up_proj, each.down_proj)]
     assert len(products) == 2 * 3 * 6
     held = 0
     for product in products:
@@ -98,7 +98,7 @@ def test_experts_stay_packed(
 def test_int8_rounds_experts(checkpoint: SaveModel, driver: LoadDriver) -> None:
     engine = driver(checkpoint("gpt-oss-mxfp4").directory, quantization="int8", dtype="bfloat16")
     kinds = Int8Linear, Int8WeightLinear
-    assert all(isinstance(each._down, kinds) for each in experts(engine))
+    assert all(isinstance(each.down_proj, kinds) for each in experts(engine))
 
 
 def test_blocks_that_do_not_fit_their_scales_are_refused_by_name(

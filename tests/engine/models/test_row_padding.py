@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.models.products.dense import DenseLinear, Linear, prepare_linear
+from engine.models.module import Rows
+from engine.models.products.dense import DenseLinear, prepare_linear
 from engine.models.products.int8 import prepare_int8
 from engine.models.products.row_padding import pad_rows, padded_rows
 
@@ -36,7 +37,7 @@ def test_decodes_of_few_rows_and_large_products_stay_as_they_are() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prepare", [DenseLinear, prepare_linear, prepare_int8])
 def test_results_are_those_of_the_rows_alone(
-    prepare: Callable[[torch.Tensor, torch.Tensor], Linear], dtype: torch.dtype, rows: int
+    prepare: Callable[[torch.Tensor, torch.Tensor], Rows], dtype: torch.dtype, rows: int
 ) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(24, 64, generator=generator).to(dtype)

@@ -21,7 +21,8 @@ def test_each_number_of_tokens_has_the_bits_of_one() -> None:
 
     def run(first: int, count: int) -> torch.Tensor:
         part = slice(first, first + count)
-        return experts(x[part].clone(), chosen[part], weights[part])
+        out: torch.Tensor = experts(x[part].clone(), chosen[part], weights[part])
+        return out
 
     whole = run(0, 150)
     for first, count in ((0, 1), (149, 1), (7, 3), (20, 4), (31, 5), (40, 30), (60, 64), (9, 65)):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.models.attention.cuda import Heads, KernelAttention
-from engine.models.decoder import StepTokens
+from engine.models.step import StepTokens
 from engine.runner.cuda_graphs import graph_sizes, pad_decode, padded_size
 from engine.runner.inputs import attention_rows, batch_rows
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
@@ -91,7 +91,7 @@ def test_padding_computes_what_the_step_computes_and_writes_nowhere_else(
         plans={None: attention},
     )
     with torch.inference_mode():
-        hidden = runner.model.hidden_states(tokens, runner._cache)[:3]
+        hidden = runner.model(tokens, runner._cache)[:3]
         assert (runner.model.logits(hidden) - expected).abs().max() < 1e-4
     for old, layer in zip(before, runner._cache, strict=True):
         changed = np.flatnonzero((old != layer[:scratch]).flatten(1).any(1).numpy())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.models.families.registry import family_of
-from engine.models.formats.checkpoint import MAX_DRAFT_LAYERS
+from engine.models.formats.checkpoint import MAX_DRAFT_LAYERS, Checkpoint
 from engine.models.formats.files import compare
 from engine.models.formats.fingerprint import weights_fingerprint
 from engine.models.formats.gguf.expansion import INT4_TYPES, expand, int4_codes, mxfp4_parts
@@ -40,7 +40,7 @@ _KEYS, _VALUES = "attn_k_b", "attn_v_b"
 """What `kv_b_proj` of DeepSeek is stored as."""
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(Checkpoint):
     """The tensors of one file, mapped into memory."""
 
     def __init__(self, path: Path, spec: ModelSpec, dtype: torch.dtype | None) -> None:

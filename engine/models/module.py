@@ -1,0 +1,96 @@
+"""The base of a model's modules: torch's, called and asked for its parts at little cost.
+
+`torch.nn.Module` looks for eight kinds of hooks at every call, and for parameters, buffers and
+submodules behind all other attributes.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+Rows = Callable[[Tensor], Tensor]
+"""From [rows, in] to [rows, out]: a module, or a function without weights."""
+
+
+class Module(nn.Module):
+    """A module for inference, whose forward hooks are run where there are some.
+
+    All tensors are buffers: nothing is trained here, and operators take parameters for longer.
+    """
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether something besides `forward` is run in a call."""
+        own = self.__dict__
+        return bool(
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or _global_forward_hooks
+            or _global_forward_pre_hooks
+            or "_compiled_call_impl" in own
+        )
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return what `forward` does, with hooks and what `compile` made where there are some."""
+        own = self.__dict__
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or _global_forward_hooks
+            or _global_forward_pre_hooks
+            or "_compiled_call_impl" in own
+        ):
+            return super().__call__(*arguments)
+        return self.forward(*arguments)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__.pop(name, None)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Add a buffer, as torch does."""
+        super().register_buffer(name, tensor, persistent)
+        self.__dict__[name] = tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.__dict__.update(self._parameters)
+        self.__dict__.update(self._buffers)
+        return self
+
+    def add_to(self, sums: Tensor, *arguments: Any) -> Tensor:
+        """Return sums [rows, out] plus what `forward` makes of the rest; may overwrite `sums`.
+
+        Modules override it that can do so for less than a sum costs.
+        """
+        return sums.add_(self.forward(*arguments))
+
+    def extra_repr(self) -> str:
+        """Return the shapes and types of the tensors that are this module's own."""
+        own = {**self._parameters, **self._buffers}
+        return ", ".join(
+            f"{name}: {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
+            for name, each in own.items()
+            if each is not None
+        )
+
+
+def add_to(sums: Tensor, function: Rows, *arguments: Any) -> Tensor:
+    """Return sums [rows, out] plus a function of the rest; may overwrite `sums`.
+
+    A hook of the function sees its result alone.
+    """
+    if isinstance(function, Module) and not function.is_hooked:
+        return function.add_to(sums, *arguments)
+    return sums.add_(function(*arguments))
+
+
+def weight_of(tensor: Tensor) -> Tensor:
+    """Return a tensor as a buffer, which it becomes as an attribute; both share their memory."""
+    return nn.Buffer(tensor)
