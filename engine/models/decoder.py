@@ -118,7 +118,7 @@ class Followers(Protocol):
         ...
 
 
-class Decoder(Module):
+class Decoder(Module, finds_hooks=True):
     """A model replica on one device; all state lives in the KV cache that it is given."""
 
     temperatures: Tensor | None

@@ -5,10 +5,11 @@ submodules behind all other attributes.
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 Rows = Callable[[Tensor], Tensor]
 """From [rows, in] to [rows, out]: a module, or a function without weights."""
@@ -17,8 +18,27 @@ Rows = Callable[[Tensor], Tensor]
 class Module(nn.Module):
     """A module for inference, whose forward hooks are run where there are some.
 
+    A call is `forward` itself until a module of the class gets a hook or is compiled: from then on
+    all modules of the class are called as torch does. Hooks of all modules that there are are found
+    when a whole model is called (a class with `finds_hooks`).
+
     All tensors are buffers: nothing is trained here, and operators take parameters for longer.
     """
+
+    has_hooks: ClassVar[bool] = False
+    """Whether a call may be more than `forward`."""
+    _classes: ClassVar[list[type["Module"]]] = []
+
+    def __init_subclass__(cls, *, finds_hooks: bool = False) -> None:
+        super().__init_subclass__()
+        cls._classes.append(cls)
+        if not finds_hooks:
+            cls.__call__ = cls.forward  # type: ignore[method-assign]
+
+    @classmethod
+    def _run_hooks(cls) -> None:
+        cls.has_hooks = True
+        cls.__call__ = nn.Module.__call__  # type: ignore[method-assign]
 
     @property
     def is_hooked(self) -> bool:
@@ -34,16 +54,25 @@ class Module(nn.Module):
 
     def __call__(self, *arguments: Any) -> Any:
         """Return what `forward` does, with hooks and what `compile` made where there are some."""
-        own = self.__dict__
-        if (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or _global_forward_hooks
-            or _global_forward_pre_hooks
-            or "_compiled_call_impl" in own
-        ):
-            return super().__call__(*arguments)
-        return self.forward(*arguments)
+        if _global_forward_hooks or _global_forward_pre_hooks:
+            for each in self._classes:
+                each._run_hooks()
+        return super().__call__(*arguments)
+
+    def register_forward_hook(self, *arguments: Any, **options: Any) -> RemovableHandle:
+        """Have a function see what `forward` returns, as torch does."""
+        self._run_hooks()
+        return super().register_forward_hook(*arguments, **options)
+
+    def register_forward_pre_hook(self, *arguments: Any, **options: Any) -> RemovableHandle:
+        """Have a function see what `forward` is given, as torch does."""
+        self._run_hooks()
+        return super().register_forward_pre_hook(*arguments, **options)
+
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """Have calls run what torch's compiler makes of `forward`."""
+        self._run_hooks()
+        super().compile(*arguments, **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -86,7 +115,7 @@ def add_to(sums: Tensor, function: Rows, *arguments: Any) -> Tensor:
 
     A hook of the function sees its result alone.
     """
-    if isinstance(function, Module) and not function.is_hooked:
+    if isinstance(function, Module) and not (function.has_hooks and function.is_hooked):
         return function.add_to(sums, *arguments)
     return sums.add_(function(*arguments))
 

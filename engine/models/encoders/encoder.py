@@ -142,7 +142,7 @@ class EncoderLayers(Module):
         return x if self.final_norm is None else self.final_norm(x)
 
 
-class Encoder(Module):
+class Encoder(Module, finds_hooks=True):
     """A model of text on one device; it has no state."""
 
     def __init__(

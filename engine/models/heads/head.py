@@ -35,7 +35,7 @@ class DraftVocabulary(Module):
         return spread.index_copy_(1, self.token_ids, logits.float())
 
 
-class DraftHead(Module):
+class DraftHead(Module, finds_hooks=True):
     """One decoder layer between the states of a model and logits of its tokens.
 
     It takes a token with the state of the position before it, and predicts the token after both.

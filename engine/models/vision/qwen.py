@@ -39,7 +39,7 @@ class _Places(NamedTuple):
     """[2, patches] row and column of each patch."""
 
 
-class QwenVisionEncoder(Module):
+class QwenVisionEncoder(Module, finds_hooks=True):
     """An encoder with its merger, on one device; it has no state.
 
     Each image is encoded by itself, so that nothing depends on what is encoded beside it.

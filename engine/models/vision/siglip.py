@@ -18,7 +18,7 @@ _MAX_SHAPES = 64
 """Sizes of images whose patches' positions are remembered."""
 
 
-class SiglipEncoder(Module):
+class SiglipEncoder(Module, finds_hooks=True):
     """An encoder with its connector, on one device; it has no state.
 
     Each image is encoded by itself, so that nothing depends on what is encoded beside it.

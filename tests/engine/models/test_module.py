@@ -17,7 +17,7 @@ class Doubled(Module):
         return x + x
 
 
-class Parent(Module):
+class Parent(Module, finds_hooks=True):
     table: Tensor
 
     def __init__(self) -> None:
