@@ -75,6 +75,8 @@ class Module(nn.Module):
         super().compile(*arguments, **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":  # of this module alone
+            self._run_hooks()
         super().__setattr__(name, value)
         self.__dict__[name] = value
 

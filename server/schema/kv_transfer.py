@@ -15,11 +15,11 @@ class KvTransferParams(RequestBody):
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     remote_engine_id: Name | None = None
-    remote_block_ids: list[int] | None = None
+    remote_block_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     remote_host: Name | None = None
     remote_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     remote_request_id: Name | None = None
-    tp_size: int | None = None
+    tp_size: Annotated[int, Field(ge=1, le=1024)] | None = None
 
 
 KV_TRANSFER = different("refused unless the operator allows it")

@@ -14,10 +14,11 @@ from engine.shared.version import SWELL_VERSION
 from server.config import FrontEndConfig
 from server.fleet.child import Ended, Program
 from server.fleet.ray.cluster import ActorLost, Group
-from server.fleet.ray.holder import RayHolder, _torch
+from server.fleet.ray.holder import RayHolder
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
 from server.fleet.ray.packing import Packing, RayNode, Resources
 from server.fleet.ray.starter import Ranks, api_server_role
+from server.fleet.ray.versions import _torch
 from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.ray

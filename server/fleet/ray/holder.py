@@ -3,17 +3,15 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping
-from importlib import metadata
 
 import msgspec
 
 from engine.shared.lifeline import CANNOT_START
 from engine.shared.messages import ChildFailed, ChildProgress
-from engine.shared.version import SWELL_VERSION
 from server.fleet.child import KEPT_LOG_LINES, Ended, Program, ended
 from server.fleet.ray.cluster import ActorLost, RemoteActor
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
+from server.fleet.ray.versions import differences
 
 logger = logging.getLogger(__name__)
 
@@ -150,30 +148,3 @@ class RayHolder:
             self._on_line(line)
         except Exception:  # lines are no reason to lose an engine
             logger.exception("a line of %s cannot be shown", self.name)
-
-
-def differences(there: Mapping[str, str], node: str) -> str | None:
-    """Return what is different on a node, naming both versions; None if nothing is.
-
-    Args:
-        there: what its actor says is installed.
-    """
-    here = {"swell": SWELL_VERSION, "torch": _torch()}
-    found = [
-        f"{name} {there.get(name, 'none')} there, {version} here"
-        for name, version in here.items()
-        # A head node without torch has nothing to compare.
-        if version != "none" and there.get(name) != version
-    ]
-    if not found and there.get("relay", "").startswith("none"):
-        found = [f"no Ray backend there: {there['relay']}"]
-    if not found:
-        return None
-    return f"node {node} has other versions: {'; '.join(found)}. Install the same on all nodes"
-
-
-def _torch() -> str:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return "none"

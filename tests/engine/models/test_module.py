@@ -63,6 +63,13 @@ def test_hooks_of_a_module_and_of_all_are_run() -> None:
     assert len(seen) == 3
 
 
+def test_a_module_may_have_a_forward_of_its_own() -> None:
+    module = Parent()
+    module.child.forward = lambda x: x * 5
+    assert module(torch.ones(2)).tolist() == [5, 5]
+    assert Parent()(torch.ones(2)).tolist() == [2, 2]
+
+
 def test_a_hook_of_a_summand_sees_its_own_result() -> None:
     product, seen = DenseLinear(torch.eye(2), None), []
     x, sums = torch.ones(1, 2), torch.full((1, 2), 5.0)
