@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from engine.batch.executor import Executor, ExecutorInfo, GroupExecutor
 from engine.core.events import (
@@ -41,6 +40,7 @@ from engine.shared.messages import (
     HoldAdapters,
     KvBlocks,
     KvBlocksWanted,
+    KvRole,
     RequestOutput,
     StartDpWave,
     UtilityCall,
@@ -72,12 +72,14 @@ class EngineCore:
         on_adapters: Callable[[AdapterSheet, list[HeldAdapter]], None] = lambda *_: None,
         on_setup: Callable[[EngineSetup], None] = lambda _: None,
         weight_version: str = "",
-        split: tuple[Literal["", "prefill", "decode", "both"], str] = ("", ""),
+        kv_role: KvRole = "",
+        kv_address: str = "",
     ) -> None:
         """Wire the owners.
 
         Args:
-            split: its role where others compute prompts, and where it offers their KV blocks.
+            kv_role: what it does where prompts are computed by other engines than answers.
+            kv_address: where it offers KV blocks.
             on_adapters: is called with the adapters that the engine has.
             on_setup: is called with its setup, when its weights have been replaced.
             weight_version: what the weights of the settings are called.
@@ -116,7 +118,8 @@ class EngineCore:
             config.cache,
             max_model_len=self._scheduler.max_model_len,
             max_num_seqs=config.scheduler.max_num_seqs,
-            split=split,
+            kv_role=kv_role,
+            kv_address=kv_address,
         )
         """What the engine tells the coordinator when it is ready."""
         self.operations = Operations(
@@ -347,7 +350,8 @@ def _setup(
     *,
     max_model_len: int,
     max_num_seqs: int,
-    split: tuple[Literal["", "prefill", "decode", "both"], str],
+    kv_role: KvRole,
+    kv_address: str,
 ) -> EngineSetup:
     """Return what the coordinator is told when an engine is ready."""
     return EngineSetup(
@@ -366,6 +370,6 @@ def _setup(
         images=info.vision is not None,
         tells_blocks=info.has_kv and cache.enable_prefix_caching and not info.in_one_step,
         image_window=0 if info.vision is None else IMAGE_WINDOW_BYTES,
-        kv_role=split[0],
-        kv_address=split[1],
+        kv_role=kv_role,
+        kv_address=kv_address,
     )

@@ -63,6 +63,18 @@ def check_tiers(config: EngineConfig, *, pools: bool) -> None:
         raise BadTiers(f"{flag}: {'; '.join(reasons)}")
 
 
+def require_host_memory(config: EngineConfig, executor: KvMemory) -> None:
+    """Refuse a KV cache that blocks cannot be copied from.
+
+    Raises:
+        BadTiers: it is on a device.
+    """
+    if executor.device_type != "cpu":
+        raise BadTiers(
+            f"{asking(config)} needs --device cpu: blocks are copied from host memory only"
+        )
+
+
 def open_tiers(
     config: EngineConfig,
     executor: KvMemory,
@@ -86,8 +98,7 @@ def open_tiers(
     cache, flag = config.cache, asking(config)
     if flag is None and peers is None:
         return None
-    if executor.device_type != "cpu":
-        raise BadTiers(f"{flag} needs --device cpu: blocks are copied from host memory only")
+    require_host_memory(config, executor)
     wanted = [
         (MEMORY_TIERS / f"swell-kv-{os.geteuid()}", cache.kv_memory_tier_bytes, False),
         (cache.kv_disk_tier_dir and Path(cache.kv_disk_tier_dir), cache.kv_disk_tier_bytes, True),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import zmq
 
-from engine.kv_tiers.opening import KvMemory, asking
+from engine.kv_tiers.opening import KvMemory, asking, require_host_memory
 from engine.kv_transfer.port import BlockPort
 from engine.kv_transfer.settings import BadKvTransfer, Role, read_transfer
 from engine.shared.addresses import is_loopback, join_host_port
@@ -37,13 +37,12 @@ def open_port(
 
     Raises:
         BadKvTransfer: the settings are wrong, or the socket cannot be bound.
+        BadTiers: the KV cache is on a device.
     """
     transfer = read_transfer(config.cache, rank)
     if transfer is None:
         return None
-    flag = asking(config)
-    if executor.device_type != "cpu":
-        raise BadKvTransfer(f"{flag} needs --device cpu: blocks are copied from host memory only")
+    require_host_memory(config, executor)
     address = None
     try:
         if transfer.role != "decode":
@@ -57,7 +56,7 @@ def open_port(
             counters=counters,
         )
     except (InsecureCluster, OSError, ValueError, zmq.ZMQError) as error:
-        raise BadKvTransfer(f"{flag}: {address}: {error}") from error
+        raise BadKvTransfer(f"{asking(config)}: {address}: {error}") from error
     told = ""
     if port.bound_to is not None:
         told = bound_address(port.bound_to, advertised_host(config.cluster))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import zmq
 from msgspec.structs import replace
@@ -67,6 +67,7 @@ from engine.shared.messages import (
     EngineSetup,
     GroupMember,
     HeldAdapter,
+    KvRole,
 )
 from engine.shared.model_files import model_directory
 from engine.shared.plugins import load_plugin
@@ -275,7 +276,8 @@ class EngineProcess:
         self._early_stop = EarlyStop(partial(signal.setitimer, signal.ITIMER_REAL))
         self._kv_memory: KvMemory | None = None
         self._tiers: KvTiers | None = None
-        self._split: tuple[Literal["", "prefill", "decode", "both"], str] = ("", "")
+        self._kv_role: KvRole = ""
+        self._kv_address = ""
         self._kv_events: KvEventLog | None = None
         self._kv_publisher: KvEventPublisher | None = None
         self._serving = False
@@ -379,7 +381,7 @@ class EngineProcess:
         )
         port = None
         if opened is not None:
-            port, self._split = opened.port, (opened.role, opened.address)
+            port, self._kv_role, self._kv_address = opened
             logger.info("KV blocks: role %s %s", opened.role, opened.address)
         try:
             self._tiers = open_tiers(
@@ -419,7 +421,8 @@ class EngineProcess:
             on_adapters=self._has_adapters,
             on_setup=self._weights_changed,
             weight_version=self._weight_version,
-            split=self._split,
+            kv_role=self._kv_role,
+            kv_address=self._kv_address,
         )
         self._load_adapters(core)
         return core

@@ -4,6 +4,8 @@ A state machine without I/O. A request gets a new id each time it is sent, so ou
 earlier engine or connection still sends for it are ignored.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from engine.shared.messages import AbortRequests, AddRequest, RequestOutput, StepOutputs, WakeUp
@@ -13,7 +15,7 @@ from server.router.load import Loads
 from server.router.members import Members
 from server.router.request import Prefill, RoutedRequest
 from server.router.route import Engine, Route
-from server.router.routing import Choice, RoutingPolicy, with_adapter, with_cached
+from server.router.routing import Choice, EngineLoad, RoutingPolicy, with_adapter, with_cached
 from server.router.split import Split, answer_of, prefill_of
 
 
@@ -152,12 +154,7 @@ class Delivery:
             engines = [each.engine for each in every]
             cached = self._index.cached_tokens(engines, request.message, request.output_token_ids)
             loads = with_cached(loads, cached)
-        choice = self._policy.choose(
-            loads,
-            request.shown_token_ids,
-            self._members.unseen_front_ends(self._loads.num_front_ends),
-            cache_root=request.message.cache_root + adapter.encode(),
-        )
+        choice = self._choose_by(self._policy, loads, request)
         if adapter:
             resident = {route.entry.rank for route in usable if route.has_resident(adapter)}
             choice = with_adapter(choice, loads, resident)
@@ -182,13 +179,19 @@ class Delivery:
         if not engines:
             return None
         request.prefill = Prefill.RUNS
-        choice = self._split.policy.choose(
-            with_cached(self._loads.of(engines), cached),
+        loads = with_cached(self._loads.of(engines), cached)
+        return Choice(self._choose_by(self._split.policy, loads, request).rank, "prefill")
+
+    def _choose_by(
+        self, policy: RoutingPolicy, loads: Sequence[EngineLoad], request: RoutedRequest
+    ) -> Choice:
+        message = request.message
+        return policy.choose(
+            loads,
             request.shown_token_ids,
             self._members.unseen_front_ends(self._loads.num_front_ends),
-            cache_root=request.message.cache_root + request.message.adapter.encode(),
+            cache_root=message.cache_root + message.adapter.encode(),
         )
-        return Choice(choice.rank, "prefill")
 
     def abort(self, ids: list[int], engine: Engine | None) -> list[Action]:
         """Have an engine process drop requests, if it can be reached."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import PendingResult
@@ -103,7 +103,7 @@ class Engine(Process):
         executor = _Poisoned(config, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
         parts = world.parts
         self.core = parts.core(
-            config, executor, rank=rank, incarnation=incarnation, split=_split(world, rank)
+            config, executor, rank=rank, incarnation=incarnation, **_split(world, rank)
         )
         identity = Identity(
             kind="engine", index=rank, incarnation=incarnation, host="node", pid=1,
@@ -319,11 +319,13 @@ class Engine(Process):
         self._receiver.tell(Leave())
 
 
-def _split(world: World, rank: int) -> tuple[Literal["", "prefill", "decode"], str]:
+def _split(world: World, rank: int) -> dict[str, Any]:
     """Return what the engine says of its role; blocks do not travel, and are computed."""
     if not world.plan.splits:
-        return "", ""
-    return ("decode", "") if rank else ("prefill", "ipc://blocks")
+        return {}
+    if rank:
+        return {"kv_role": "decode"}
+    return {"kv_role": "prefill", "kv_address": "ipc://blocks"}
 
 
 def _config(world: World) -> EngineConfig:

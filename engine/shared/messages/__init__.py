@@ -70,6 +70,7 @@ from engine.shared.messages.membership import (
     Heartbeat as Heartbeat,
     HeartbeatAck as HeartbeatAck,
     Hello as Hello,
+    KvRole as KvRole,
     MemberKind as MemberKind,
     MemberMessage as MemberMessage,
     ProcessUse as ProcessUse,

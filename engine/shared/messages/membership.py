@@ -11,6 +11,9 @@ from engine.shared.scope import EVERYTHING, Scope
 
 MemberKind = Literal["engine", "front_end"]
 
+KvRole = Literal["", "prefill", "decode", "both"]
+"""Whether an engine computes prompts for others, or reads what these have computed, or both."""
+
 
 class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     """What an engine found out while it set itself up."""
@@ -41,8 +44,7 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     """Whether it answers `KvBlocksWanted`."""
     image_window: int = 0
     """Bytes of images that it keeps for each front end (`engine.shared.image_window`)."""
-    kv_role: Literal["", "prefill", "decode", "both"] = ""
-    """Whether it computes prompts for others, or reads what these have computed, or both."""
+    kv_role: KvRole = ""
     kv_address: str = ""
     """Where others read KV blocks that it offers (`KvSource`); empty if it offers none."""
 
