@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch  # noqa: F401 - modules that are searched load it
 
 import coordinator
 import engine

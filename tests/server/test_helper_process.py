@@ -2,12 +2,15 @@
 
 import os
 
+import pytest
+
 from server.generate.grammar_process import NOTHING
 from server.helper_process import HelperProcess
 
 MODULE = "server.generate.grammar_process"
 
 
+@pytest.mark.slow
 def test_a_helper_shares_the_processors_of_its_parent_and_comes_after_it() -> None:
     helper = HelperProcess(MODULE, NOTHING)
     try:

@@ -16,6 +16,8 @@ from server.batch.output import OutputBusy, OutputFile
 from server.fleet.own_server import serve_arguments
 from server.router.generation_client import NoEngineAvailable
 
+pytestmark = pytest.mark.slow
+
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},

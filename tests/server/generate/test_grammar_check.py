@@ -96,6 +96,7 @@ async def test_a_large_grammar_is_given_up_and_the_next_is_checked(
         await checks.require(GrammarText("nothing " * 1000), "grammar")
 
 
+@pytest.mark.slow
 async def test_where_no_process_can_be_started_it_can_be_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 from server.media.decode import BadImage
 from server.media.hosts import MAX_REDIRECTS, Hosts, is_public
 
+pytestmark = pytest.mark.slow
+
 IMAGE = b"not looked at here"
 
 
