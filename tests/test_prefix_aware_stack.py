@@ -17,6 +17,8 @@ SYSTEM = "You answer as Shakespeare would, in one line and in verse. " * 12
 BLOCK = 16
 LONG = 300
 """Tokens of an answer in the middle of which an engine dies."""
+SLOW_STEPS = ("--executor", "simulated", "--simulated-step-us", "10000")
+"""Engines work long enough on long answers for their loads to be seen."""
 NAMES = ("Antonio", "Bassanio", "Cordelia", "Desdemona", "Edmund")
 
 
@@ -47,7 +49,7 @@ class Chat:
 
 
 def test_chats_find_their_beginnings_on_one_of_three_engines_and_survive_its_death() -> None:
-    flags = ("--data-parallel-size", "3", "--api-server-count", "2")
+    flags = ("--data-parallel-size", "3", "--api-server-count", "2", *SLOW_STEPS)
     with RunningStack(*flags, "--routing-policy", "prefix-aware") as stack:
         chats = [Chat(stack.url, name) for name in NAMES]
         for chat in chats:
