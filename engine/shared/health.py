@@ -79,7 +79,7 @@ class Health:
 
 
 def serve_health(config: HealthConfig, health: Health) -> Callable[[], None]:
-    """HealthStatus on the configured port; without one do nothing.
+    """Answer probes on the configured port; without one do nothing.
 
     Returns:
         What ends it. Processes need not: it ends with them.
@@ -107,7 +107,12 @@ def serve_health(config: HealthConfig, health: Health) -> Callable[[], None]:
         def log_message(self, format: str, *arguments: object) -> None:
             logger.debug(format, *arguments)
 
-    server = ThreadingHTTPServer(("", config.health_port), Handler, bind_and_activate=False)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None:
+            # Mostly a probe that did not wait for the answer.
+            logger.debug("a health request from %s failed", client_address, exc_info=True)
+
+    server = Server(("", config.health_port), Handler, bind_and_activate=False)
     server.socket.close()
     server.socket = listen("*", config.health_port, server.request_queue_size)
     server.daemon_threads = True

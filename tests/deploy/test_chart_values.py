@@ -203,6 +203,9 @@ POOL = "inferencePool.enabled=true inferencePool.endpointPicker.name=epp"
         ),
         (f"{POOL} inferencePool.endpointPicker.failureMode=Fail", "failureMode"),
         ("api.modelRoutes.b=coder-swell:80", "modelRoutes"),
+        # The API server would refuse a number in the middle of an upgrade.
+        ("engine.podAnnotations.port=8080", "podAnnotations.port"),
+        ("api.nodeSelector.pool=1", "nodeSelector.pool"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(sets: str, named: str) -> None:

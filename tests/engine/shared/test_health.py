@@ -1,6 +1,8 @@
 """Probes are answered from what the main loop said last."""
 
 import socket
+import struct
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -10,9 +12,9 @@ import pytest
 from engine.core.watchdog import StepWatch
 from engine.probe import main, probe
 from engine.shared.config import HealthConfig
-from engine.shared.health import Health, serve_health
+from engine.shared.health import Health, HealthStatus, serve_health
 from tests.support.ports import free_port
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 
 class Clock:
@@ -83,6 +85,30 @@ def test_answers_over_http_and_to_the_probe(
     assert caught.value.code == 404
     stop()
     assert main(["SWELL_HEALTH_PORT", "/health"]) == 1
+
+
+def test_a_probe_that_hangs_up_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    health, port = Health(60.0), free_port()
+    asked, hung_up = threading.Event(), threading.Event()
+
+    def answer(path: str) -> HealthStatus:
+        asked.set()
+        hung_up.wait(PATIENCE)
+        return HealthStatus(200, "ready" * 100_000)
+
+    monkeypatch.setattr(health, "answer", answer)
+    stop = serve_health(HealthConfig(health_port=port), health)
+    idle = threading.active_count()
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert asked.wait(PATIENCE)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    hung_up.set()
+    until(lambda: threading.active_count() <= idle, "the request is over")
+    stop()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_probe_says_why_nobody_answers() -> None:
