@@ -36,7 +36,7 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     image_fetch_timeout: Annotated[PositiveFloat, "Maximum seconds to fetch an image."] = 5.0
     max_image_bytes_in_flight: Annotated[
         PositiveInt,
-        "Maximum bytes of images that an API-server process holds, prepared and not; a tenant "
+        "Maximum bytes of images, encoded or prepared, that an API-server process holds; a tenant "
         "may have half. Requests beyond it get 429 or 503.",
     ] = 512 * 2**20
 

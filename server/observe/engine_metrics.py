@@ -91,7 +91,7 @@ _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
 
 
 class Ages(NamedTuple):
-    """Seconds since what is shown has arrived."""
+    """Seconds since the shown stats arrived."""
 
     view: float | None
     """The coordinator's view."""
@@ -100,7 +100,7 @@ class Ages(NamedTuple):
 
 
 class EngineCollector(Collector):
-    """What the newest cluster view says, of one rank or of all and the cluster.
+    """Metrics from the newest cluster view, of one rank or of all ranks and the cluster.
 
     Samples are a number and the values of all labels but the first, which is the model's name.
     """
