@@ -100,7 +100,7 @@ class Ages(NamedTuple):
 
 
 class EngineCollector(Collector):
-    """Metrics from the newest cluster view, of one rank or of all ranks and the cluster.
+    """What the newest cluster view says, of one rank or of all and the cluster.
 
     Samples are a number and the values of all labels but the first, which is the model's name.
     """
