@@ -14,7 +14,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -288,13 +288,15 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), metavar="LOAD")
     parser.add_argument("--policies", nargs="+", default=["none", "balance", "cadence", "level"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--count", type=int, help="requests of each load; default: its own number")
     options = parser.parse_args()
     table = Table("load", "policy", "output tok/s", "gain", "TTFT", "TPOT", "longest hold")
     for name in track(options.loads, transient=True):
-        first = 0.0
+        load, first = LOADS[name], 0.0
+        load = replace(load, count=options.count or load.count)
         for policy in options.policies:
             config = SchedulerConfig(admission_policy=policy)
-            runs = [Group(LOADS[name], config, seed).run() for seed in options.seeds]
+            runs = [Group(load, config, seed).run() for seed in options.seeds]
             rate = fmean(each.rate for each in runs)
             first = first or rate
             table.add_row(

@@ -36,7 +36,7 @@ def refused_by_settings(hello: Hello, engines: Mapping[int, Mapping[str, str]]) 
     """
     size = hello.group_config.get(SIZE_KEY, "1")
     if not size.isdecimal():
-        return Refused(f"{SIZE_KEY} is {size!r}: it has to be a number", field=SIZE_KEY)
+        return Refused(f"{SIZE_KEY} is {size!r}: it must be a number", field=SIZE_KEY)
     for rank, theirs in engines.items():
         if hello.kind == "front_end":
             field = differing_model(hello.group_config, theirs)
@@ -56,7 +56,7 @@ def refused_by_settings(hello: Hello, engines: Mapping[int, Mapping[str, str]]) 
 
 
 def differing_model(front_end: Mapping[str, str], engine: Mapping[str, str]) -> str | None:
-    """Return in what a front end's model differs from an engine's, None if in nothing."""
+    """Return how a front end's model differs from an engine's, None if it does not."""
     return _differing(front_end, engine, tuple(key for key in MODEL_KEYS if key in engine))
 
 

@@ -201,7 +201,7 @@ def _number_is_held(hello: Hello, holder: Member) -> Refused:
     if hello.given:
         return Refused(
             f"{hello.kind} {hello.index} was silent for so long that {where} has its number by "
-            "now: it has to start again",
+            "now: it must start again",
             field="index",
         )
     return Refused(

@@ -24,8 +24,8 @@ class Share(NamedTuple):
 def spread(total: int, shares: Sequence[Share]) -> list[int]:
     """Return how many engines each node gets of `total`, which fit.
 
-    Engines are added one by one where there are fewest, and taken where there are most; of nodes
-    that have equally many the one that came last gives up, and the one that came first gets.
+    Engines are added one by one to the node with the fewest, and removed from the node with the
+    most; among equals the first node gets one, and the last node loses one.
     """
     engines = [share.engines for share in shares]
     order = range(len(shares))
@@ -79,7 +79,7 @@ class Placement:
 
     @property
     def wanted(self) -> int | None:
-        """How many engines the nodes shall run in all, None without nodes that run any."""
+        """Wished number of engines of all nodes; None if no node runs any."""
         able = [node for node in self._nodes.values() if node.engines.capacity or node.target]
         return sum(node.target for node in able) if able else None
 
@@ -111,7 +111,7 @@ class Placement:
         return [*actions, Reply(sender, self._order(node))]
 
     def tick(self, now: float) -> list[Action]:
-        """Forget who is silent, and go on with what waits."""
+        """Forget silent nodes, and continue with what waits for them."""
         limit = now - self._timeout
         silent = [inc for inc, node in self._nodes.items() if node.last_seen < limit]
         actions: list[Action] = []

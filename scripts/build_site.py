@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -69,6 +70,7 @@ def modules_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+@cache
 def first_line(path: Path) -> str:
     """Return the first line of a module's docstring, "" if it has none."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

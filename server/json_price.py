@@ -56,13 +56,13 @@ class Price(NamedTuple):
         Raises:
             TooCostly: it is more.
         """
-        for count, most, what in (
+        for count, limit, what in (
             (self.values, MAX_JSON_VALUES, "values and keys"),
             (self.containers, MAX_JSON_CONTAINERS, "arrays and objects"),
             (self.depth, MAX_JSON_DEPTH, "levels of arrays and objects"),
         ):
-            if count > most:
-                raise TooCostly(f"more than {most} {what}")
+            if count > limit:
+                raise TooCostly(f"more than {limit} {what}")
 
 
 def check_price(text: bytes) -> None:

@@ -35,7 +35,7 @@ from server.text.tokenizer import ServedTokenizer
 from swell.local import LocalEngine
 
 MAX_CONCURRENCY = 1024
-"""Prompts of one call that the engine has at a time; the others wait here."""
+"""Maximum prompts of one call that are in the engine at a time; the others wait here."""
 
 _DATA, _DONE = b"data: ", b"[DONE]"
 

@@ -84,7 +84,7 @@ class LocalEngine:
         self._tell(lambda: self._ended(reason))
 
     def _tell(self, what: Callable[[], None]) -> None:
-        """Have the event loop do something, if it has not been closed."""
+        """Run a function on the event loop, unless the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(what)
         except RuntimeError:
@@ -104,7 +104,7 @@ class LocalEngine:
             self._tell(lambda: self._said(step))
 
     def report(self, report: EngineReport) -> None:
-        """There is no coordinator to tell."""
+        """Do nothing: there is no coordinator."""
 
     # -- the same, on the event loop -------------------------------------------------------------
 

@@ -25,11 +25,11 @@ HTTP_MARGIN = 1800.0
 """Seconds that engines may take to load what they have received."""
 
 _ANSWERS_WITHIN = 5.0
-"""Seconds from the end of a group until the server says why."""
+"""Maximum seconds to wait, after a group has ended, until the server says why."""
 
 
 class TransferFailed(Exception):
-    """The engines did not get the weights and serve those before; a new `WeightSender` may."""
+    """The engines did not get the weights and still serve the old ones; retry with a new sender."""
 
 
 class WeightSender:
@@ -82,7 +82,7 @@ class WeightSender:
             raise _reason(asked, error) from error
 
     def send(self, tensors: Mapping[str, Tensor], version: str | None = None) -> None:
-        """Have all engines compute with these weights between two steps.
+        """Replace the weights of all engines, between two of their steps.
 
         Args:
             tensors: all that the model's checkpoint has, by their names there, with float types.

@@ -53,7 +53,8 @@ def burst(url: str, count: int, tokens: int = LONG) -> list[Sent]:
     async def one(index: int) -> httpx.Response | None:
         body = {"prompt": f"number {index}", "max_tokens": tokens, "ignore_eos": True}
         try:
-            async with httpx.AsyncClient(timeout=2 * PATIENCE) as client:
+            # To read the authorities' certificates takes each client 27 ms of a core.
+            async with httpx.AsyncClient(timeout=2 * PATIENCE, verify=False) as client:
                 return await client.post(f"{url}/v1/completions", json=body)
         except httpx.HTTPError:
             return None

@@ -27,8 +27,6 @@ AT_ONCE = 16
 EXPECTED = {100, 200, 400, 403, 404, 405, 408, 411, 413, 415, 429, 431, 501, 505}
 """501 and 505 are for methods and versions of HTTP that are not served."""
 QUICK = settings(
-    deadline=None,
-    derandomize=True,
     database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),

@@ -197,18 +197,20 @@ def test_a_full_disk_ends_no_front_end_and_no_store() -> None:
         tempfile.TemporaryDirectory() as directory,  # sockets have short paths
         small_disk(Path(directory) / "disk") as disk,
         RunningStack(*arguments, "--socket-dir", str(disk / "node")) as stack,
+        ThreadPoolExecutor(8) as clients,
     ):
         pids = {process.pid for name, process in stack.processes().items() if "api" in name}
-        for _ in range(400):
+
+        def keep(_: int) -> int:
             made = call(f"{stack.url}/v1/responses", large, key=None)
-            assert fetch(f"{stack.url}/v1/responses/{made['id']}", key=None).status == 200
+            return fetch(f"{stack.url}/v1/responses/{made['id']}", key=None).status
+
+        assert {*clients.map(keep, range(400))} == {200}
         fill(disk)
         scaled = {"data_parallel_size": 2}
         assert fetch(f"{stack.url}/admin/scale", scaled, key="a").status == 200
         until(lambda: sum("engine" in name for name in stack.processes()) == 2, "one more engine")
-        for _ in range(50):
-            made = call(f"{stack.url}/v1/responses", large, key=None)
-            assert fetch(f"{stack.url}/v1/responses/{made['id']}", key=None).status == 200
+        assert {*clients.map(keep, range(50))} == {200}
         alive = {process.pid for name, process in stack.processes().items() if "api" in name}
         assert alive == pids
         evicted = re.compile(r'response_store_evictions_total{[^}]*reason="disk"} [1-9]')

@@ -23,7 +23,7 @@ async def complete(url: str, key: str, **fields: object) -> httpx.Response:
     """Ask for a completion on a connection of its own, so that any front end may get it."""
     body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, **fields}
     headers = {"Authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(timeout=2 * PATIENCE) as client:
+    async with httpx.AsyncClient(timeout=2 * PATIENCE, verify=False) as client:
         return await client.post(f"{url}/v1/completions", json=body, headers=headers)
 
 

@@ -1,17 +1,20 @@
-"""Weights that are replaced while a whole stack serves."""
+"""Weights that are replaced while a whole stack serves, by checkpoints and by a trainer."""
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from benchmarks.running_stack import RunningStack
 from engine.shared.config.model import BUNDLED_MODEL
+from swell.trainer import TransferFailed, WeightSender
 from tests.support.http import (
     ADMIN_KEY,
     Answer,
@@ -22,94 +25,171 @@ from tests.support.http import (
     fetch,
     incarnations,
 )
-from tests.support.lockstep import infos, weight_versions
+from tests.support.lockstep import infos, utility, weight_versions
 from tests.support.waiting import PATIENCE, until
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
-STREAMS = 64
 TOKENS = 60
+VERSION = "x-weight-version"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def stack(directory: Path) -> Iterator[RunningStack]:
+    """Two engines, whose weights stay replaced from one test to the next."""
+    with RunningStack(
+        "--dtype", "float32", "--admin-key", ADMIN_KEY, "--data-parallel-size", "2",
+        "--api-server-count", "2", "--min-ready-engines", "2", "--num-kv-blocks", "1024",
+        "--weights-dir", str(directory), "--allow-rank-pinning",
+    ) as running:  # fmt: skip
+        yield running
+
+
+def changed(seed: int) -> dict[str, Tensor]:
+    """Return weights of the bundled model with noise."""
+    generator = torch.Generator().manual_seed(seed)
+    stored = load_file(BUNDLED_MODEL / "model.safetensors")
+    return {
+        name: each.float() + 0.05 * torch.randn(each.shape, generator=generator)
+        for name, each in stored.items()
+    }
 
 
 def checkpoint(directory: Path, seed: int) -> str:
     """Write a copy of the bundled model with other weights."""
     shutil.copytree(BUNDLED_MODEL, directory)
-    generator = torch.Generator().manual_seed(seed)
-    for file in directory.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name, tensor in tensors.items():
-            noise = torch.randn(tensor.shape, generator=generator)
-            tensors[name] = (tensor.float() + 0.05 * noise).to(tensor.dtype)
-        save_file(tensors, file, metadata={"format": "pt"})
+    save_file(changed(seed), directory / "model.safetensors", metadata={"format": "pt"})
     return str(directory)
 
 
-def greedy(url: str, rank: int | None = None) -> Answer:
+def greedy(url: str, rank: int) -> tuple[str | None, str]:
+    """Return what an engine says, and of which weights."""
     body = completion("To be, or not to be", 12) | {"temperature": 0}
-    return fetch(f"{url}/v1/completions", body, rank=rank)
-
-
-def text(answer: Answer) -> str:
+    answer = fetch(f"{url}/v1/completions", body, rank=rank)
     assert answer.status == 200, answer
-    shown: str = json.loads(answer.text)["choices"][0]["text"]
-    return shown
+    return answer.headers[VERSION], json.loads(answer.text)["choices"][0]["text"]
 
 
 def update(url: str, model: str, version: str, mode: str) -> Answer:
     return fetch(f"{url}/admin/weights", {"model": model, "weight_version": version, "mode": mode})
 
 
-@pytest.mark.slow
-def test_weights_are_replaced_under_streams_and_outlive_engines(tmp_path: Path) -> None:
-    one, two = checkpoint(tmp_path / "one", 1), checkpoint(tmp_path / "two", 2)
-    (tmp_path / "broken").mkdir()
-    flags = (
-        "--dtype", "float32", "--admin-key", ADMIN_KEY, "--data-parallel-size", "2",
-        "--api-server-count", "2", "--min-ready-engines", "2", "--num-kv-blocks", "1024",
-        "--weights-dir", str(tmp_path), "--allow-rank-pinning",
-    )  # fmt: skip
-    with RunningStack(*flags) as stack, ThreadPoolExecutor(STREAMS) as pool:
-        url = stack.url
-        first = greedy(url)
-        assert first.headers["x-weight-version"] is None
-        texts = {"": text(first)}
+def replace_under_streams(url: str, streams: int, version: str, replace: Callable[[], None]) -> str:
+    """Replace the weights while requests run, none of which is cut; return what engines say now."""
 
-        def stream(number: int) -> dict[str, Any]:
-            return call(f"{url}/v1/completions", completion(f"To be {number}", TOKENS))
+    def stream(number: int) -> int:
+        answer = call(f"{url}/v1/completions", completion(f"To be {number}", TOKENS))
+        return int(answer["usage"]["completion_tokens"])
 
-        for version, model, mode in (("one", one, "rolling"), ("two", two, "in_place")):
-            answers = [pool.submit(stream, number) for number in range(STREAMS)]
-            until(
-                lambda: (
-                    sum(info["running"] for info in infos(url).values()) > 4
-                    or all(answer.done() for answer in answers)  # noqa: B023
-                ),
-                "they run, or have run",
-            )
+    with ThreadPoolExecutor(streams) as pool:
+        answers = [pool.submit(stream, number) for number in range(streams)]
+        until(
+            lambda: (
+                sum(info["running"] for info in infos(url).values()) > 4
+                or all(answer.done() for answer in answers)
+            ),
+            "they run, or have run",
+        )
+        replace()
+        assert {answer.result(PATIENCE) for answer in answers} == {TOKENS}
+    assert weight_versions(url) == {0: version, 1: version}
+    [(told, text)] = {greedy(url, rank) for rank in (0, 1)}
+    assert told == version
+    return text
+
+
+def test_checkpoints_are_loaded_under_streams_and_outlive_engines(
+    stack: RunningStack, directory: Path
+) -> None:
+    url = stack.url
+    told, text = greedy(url, 0)
+    assert told is None
+    texts = {text}
+    for version, mode in (("one", "rolling"), ("two", "in_place")):
+        model = checkpoint(directory / version, len(texts))
+
+        def load(version: str = version, mode: str = mode, model: str = model) -> None:
             done = update(url, model, version, mode)
             assert done.status == 200, done
             assert json.loads(done.text)["engines"] == [0, 1]
-            for answer in answers:
-                usage = answer.result(timeout=PATIENCE)["usage"]
-                assert usage["completion_tokens"] == TOKENS
-            assert weight_versions(url) == {0: version, 1: version}
-            for rank in (0, 1):
-                told = greedy(url, rank)
-                assert told.headers["x-weight-version"] == version
-                assert texts.setdefault(version, text(told)) == text(told)
-        assert len(set(texts.values())) == 3, "each has its own, and none a cached prefix"
 
-        refused = update(url, str(tmp_path / "broken"), "three", "rolling")
-        assert (refused.status, refused.error["param"]) == (400, "model")
-        assert weight_versions(url) == {0: "two", 1: "two"}
-        refused = update(url, "/etc", "three", "rolling")
-        assert "--weights-dir" in refused.error["message"]
+        text = replace_under_streams(url, 64, version, load)
+        texts.add(text)
+    assert len(texts) == 3, "each has its own, and none a cached prefix"
 
-        before = incarnations(url, range(2))
-        stack.processes()["engine 0"].kill()
-        until(lambda: are_replaced(url, before, [0]), "it is replaced")
+    (directory / "broken").mkdir()
+    refused = update(url, str(directory / "broken"), "three", "rolling")
+    assert (refused.status, refused.error["param"]) == (400, "model")
+    assert weight_versions(url) == {0: "two", 1: "two"}
+    refused = update(url, "/etc", "three", "rolling")
+    assert "--weights-dir" in refused.error["message"]
+
+    before = incarnations(url, range(2))
+    stack.processes()["engine 0"].kill()
+    until(lambda: are_replaced(url, before, [0]), "it is replaced")
+    until(
+        lambda: everywhere(lambda: weight_versions(url) == {0: "two", 1: "two"}),
+        "its successor has the weights of the others",
+    )
+    assert greedy(url, 0) == ("two", text)
+
+
+def part_of_an_update(url: str, sender: WeightSender, weights: dict[str, Tensor]) -> Answer:
+    """Begin an update, send one tensor of it, and leave; return what the server says."""
+    info = {
+        "names": list(weights),
+        "dtype_names": ["float32"] * len(weights),
+        "shapes": [list(each.shape) for each in weights.values()],
+    }
+    with ThreadPoolExecutor(1) as calls:
+        asked = calls.submit(fetch, f"{url}/update_weights", {"update_info": info})
+        assert sender.group is not None
+        sender.group.broadcast(next(iter(weights.values())))
+        phases = partial(utility, url, "weight_transfer")
         until(
-            lambda: everywhere(lambda: weight_versions(url) == {0: "two", 1: "two"}),
-            "its successor has the weights of the others",
+            lambda: {each["phase"] for each in phases().values()} == {"receiving"} or asked.done(),
+            "they wait for the rest",
         )
-        assert text(greedy(url, 0)) == texts["two"]
+        sender.close()
+        return asked.result(PATIENCE)
+
+
+def test_engines_follow_a_trainer_and_lose_nothing_when_it_dies(stack: RunningStack) -> None:
+    url = stack.url
+    assert fetch(f"{url}/update_weights", {"update_info": {}}, key="wrong").status == 403
+    texts = {"": greedy(url, 0)[1]}
+    sender = WeightSender(url, ADMIN_KEY, timeout=PATIENCE)
+    for version, seed in (("sent", 3), ("sent-again", 4)):
+        send = partial(sender.send, changed(seed), version)
+        texts[version] = replace_under_streams(url, 16, version, send)
+    assert len(set(texts.values())) == 3, "each has its own, and none a cached prefix"
+
+    last = ("sent-again", texts["sent-again"])
+    lost = part_of_an_update(url, sender, changed(5))
+    assert (lost.status, lost.error["code"]) == (400, "trainer_lost")
+    assert greedy(url, 0) == greedy(url, 1) == last
+    refused = fetch(f"{url}/finish_weight_update", {"weight_version": "never"})
+    assert refused.status == 400
+    assert weight_versions(url) == {0: last[0], 1: last[0]}
+
+    sender = WeightSender(url, ADMIN_KEY, timeout=PATIENCE)
+    before = incarnations(url, range(2))
+    stack.processes()["engine 1"].kill()
+    until(lambda: are_replaced(url, before, [1]), "it is replaced")
+    with pytest.raises(TransferFailed, match=r"has not joined|by peer"):
+        sender.send(changed(3), "sent")
+    until(
+        lambda: everywhere(lambda: weight_versions(url) == {0: last[0], 1: ""}),
+        "one has its weights, the other waits for them",
+    )
+    engines = call(f"{url}/admin/engines")["engines"]
+    assert [each["halted"] for each in engines] == [False, True], "requests go to the first"
+    assert fetch(f"{url}/v1/completions", completion("To be", 1)).headers[VERSION] == last[0]
+    with WeightSender(url, ADMIN_KEY, timeout=PATIENCE) as sender:
+        sender.send(changed(3), "sent")
+    assert {greedy(url, rank) for rank in (0, 1)} == {("sent", texts["sent"])}

@@ -59,7 +59,7 @@ class BadGuards(Exception):
 
 
 class NoKey(BadGuards):
-    """A file that has to hold keys holds none."""
+    """A file of keys holds no key."""
 
 
 class Keys:

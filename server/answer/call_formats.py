@@ -25,7 +25,7 @@ def _new_id() -> str:
 
 
 def _nine_letters() -> str:
-    """These models' templates take no other names."""
+    """Make an id of the only form that these models' templates accept."""
     return "".join(secrets.choice(string.ascii_letters) for _ in range(9))
 
 
@@ -48,17 +48,17 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     parser: Callable[[Sequence[FunctionDefinition]], AnswerParser]
     """Makes the parser of one answer; it gets the functions that the request allows."""
     syntax: CallSyntax | None
-    """None: the format itself cannot be enforced, `JSON_LIST` is in its place."""
+    """None: the format cannot be enforced; `JSON_LIST` is used instead."""
     markers: tuple[str, ...] = ()
-    """Texts that a tokenizer may have as special tokens and that the parser has to see."""
+    """Texts that a tokenizer may have as special tokens and that the parser must see."""
     starts: tuple[str, ...] = ()
     """Those of them that calls begin with."""
     in_reasoning: Callable[[Sequence[FunctionDefinition]], AnswerParser] | None = None
     """Makes the parser of reasoning, where only a start makes a call; None without such starts."""
     channels: ReasoningTags | None = None
-    """The parser tells reasoning from the rest as well; these tags lead from one to the other."""
+    """Tags between reasoning and content, if the parser separates these too."""
     new_id: Callable[[], str] = _new_id
-    """Makes the name of a call, by which its result is told to the model."""
+    """Makes the id of a call, which its result refers to."""
 
 
 _PLUGIN = "<|action_start|><|plugin|>"
@@ -98,7 +98,7 @@ def _json(key: str, opening: str, closing: str) -> CallSyntax:
 _BARE_JSON = ("```json", "```", "{", "[")
 
 JSON_LIST = call_format(CallStyle(bare=_BARE_JSON, only_known=True), _json("parameters", "", "]"))
-"""What a model without a format of its own is held to when it has to call a tool."""
+"""The format for a model without one of its own that is forced to call a tool."""
 
 _HERMES = call_format(
     CallStyle(starts=("<tool_call>",), ends=("</tool_call>",), bare=_BARE_JSON),

@@ -64,13 +64,13 @@ class PythonCall(CallBody):
             self._pieces, self._length, self._scan = [text[:start]], start, _Scan()
             text = text[start:]
         end = self._scan.advance(text)
-        most = MAX_CHARACTERS - self._length
-        if end is None and len(text) < most:
+        room = MAX_CHARACTERS - self._length
+        if end is None and len(text) < room:
             self._pieces.append(text)
             self._length += len(text)
             return ""
-        is_whole = end is not None and end <= most
-        end = end if is_whole else most
+        is_whole = end is not None and end <= room
+        end = end if is_whole else room
         self._pieces.append(text[:end])
         arguments = self._parsed("".join(self._pieces[1:])) if is_whole else None
         self.state = "broken" if arguments is None else "done"

@@ -53,7 +53,7 @@ _body = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @cache
 def rows_of(model: type[BaseModel]) -> Rows:
-    """Return what becomes of each field of a body, by its name."""
+    """Return how each field of a body is treated, by its name."""
     rows = _own_rows(model)
     if issubclass(model, (*_WRITING.values(), BatchChatRequest)):
         rows |= _foreign(rows)

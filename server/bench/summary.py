@@ -187,11 +187,11 @@ def max_at_once(records: Iterable[Record]) -> int:
     changes = []
     for record in records:
         changes += [(record.started, 1), (record.started + record.total, -1)]
-    running = most = 0
+    running = peak = 0
     for _, change in sorted(changes):
         running += change
-        most = max(most, running)
-    return most
+        peak = max(peak, running)
+    return peak
 
 
 class ClientCost(msgspec.Struct):

@@ -55,7 +55,7 @@ class AnswerConfig(Section, frozen=True, kw_only=True):
     disable_additional_properties: Annotated[
         bool,
         "Objects of JSON schemas and of tools' arguments have only the properties that their "
-        "schema lists, unless it says otherwise: small models lose themselves in others.",
+        "schema lists, unless it says otherwise: small models tend to make up further ones.",
     ] = False
     exclude_tools_when_tool_choice_none: Annotated[
         bool, "Leave tools out of the prompt when tool_choice is none."

@@ -104,14 +104,14 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     ] = 2_000_000
     prefill_split_length: Annotated[
         PositiveInt,
-        "Prompt tokens to compute (where it is known what is cached: that is not) from which on a "
-        "prompt goes to an engine with --kv-role prefill first, if there is one.",
+        "Minimum prompt tokens to compute (without those known to be cached) for which a prompt "
+        "goes to an engine with --kv-role prefill first, if there is one.",
     ] = 512
     allow_kv_transfer_params: Annotated[
         bool,
-        "Take kv_transfer_params, with which an outside router has KV blocks handed from one "
-        "server to another: who sends them says which address an engine connects to, so let only "
-        "your router reach this server.",
+        "Accept kv_transfer_params, by which an outside router has KV blocks handed from one "
+        "server to another. They name the address that an engine connects to, so let only your "
+        "router reach this server.",
     ] = False
     min_ready_engines: Annotated[
         PositiveInt,

@@ -33,12 +33,10 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     max_image_pixels: Annotated[
         PositiveInt, "Largest image, in pixels; it takes some ten bytes each while it is prepared."
     ] = 2**25
-    image_fetch_timeout: Annotated[PositiveFloat, "Seconds that it may take to fetch an image."] = (
-        5.0
-    )
+    image_fetch_timeout: Annotated[PositiveFloat, "Maximum seconds to fetch an image."] = 5.0
     max_image_bytes_in_flight: Annotated[
         PositiveInt,
-        "Maximum bytes of images that an API-server process holds, prepared and not; a tenant "
+        "Maximum bytes of images, encoded or prepared, that an API-server process holds; a tenant "
         "may have half. Requests beyond it get 429 or 503.",
     ] = 512 * 2**20
 
@@ -60,7 +58,7 @@ class MediaConfig(Section, frozen=True, kw_only=True):
             raise wrong
         if unknown := limits.keys() - {"image", "video", "audio"}:
             raise ValueError(f"limit_mm_per_prompt: {min(unknown)} is no kind of media")
-        most = limits.get("image", 32)
-        if type(most) is not int or not 0 <= most <= 1024:
+        max_images = limits.get("image", 32)
+        if type(max_images) is not int or not 0 <= max_images <= 1024:
             raise wrong
-        return most
+        return max_images

@@ -261,7 +261,7 @@ class Child:
         self._signal(signal.SIGKILL)
 
     async def end_hung(self) -> None:
-        """Have it print where its threads are, which needs no turn of its own, and end it."""
+        """Have it print the stacks of its threads, which works even while it hangs, and end it."""
         self._signal(signal.SIGUSR1)
         await asyncio.sleep(STACKS_WITHIN)
         self.kill()

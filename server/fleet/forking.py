@@ -31,10 +31,10 @@ from server.fleet.node_resources import visible_devices
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT = 60.0
-"""Seconds that a template has to load; loading the libraries twice beats a longer wait."""
+"""Maximum seconds for a template to load; after that, loading in each process is faster."""
 
 ANSWER_TIMEOUT = 5.0
-"""Seconds that a template has to fork; the supervisor does nothing else meanwhile."""
+"""Maximum seconds for a template to fork; the supervisor blocks meanwhile."""
 
 _SET_CHILD_SUBREAPER = 36
 

@@ -20,7 +20,7 @@ class Joining(NamedTuple):
     is_alone: bool
     """Whether no other node can join."""
     is_new: bool = False
-    """Whether no process of an earlier run can be left: the cluster's key was made for this one."""
+    """Whether the cluster key is new, so that no process of an earlier run can be left."""
 
 
 def joining(config: ServeConfig, local_address: str) -> Joining:

@@ -58,7 +58,7 @@ class Restarts:
         """Return the seconds until the next start, after a process that lived for `lived` seconds.
 
         None if there is none: the first process of a place could not start, nor would another,
-        or it has said itself that starting it again is `hopeless`.
+        or the process reported that another start is `hopeless`.
         """
         self._spawn_backoff = FIRST_BACKOFF
         is_first = not was_ready and not self._has_died
@@ -72,9 +72,9 @@ class Restarts:
         return wait
 
     def wait_after_failed_spawn(self) -> float | None:
-        """Return the seconds until the next try, after no process could be made at all.
+        """Return the seconds until the next try, after a process could not be created.
 
-        None if the place has never held one: the operator has to know.
+        None if the place has never held one: then the start fails, so that the operator notices.
         """
         if not self._has_died and not self._proven:
             return None
@@ -274,7 +274,7 @@ class Keeper:
                 role.hangs = True
                 logger.error(
                     "%s hangs: its main loop has not turned for %.0f s (--hang-timeout); it is "
-                    "replaced, and prints before where its threads are", role.name, silence,
+                    "replaced after it has printed the stacks of its threads", role.name, silence,
                 )  # fmt: skip
                 await holder.end_hung()
                 return

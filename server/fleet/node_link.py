@@ -157,7 +157,7 @@ class NodeScaling:
 
 
 def _told_apart(nodes: Iterable[NodeEngines]) -> list[NodeEngines]:
-    """Number the supervisors that give the same name."""
+    """Tell supervisors with the same node name apart by numbers."""
     seen: Counter[str] = Counter()
     named = []
     for node in nodes:

@@ -265,14 +265,14 @@ class Supervisor:
         transport = Transport(self._config.cluster, self._context)
         socket = transport.bind(zmq.ROUTER, control_address(self._node.path))
         requests = Inbox(socket, ControlRequest, "control")
-        tasks = [asyncio.create_task(_for_ever(scaler.run))]
+        tasks = [asyncio.create_task(_restart_on_error(scaler.run))]
         link = None
         if self._node_api_servers is not None:
-            tasks.append(asyncio.create_task(_for_ever(self._node_api_servers.run)))
+            tasks.append(asyncio.create_task(_restart_on_error(self._node_api_servers.run)))
         if not self._backend.has_all:
             capacity = engine_capacity(self._config, visible_devices(os.environ))
             link = NodeLink(scaler, capacity, self._config.cluster, transport)
-            tasks.append(asyncio.create_task(_for_ever(link.run)))
+            tasks.append(asyncio.create_task(_restart_on_error(link.run)))
 
         def answer(sender: bytes, request: ControlRequest) -> None:
             status = (link or scaler).handle(request)
@@ -316,7 +316,7 @@ class Supervisor:
             except Exception as error:
                 reason = str(error) or repr(error)
             if reason and reason != told:
-                logger.error("removed files in %s cannot be put back: %s", self._node.path, reason)
+                logger.error("removed files in %s cannot be restored: %s", self._node.path, reason)
             told = reason
 
     # -- stopping --------------------------------------------------------------------------------
@@ -370,13 +370,13 @@ class Supervisor:
         self._context.destroy(linger=0)
 
 
-async def _for_ever(run: Callable[[], Awaitable[None]]) -> None:
+async def _restart_on_error(run: Callable[[], Awaitable[None]]) -> None:
     """Run an endless task, and restart it if it fails."""
     while True:
         try:
             await run()
         except Exception:
-            logger.exception("a task of the supervisor failed: begun again")
+            logger.exception("a task of the supervisor failed and is restarted")
         await asyncio.sleep(MEND_INTERVAL)
 
 

@@ -59,7 +59,7 @@ class Delta(msgspec.Struct):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Of every token of the prompt but the first, if asked for."""
+    """Of every prompt token except the first, if asked for."""
     logprob_sum: float = 0.0
     """Of the tokens, if the engine reports log probabilities."""
 

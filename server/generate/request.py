@@ -131,7 +131,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     arrived: float = 0.0
     """When the request came, in monotonic seconds."""
     pinned_rank: int | None = None
-    """The engine that it has to run on."""
+    """The only engine that may run it."""
     reservation: Reservation | None = None
     tenant: int = 0
     cache_root: bytes = b""

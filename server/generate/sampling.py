@@ -22,9 +22,9 @@ async def sampling_params(
     max_tokens: int,
     grammar: GrammarSpec | None,
 ) -> SamplingParams:
-    """Return what the engines are told; the model's defaults stand for fields without a value.
+    """Return the sampling parameters; the model's defaults stand for fields without a value.
 
-    Answers follow the grammar from their beginning.
+    The grammar applies from the first token.
 
     Raises:
         ApiError: a field is wrong; `param` names it.

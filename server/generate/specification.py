@@ -18,11 +18,11 @@ from server.generate.structured_outputs import check_copies, requested_grammar
 from server.text.tokenizer import ServedTokenizer
 
 RESERVED_FOR_FORM = 1024
-"""Where an answer must have a form, a quarter of its tokens, at most this many, is not left to
-reasoning."""
+"""Maximum tokens reserved for the constrained part of an answer; at most a quarter of all its
+tokens."""
 
 ANY_TOKENS = LarkGrammar("start: <[*]>*")
-"""Holds an answer to nothing: it is for what a grammar may have before it."""
+"""Matches any text: the prefix of a grammar that free text may precede."""
 
 NO_TOOLS = ToolUse()
 
@@ -107,9 +107,9 @@ def _answer_plan(
 ) -> AnswerPlan:
     """Return how answers are taken apart.
 
-    A model whose prompt ends inside the reasoning leaves it with the end tag. Where something has
-    to follow the reasoning (`ends`), other models may open it; if one does not, it has to begin
-    with what follows. Tags that are not tokens of the model are ones that it was not trained on.
+    If the prompt ends inside the reasoning, the model leaves it with the end tag. Otherwise, where
+    something must follow the reasoning (`ends`), the model either opens reasoning or starts with
+    what follows. Tags that are not tokens of the model are tags that it was not trained on.
     """
     tags, formats, end, inside = None, model.formats, None, False
     if formats.reasoning is not None:
@@ -159,11 +159,11 @@ def _max_tokens(request: GenerationRequest, tokenizer: ServedTokenizer) -> int:
     If what the client asks for does not fit, the error names the prompt's field or that of the
     number of tokens.
     """
-    most, asked = request.max_model_len, request.max_tokens
+    max_len, asked = request.max_model_len, request.max_tokens
     longest = max([len(prompt.token_ids) for prompt in request.prompts])
-    if longest + (asked or 1) > most:
-        param = request.prompt_field if longest >= most else request.tokens_field
-        raise context_length_exceeded(most, longest, asked or 1, param)
+    if longest + (asked or 1) > max_len:
+        param = request.prompt_field if longest >= max_len else request.tokens_field
+        raise context_length_exceeded(max_len, longest, asked or 1, param)
     room = room_for_output(request, request.num_prompt_tokens)
-    default = tokenizer.sampling_defaults.max_new_tokens or request.default_tokens or most
-    return asked or min(default, most - longest, room)
+    default = tokenizer.sampling_defaults.max_new_tokens or request.default_tokens or max_len
+    return asked or min(default, max_len - longest, room)

@@ -261,7 +261,7 @@ class _Writer:
             found = [trigger for trigger in by_trigger if tag.begin.startswith(trigger)]
             if len(found) != 1:
                 begins = json.dumps(tag.begin[:80])
-                raise BadGrammar(f"exactly one trigger has to begin {begins}, not {len(found)}")
+                raise BadGrammar(f"exactly one trigger must begin {begins}, not {len(found)}")
             rest = self._literal(tag.begin[len(found[0]) :])
             written = self._rule(self._tag(tag, rest, None))
             by_trigger[found[0]].append(written)

@@ -127,7 +127,7 @@ class Acceptor:
         self._listener = listener
         self._take = take
         self._share = share
-        self._courtesy = AcceptBackoff()
+        self._backoff = AcceptBackoff()
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
 
@@ -154,7 +154,7 @@ class Acceptor:
         self._pause = self._loop.call_later(seconds, then)
 
     def _arrived(self) -> None:
-        if self._courtesy.gives_way(self._share is not None and self._share.is_large):
+        if self._backoff.gives_way(self._share is not None and self._share.is_large):
             self._resume(YIELD_SECONDS, self._waited)
         else:
             self._accept()
@@ -162,9 +162,9 @@ class Acceptor:
     def _waited(self) -> None:
         self._watch()
         if self._accept():
-            self._courtesy.not_taken()
+            self._backoff.not_taken()
         else:
-            self._courtesy.taken()
+            self._backoff.taken()
 
     def _accept(self) -> bool:
         """Accept a connection; return whether there still was one."""

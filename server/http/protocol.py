@@ -22,7 +22,7 @@ from server.http.unsent import FREE_BYTES, UnsentBudget
 
 _NO_LINGER = struct.pack("ii", 1, 0)
 _REST_SECONDS = 5.0
-"""Time in which the rest of a request that is answered already has to come."""
+"""Seconds within which the rest of a request that is already answered must arrive."""
 
 _NO_PROXY = Excess(405, "This is no proxy.")
 

@@ -114,8 +114,8 @@ class Images:
             max_bytes=config.max_image_bytes,
             seconds=config.image_fetch_timeout,
         )
-        most = config.max_image_bytes_in_flight
-        self._budget = TenantBudget(most // 2, most)
+        max_bytes = config.max_image_bytes_in_flight
+        self._budget = TenantBudget(max_bytes // 2, max_bytes)
         self._threads = FairThreads(max(1, min(4, (os.cpu_count() or 1) // 2)), "images")
         self._metrics = metrics
 

@@ -20,7 +20,7 @@ class BadProcessor(ValueError):
 
 
 class EncoderSize(NamedTuple):
-    """What the encoder takes at a time: so many pixels, for so many tokens."""
+    """Maximum input of the encoder at a time, in pixels and in tokens."""
 
     height: int
     width: int
@@ -28,7 +28,7 @@ class EncoderSize(NamedTuple):
 
 
 class ImagePlan(NamedTuple):
-    """What becomes of an image of some size."""
+    """The shape of a prepared image."""
 
     text: str
     """What stands for it in the prompt."""

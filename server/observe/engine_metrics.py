@@ -91,7 +91,7 @@ _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
 
 
 class Ages(NamedTuple):
-    """Seconds since what is shown has arrived."""
+    """Seconds since the shown stats arrived."""
 
     view: float | None
     """The coordinator's view."""

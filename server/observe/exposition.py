@@ -1,4 +1,4 @@
-"""Many series of few labels as Prometheus text; `generate_latest` checks every label name anew."""
+"""Many series of few labels as Prometheus text; `generate_latest` checks label names each time."""
 
 from collections.abc import Iterable
 

@@ -71,7 +71,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     ),
     "routing_found_cached_tokens": ("Prompt tokens that they had cached, of the same requests.",),
     "routing_index_resyncs": (
-        "Times that an engine named all of its KV blocks anew: a reset, or changes were lost.",
+        "Times that an engine sent all of its KV blocks again: after a reset, or lost changes.",
     ),
     "tool_call_parser_invocations": (
         "Answers that a parser read for tool calls, by its name.", "parser",
@@ -206,10 +206,10 @@ class FrontEndMetrics:
         engines = self._engines(client, None)
         own = []
         if self.store_usage is not None:
-            kept, most = self.store_usage()
+            kept, limit = self.store_usage()
             text = "Bytes of kept responses and conversations."
             own.append(self._gauge("response_store_bytes", text, kept))
-            own.append(self._gauge("response_store_limit_bytes", "Bytes that may be kept.", most))
+            own.append(self._gauge("response_store_limit_bytes", "Bytes that may be kept.", limit))
         if self.index_size is not None:
             text = "KV blocks of engines that this API server knows of, for prefix-aware routing."
             own.append(self._gauge("routing_index_blocks", text, self.index_size()))

@@ -16,7 +16,7 @@ from server.observe.metric_factory import COUNT_BUCKETS, MetricFactory
 from server.router.engine_times import EngineTimes, EngineVisit
 
 _FLUSH_AFTER = 0.25
-"""Seconds for which what is counted may wait to be handed over in bulk."""
+"""Maximum seconds that counts wait to be handed over in bulk."""
 
 _LATENCY_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -133,7 +133,7 @@ class EngineSeries:
             for name, family in metrics.histograms.items()
         }
         self.pending: Tally[tuple[str, str]] = Tally()
-        """What the counters have not got yet, by name and label."""
+        """Counts that are not handed over yet, by name and label."""
         self._counters: dict[tuple[str, str], Counter] = {
             (name, value): family.child(rank, *filter(None, (value,)))
             for name, family in metrics.counters.items()
@@ -150,7 +150,7 @@ class EngineSeries:
 
     def prompt(self, tokens: int, cached: int) -> None:
         """Count a prompt, some of whose tokens the prefix cache had."""
-        cached = min(cached, tokens)  # a counter would not take what an engine may have said
+        cached = min(cached, tokens)  # an engine may report a number that a counter would refuse
         pending = self.pending
         pending["prompt_tokens", ""] += tokens
         pending["prompt_tokens_cached", ""] += cached

@@ -30,9 +30,9 @@ class Adapters:
         self._repeat_at = float("-inf")
 
     def take(self, view: AdaptersView | None) -> list[AdapterOutcome]:
-        """Take what the coordinator says; return the outcomes of wishes, of whichever front end.
+        """Take the coordinator's view; return the outcomes of the wishes of all front ends.
 
-        One that has started again may know less than this front end, which has told it then.
+        A restarted coordinator may know less than this front end, which has told it then.
         """
         if view is None or (self.sheet is not None and view.sheet.revision < self.sheet.revision):
             return []

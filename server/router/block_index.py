@@ -1,9 +1,9 @@
 """Which engine holds which KV blocks, as one front end knows it: a state machine without I/O.
 
 Each engine is asked for what has changed since the last answer, and answers when something has. An
-answer that does not continue what is known here is not taken, and whoever is behind too far, has
-lost an answer or meets a new process gets all names instead. So the index is what the engine said,
-at some moment, or nothing.
+answer that does not continue the known state is dropped. A front end that is too far behind, has
+lost an answer or meets a new process gets all names instead. So the index of an engine is empty, or
+what the engine held at some moment.
 """
 
 from array import array

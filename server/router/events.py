@@ -86,7 +86,7 @@ Event = (
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send to an engine; if that fails `SendsFailed` has to follow."""
+    """Send to an engine; a failure must be reported with `SendsFailed`."""
 
     to: bytes
     rank: int

@@ -208,7 +208,7 @@ class Failover:
             if not probation.is_suspect(request):
                 return None
             name, deaths = request.message.request_id, len(request.suspicion.died_on)
-            what = "request %s was in flight on %d engines that died: it has to run alone"
+            what = "request %s was in flight on %d engines that died: it will run alone"
             logger.warning(what, name, deaths, extra={"request_id": name})
             actions = self._delivery.abort([request.id], request.engine)
             probation.suspects[request] = now

@@ -64,7 +64,7 @@ class ClusterLink:
         self._loop = asyncio.get_running_loop()
         self._welcomed: asyncio.Future[int] = self._loop.create_future()
         self.replaced: asyncio.Future[str] = self._loop.create_future()
-        """Done once another front end has this one's number, so that it has to end: why."""
+        """Done, with the reason, once another front end has this number: this one must end."""
 
     async def join(self) -> int:
         """Register and return this front end's number.

@@ -32,7 +32,7 @@ class EngineLost:
 
 
 class Members:
-    """The routes to all engines, and what becomes of them.
+    """The routes to all engines, and how they change.
 
     Args:
         incarnation: this front end's process.

@@ -72,7 +72,7 @@ class Router:
         self.failover = failover
         self.calls = calls
         self.index = index
-        """Which engine holds which KV blocks; None where nobody wants to know."""
+        """Which engine holds which KV blocks; None if the policy does not use it."""
 
     # -- the one way in --------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Router:
         return actions
 
     def _sends_failed(self, sends: list[Send], now: float) -> list[Action]:
-        """Engines could not be reached; what was not sent there has to go elsewhere."""
+        """Engines could not be reached; unsent requests go to other engines."""
         actions: list[Action] = []
         for send in sends:
             engine = (send.rank, send.incarnation)

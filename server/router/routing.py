@@ -156,7 +156,7 @@ class LeastLoaded:
         return Choice(tied[self._turn % len(tied)], "tie")
 
     def some(self, loads: Sequence[EngineLoad], unseen: int) -> Sequence[EngineLoad]:
-        """Return those to compare while so many other front ends choose unseen."""
+        """Return the loads to compare while this many other front ends choose unseen."""
         share = max(2, math.ceil(len(loads) / (1 + unseen)))
         return loads if share >= len(loads) else self._random.sample(loads, share)
 
@@ -269,8 +269,8 @@ class PrefixAware:
         least = min(costs.values())
         near = [load for load in loads if costs[load.rank] <= _bound(least, load.cached_tokens)]
         if unseen_front_ends:
-            most = max(load.cached_tokens for load in near)
-            holders = [load for load in near if load.cached_tokens == most]
+            max_cached = max(load.cached_tokens for load in near)
+            holders = [load for load in near if load.cached_tokens == max_cached]
             some = self._least_loaded.some
             near = [*some(near, unseen_front_ends), *some(holders, unseen_front_ends)]
         weight = CACHED_WEIGHT / PREFILL_TOKENS_PER_REQUEST
@@ -279,7 +279,7 @@ class PrefixAware:
 
 
 def _bound(least: float, cached_tokens: int) -> float:
-    """Return the highest cost at which to choose an engine that may have so many tokens cached.
+    """Return the maximum cost at which an engine with these cached tokens is chosen.
 
     A cached token saves what it would add to the cost of the queue.
 

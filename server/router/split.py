@@ -19,7 +19,7 @@ class Split:
     """Decides for one front end.
 
     Args:
-        min_tokens: a prompt goes to a prefill engine if so many of its tokens have to be computed.
+        min_tokens: minimum tokens to compute of a prompt that goes to a prefill engine.
         policy: chooses among prefill engines.
     """
 
@@ -77,7 +77,7 @@ def _are_alike(one: Route, other: Route) -> bool:
 def prefill_of(message: AddRequest) -> AddRequest:
     """Return what a prefill engine is asked: to compute a request's tokens, and offer their blocks.
 
-    It draws one token, which nobody sees: the answering engine draws it again.
+    It draws one token, which is dropped: the answering engine draws it again.
     """
     drawn = SamplingParams(
         max_tokens=len(message.output_token_ids) + 1, seed=0, temperature=0.0, ignore_eos=True

@@ -22,7 +22,7 @@ class ReaderTooSlow(Exception):
 class Unread:
     """What has arrived of a request's sequences and has not been read, and how much it is.
 
-    If it is too much while nobody waits for more, the client does not read, and the request is
+    If the limit is passed while no reader waits, the client does not read, and the request is
     aborted; while somebody does, only this process is slow.
     """
 

@@ -17,15 +17,15 @@ from server.tenant_budget import TenantBudget
 logger = logging.getLogger(__name__)
 
 SILENCE = 15.0
-"""Seconds without a beat after which an unfinished response is shown as failed."""
+"""Seconds without a heartbeat after which an unfinished response is shown as failed."""
 _MAX_WAITING = 1024
 """Calls that wait for the store's thread; more are refused."""
 _MAX_WAITING_OF_ONE = _MAX_WAITING // 2
-"""How many of them may be one tenant's."""
+"""Maximum of them for one tenant."""
 _AT_ONCE = 4
-"""Calls whose results may be in memory before their callers have taken them."""
+"""Maximum calls whose results are in memory before their callers take them."""
 _MAX_WATCHED = 4096
-"""Unfinished responses whose beats are remembered."""
+"""Maximum unfinished responses whose heartbeats are remembered."""
 _LOG_INTERVAL = 60.0
 """Seconds between log lines about a store that does not work."""
 _LOOK = 1.0

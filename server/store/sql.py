@@ -206,12 +206,12 @@ class SqlBackend:
     def _execute(self, statement: str, *values: object) -> Rows:
         return self._database.execute(statement, values)
 
-    def _parts(self, tenant: str, id_: str, first: int, most: int = MAX_KEPT_ITEMS) -> list[Part]:
+    def _parts(self, tenant: str, id_: str, first: int, limit: int = MAX_KEPT_ITEMS) -> list[Part]:
         rows = self._execute(
             "SELECT id, body, position FROM parts WHERE tenant = ? AND record = ? AND position >="
             " coalesce((SELECT max(position) FROM parts WHERE tenant = ? AND record = ?"
             " AND position BETWEEN 0 AND ?), 0) ORDER BY position LIMIT ?",
-            tenant, id_, tenant, id_, first, most,
+            tenant, id_, tenant, id_, first, limit,
         ).fetchall()  # fmt: skip
         return [Part(id=name, body=body, position=position) for name, body, position in rows]
 

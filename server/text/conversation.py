@@ -18,13 +18,13 @@ from server.text.tokenizer import ServedTokenizer
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape in JSON that may be half of a surrogate pair."""
 _INLINE_PIECES = 128
-"""Messages, parts of them, calls and documents that are rendered without another thread: templates
-work through each of them, and go over texts fast."""
+"""Maximum messages, parts, calls and documents that are rendered on the event loop: their number
+costs a template more time than their length."""
 _ONLY_ASSISTANTS = "only messages of assistants may have a refusal"
 
 
 ToolInjector = Callable[..., list[JsonObject]]
-"""Puts tools into messages, as `server.answer.injection.told` does."""
+"""Adds tools to messages, as `server.answer.injection.told` does."""
 
 
 def _pieces(message: ChatMessage) -> int:
@@ -142,7 +142,7 @@ def _check_options(
 
 
 def said_last(messages: Sequence[ChatMessage]) -> str:
-    """Return what the last message says if it is an assistant's, else ""."""
+    """Return the text of the last message if it is an assistant's, else ""."""
     last = messages[-1]
     return _content(last, f"messages[{len(messages) - 1}]") if last.role == "assistant" else ""
 

@@ -1,21 +1,21 @@
-"""Token ids of a prompt, at the price of what a model can hold, however long its text is.
+"""Token ids of a prompt, at a cost that the model's context bounds, however long the text is.
 
-Tokenizing takes some hundred bytes of memory per byte of text. Of a text that is far too long only
-the beginning is tokenized, in pieces, to know that it is; of one that is cut to its first or last
-tokens only that end.
+Tokenizing takes some hundred bytes of memory per byte of text. A text that is far too long is
+tokenized in pieces, only until that is certain; a text that is cut to its first or last tokens only
+at that end.
 """
 
 from server.text.tokenizer import ServedTokenizer
 
 _PIECE = 1 << 16
-"""Characters that are tokenized at once, whatever they are."""
+"""Characters that are tokenized at once."""
 _MORE_BY_A_CUT = 16
-"""Tokens that a text has more, at most, because it was cut."""
+"""Maximum extra tokens that a cut in a text causes."""
 _SLACK = 1024
-"""Tokens more than needed that settle a question about the tokens of a part of a text.
+"""Extra tokens with which the tokens of a part of a text decide for all of it.
 
-Where a text is cut, a token may be cut too, and tokenizers that look at words cut anew at the next
-one: the tokens of a part are those of the whole but for a few where it was cut.
+A cut in a text may cut a token, and tokenizers that split at words resume at the next word. So the
+tokens of a part differ from those of the whole text only near the cut.
 """
 
 
@@ -33,7 +33,7 @@ async def encode_prompt(
     *,
     add_special_tokens: bool,
     longest: int,
-    keep: int | None,
+    keep: int | None = None,
     keep_beginning: bool = False,
 ) -> tuple[list[int], bool]:
     """Return the token ids of a prompt, and whether they are all that it has.
@@ -42,9 +42,9 @@ async def encode_prompt(
         tokenizer: of the model.
         text: the prompt.
         add_special_tokens: whether the tokenizer adds its own.
-        longest: tokens that the model can hold; of a longer prompt an unknown number comes back.
-        keep: how many of the last tokens to return; None for all.
-        keep_beginning: return so many of the first tokens instead.
+        longest: maximum tokens of a prompt; of a longer one an unknown number is returned.
+        keep: number of last tokens to return; None for all.
+        keep_beginning: return the first `keep` tokens instead.
 
     Raises:
         TextTooLong: the text is much longer than `longest`.

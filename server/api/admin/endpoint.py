@@ -77,7 +77,7 @@ async def restart(services: ServicesDep) -> Response:
 
 @router.post("/admin/scale", responses=json_responses(ScaleStatus, *ADMIN_ERRORS))
 async def scale(body: ScaleRequest, services: ServicesDep) -> Response:
-    """Run so many engines from now on."""
+    """Run this number of engines from now on."""
     return json_response(_scale_status(await ask(services, ScaleEngines(body.data_parallel_size))))
 
 

@@ -57,7 +57,7 @@ _PAUSED, _DONE = json_responses(PauseStatus, *_ERRORS), json_responses(Done, *_E
 async def pause(
     services: ServicesDep, mode: PauseMode = "abort", clear_cache: bool = True, rank: Rank = None
 ) -> Response:
-    """Launch no further step; what becomes of requests says `mode`."""
+    """Launch no further step; `mode` says what happens to requests."""
     await _pause(services, mode, rank)
     if clear_cache and mode in ("abort", "wait"):
         await _call(services, rank, "reset_prefix_cache")
@@ -158,7 +158,7 @@ async def stop_profile(services: ServicesDep, rank: Rank = None) -> Response:
 
 @router.post("/scale_elastic_ep", responses=json_responses(Done, *ADMIN_ERRORS))
 async def scale(body: ScaleEpRequest, services: ServicesDep) -> Response:
-    """Run so many engines; answer when there are, or when `drain_timeout` is over."""
+    """Run this number of engines; answer when they run, or after `drain_timeout`."""
     size, until = body.new_data_parallel_size, time.monotonic() + body.drain_timeout
     status = await ask(services, ScaleEngines(size))
     while status.busy or status.data_parallel_size != size:

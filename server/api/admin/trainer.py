@@ -128,7 +128,7 @@ class _Transfer:
         """
         async with self._leaving_if_it_fails():
             if info.packed:
-                raise invalid("update_info: packed has to be false.", "update_info")
+                raise invalid("update_info: packed must be false.", "update_info")
             said = await self.call(
                 "update_weights",
                 {

@@ -65,7 +65,7 @@ async def answer_at_once(
 
 
 async def _send(call: Call, frames: AsyncIterator[bytes]) -> None:
-    """Send a client events until there are no more, or it hangs up."""
+    """Send a client events until there are no more, or the client disconnects."""
     with CancelOnDisconnect(call.receive):
         async for each in frames:
             await call.send_events(each, more=True)

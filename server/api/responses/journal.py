@@ -22,16 +22,16 @@ _BETWEEN_WRITES = 0.1
 _LOOK = 0.1
 """Seconds between looks at whether there are more."""
 _LAST_LOOKS = 20
-"""Looks for the last event of a response that has ended; its process may have died before it."""
+"""Times to look for the last event of an ended response; its process may have died before it."""
 
 _LARGE = 2**16
-"""Bytes of events from which they count until their client has read them."""
+"""Minimum bytes of events that count against the limit until their client has read them."""
 _COPIES = 3
-"""Times that events are in memory while they are sent: here, as a chunk, and in the transport."""
+"""Copies of events in memory while they are sent: here, as a chunk, and in the transport."""
 _UNTIL_THERE_IS_ROOM = 1.0
-"""Seconds between two looks of a client for whose events there is no room."""
+"""Seconds between tries for a client whose events find no room."""
 _MAX_FAILURES = 100
-"""Looks in a row that a store may fail."""
+"""Consecutive failures of the store that are tolerated."""
 
 _END = b"\n\n"
 _LAST_EVENTS = tuple(

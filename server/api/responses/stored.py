@@ -1,4 +1,4 @@
-"""/v1/responses/ID and /v1/conversations: what is stored, for the tenant whose it is."""
+"""/v1/responses/ID and /v1/conversations: the records that a tenant has stored."""
 
 import re
 import uuid

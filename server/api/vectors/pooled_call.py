@@ -219,9 +219,9 @@ def _pooling_model(services: Services) -> PoolingModel:
 
 
 def _length(body: PoolingFields, services: Services) -> Length:
-    most, keep = services.client.max_model_len, body.truncate_prompt_tokens
-    if keep is not None and (keep == 0 or keep > most):
+    max_len, keep = services.client.max_model_len, body.truncate_prompt_tokens
+    if keep is not None and (keep == 0 or keep > max_len):
         raise invalid(
-            f"truncate_prompt_tokens: must be -1 or from 1 to {most}", "truncate_prompt_tokens"
+            f"truncate_prompt_tokens: must be -1 or from 1 to {max_len}", "truncate_prompt_tokens"
         )
-    return Length(most, most if keep == -1 else keep, body.truncation_side != "left")
+    return Length(max_len, max_len if keep == -1 else keep, body.truncation_side != "left")

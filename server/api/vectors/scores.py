@@ -72,8 +72,8 @@ async def rerank(body: RerankRequest, call: Call, services: ServicesDep) -> Resp
     called = PooledCall(call, services, body)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     cohere = call.path.endswith(_COHERE_PATH)
-    most = body.max_tokens_per_doc or (_COHERE_TOKENS if cohere else None)
-    scores = await _scores(called, [body.query], texts, ("query", "documents"), most)
+    max_doc_tokens = body.max_tokens_per_doc or (_COHERE_TOKENS if cohere else None)
+    scores = await _scores(called, [body.query], texts, ("query", "documents"), max_doc_tokens)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     shows = not cohere if body.return_documents is None else body.return_documents
 
@@ -136,7 +136,7 @@ def _cutting(length: Length, most_of_second: int | None) -> Length:
     """Return the length for documents that are to be cut, whatever else the request says."""
     if most_of_second is None or length.keep is not None:
         return length
-    return msgspec.structs.replace(length, keep=length.most)
+    return msgspec.structs.replace(length, keep=length.max_tokens)
 
 
 Compare = Callable[[Sequence[float], Sequence[float]], float]

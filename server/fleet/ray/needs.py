@@ -54,7 +54,7 @@ def _own_resources(text: str) -> dict[str, float]:
         found = msgspec.json.decode(text, type=dict[str, float])
     except msgspec.DecodeError as error:
         raise CannotServe(
-            f'--ray-engine-resources has to be a JSON object of numbers, as {{"slot": 1}}: {error}'
+            f'--ray-engine-resources must be a JSON object of numbers, like {{"slot": 1}}: {error}'
         ) from error
     wrong = [name for name, amount in found.items() if not 0 < amount < float("inf")]
     if wrong:

@@ -19,7 +19,7 @@ from server.fleet.ray.messages import ActorLaunch
 from server.fleet.ray.packing import Packing
 
 PLACE_WITHIN = 3.0
-"""Seconds that a node with room has to take a rank, before free resources are looked at again."""
+"""Seconds within which a node with room must take a rank; then free resources are read again."""
 
 AVOID_SECONDS = 30.0
 """How long a node that lost a rank is the last choice: Ray notices a lost node only later."""

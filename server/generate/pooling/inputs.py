@@ -28,7 +28,7 @@ class PoolingInput(msgspec.Struct, frozen=True):
 class Length(msgspec.Struct, frozen=True):
     """How long sequences may be, and what becomes of longer ones."""
 
-    most: int
+    max_tokens: int
     """Tokens that the model takes."""
     keep: int | None = None
     """Tokens that longer ones are cut to; None: they are refused."""
@@ -58,7 +58,7 @@ class InputMaker:
             ApiError: a text is too long, or has no tokens; `field` is what it is called.
         """
         frame = self._frames.single if add_special_tokens else Frame()
-        room = length.most if length.keep is None else length.keep
+        room = length.max_tokens if length.keep is None else length.keep
         if room <= frame.size:
             raise invalid(
                 f"truncate_prompt_tokens: must be more than the {frame.size} tokens that the model "
@@ -102,7 +102,7 @@ class InputMaker:
             ApiError: a pair is too long; `fields` is what the texts are called.
         """
         frame = self._frames.pair
-        room = (length.most if length.keep is None else length.keep) - frame.size
+        room = (length.max_tokens if length.keep is None else length.keep) - frame.size
         if room < 2:
             raise invalid(
                 f"truncate_prompt_tokens: the {frame.size} tokens the model adds leave no room",
@@ -151,12 +151,12 @@ class InputMaker:
                 self._tokenizer,
                 text,
                 add_special_tokens=False,
-                longest=length.most,
+                longest=length.max_tokens,
                 keep=None if length.keep is None else room,
                 keep_beginning=length.keep_beginning,
             )
         except TextTooLong as error:
-            raise too_long(name, str(error), length.most) from error
+            raise too_long(name, str(error), length.max_tokens) from error
         return token_ids
 
 
@@ -186,10 +186,10 @@ class PoolingModel(msgspec.Struct, frozen=True):
         return spec.prompts.get(found, "") if found is not None else ""
 
 
-def too_long(name: str, what: str, most: int) -> ApiError:
+def too_long(name: str, what: str, max_tokens: int) -> ApiError:
     """An input is longer than the model takes (400)."""
     return invalid(
-        f"{name}: this model takes at most {most} tokens, but {what}; shorten it or set "
+        f"{name}: this model takes at most {max_tokens} tokens, but {what}; shorten it or set "
         "truncate_prompt_tokens",
         name.partition("[")[0],
         "context_length_exceeded",
@@ -205,8 +205,8 @@ def _longest_first(
         return first, second
     short = min(len(first), len(second))
     if room - short >= short:  # the longer one alone
-        most = room - short
-        return length.cut(first, most), length.cut(second, most)
+        longest = room - short
+        return length.cut(first, longest), length.cut(second, longest)
     half = room // 2
     return length.cut(first, room - half), length.cut(second, half)
 
@@ -218,8 +218,8 @@ def _checked(inputs: list[PoolingInput], length: Length, field: str) -> list[Poo
         name = _name(field, index, inputs)
         if not count:
             raise invalid(f"{name}: must not be empty", field)
-        if count > length.most:
-            raise too_long(name, f"it has {count}", length.most)
+        if count > length.max_tokens:
+            raise too_long(name, f"it has {count}", length.max_tokens)
         total += count
     if total > MAX_INPUT_TOKENS:
         raise _too_many(field, total)

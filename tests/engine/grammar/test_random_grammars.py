@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.grammar.masks import GrammarTable
@@ -74,12 +74,7 @@ def _as_gbnf(form: Form) -> GrammarSpec:
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize("written_as", [_as_regex, _as_gbnf])
 def test_random_outputs_fit_random_forms(table: GrammarTable, written_as: Any) -> None:
-    @settings(
-        max_examples=60,
-        derandomize=True,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    @settings(max_examples=60)
     @given(_FORMS, st.integers(0, 999))
     def check(form: Form, seed: int) -> None:
         spec = written_as(form)

@@ -93,7 +93,7 @@ def test_a_slot_that_is_filled_twice_in_a_plan_is_filled_once() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.data())
 def test_slots_stay_consistent_and_every_waiting_adapter_gets_one(data: st.DataObject) -> None:
     slots = AdapterSlots(data.draw(st.integers(1, 3)))

@@ -59,7 +59,7 @@ def test_large_tenants_together_add_the_root_of_their_number_times_what_one_may(
     assert max(rows) - streams <= together + tenants  # each may have saved up a part of a row
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sequences=st.lists(st.integers(1, 40), min_size=2, max_size=12))
 def test_no_tenant_gets_fewer_rows_than_the_smallest_one(sequences: list[int]) -> None:
     engine = Decodes(sequences)

@@ -2,7 +2,7 @@
 
 from unittest.mock import patch
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scheduler import kv_cache
@@ -56,7 +56,6 @@ def test_what_begins_alike_below_another_root_is_not_known() -> None:
     assert hashed_for(kv, LONG, b"salt" * 4) == 50
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

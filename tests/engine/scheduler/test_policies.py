@@ -223,7 +223,7 @@ tables = st.integers(1, 6).flatmap(
 
 @pytest.mark.slow
 @given(tables)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_level_is_bounded_and_the_same_everywhere(sequence: list[list[RankState]]) -> None:
     ranks = [level(hold_per_rank=4) for _ in sequence[0]]
     in_a_row = 0
@@ -244,7 +244,7 @@ def test_level_is_bounded_and_the_same_everywhere(sequence: list[list[RankState]
 
 
 @given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, STEP_BUDGET)), max_size=80))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_lone_rank_is_never_held(traffic: list[tuple[int, int]]) -> None:
     policy = level()
     for step, (decodes, ready) in enumerate(traffic):

@@ -75,7 +75,7 @@ class Engines:
         return (self.costs.base + len(self.streams)) / self.costs.prefill
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     tenants=st.integers(1, 20),
     streams=st.integers(1, 16),
@@ -114,7 +114,7 @@ def test_in_the_long_run_prompts_add_what_one_tenant_may_times_the_root_of_their
     assert max(engine.computed) <= 1.5 * min(engine.computed), "nobody gets much more"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(200, 1000), min_size=2, max_size=12), st.integers(1, 16))
 def test_tenants_get_the_same_however_long_their_prompts_are(
     lengths: list[int], streams: int
@@ -142,7 +142,7 @@ def test_an_occasional_short_prompt_is_not_cut_and_does_not_wait_for_whoever_had
     assert max(waits[1:]) == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 1 << 30))
 def test_a_tenant_alone_is_planned_as_if_nothing_were_limited(seed: int) -> None:
     generator = random.Random(seed)

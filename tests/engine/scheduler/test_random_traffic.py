@@ -228,7 +228,7 @@ def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig
         def __init__(self) -> None:
             super().__init__(make_rig)
 
-    limits = settings(max_examples=150, stateful_step_count=50, deadline=None, database=None)
+    limits = settings(max_examples=150, stateful_step_count=50, database=None)
     run_state_machine_as_test(TrafficInThisRig, settings=limits)
 
 

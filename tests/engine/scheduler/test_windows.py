@@ -52,7 +52,7 @@ def test_a_window_of_many_layers_at_8192_tokens_takes_what_the_formula_says() ->
     ) == (0, 7 * 512)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     windows=WINDOWS,
     size=st.integers(1, 5),
@@ -85,7 +85,7 @@ def test_only_blocks_behind_the_window_are_freed(
     kv.check_integrity([])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     windows=WINDOWS,
     size=st.integers(1, 4),

@@ -62,7 +62,7 @@ def test_an_engine_that_lost_a_message_says_so() -> None:
         engine.with_held(front_end.without_held(request(image(1, 40))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.one_of(

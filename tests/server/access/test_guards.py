@@ -288,8 +288,11 @@ class TestSizesAndTimes:
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "body_too_large"
 
-    def test_a_request_that_takes_too_long_is_ended(self, http: Any, engines: Any) -> None:
+    def test_a_request_that_takes_too_long_is_ended(
+        self, http_of: Any, config: FrontEndConfig, engines: Any
+    ) -> None:
         engines.script = lambda stream: []
+        http = http_of(msgspec.structs.replace(config, guards=GuardConfig(request_timeout=0.05)))
         answer = http.post("/v1/completions", {"prompt": "x"})
         assert answer.status_code == 408
         assert answer.json()["error"]["code"] == "request_timeout"

@@ -23,10 +23,9 @@ FUNCTIONS = [
         strict=None,
     ),
 ]
-CODER, MISTRAL = CALL_FORMATS["qwen3_coder"], CALL_FORMATS["mistral"]
-HERMES, LLAMA = CALL_FORMATS["hermes"], CALL_FORMATS["llama3_json"]
-GLM, GRANITE, INTERNLM = (CALL_FORMATS[name] for name in ("glm45", "granite", "internlm"))
-DEEPSEEK, PYTHONIC = CALL_FORMATS["deepseek_v3"], CALL_FORMATS["pythonic"]
+CODER, GLM, HERMES, MISTRAL, PYTHONIC = (
+    CALL_FORMATS[name] for name in ("qwen3_coder", "glm45", "hermes", "mistral", "pythonic")
+)
 HARMONY = CALL_FORMATS["openai"]
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}\\"]"}]}}'
@@ -44,10 +43,38 @@ def all_parts(reader: AnswerReader, pieces: Sequence[str]) -> list[Part]:
     return [part for piece in pieces for part in reader.push(piece)] + reader.finish()
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("just text", "just text", []),
+PLAIN = '{"name": "add", "parameters": {"a": 1}}'
+
+
+NAMED = '[TOOL_CALLS]add[ARGS]{"a": "]}"}'
+
+
+def coder(*parameters: str, name: str = "get_weather") -> str:
+    inside = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n"
+        for key, value in (each.split("=", 1) for each in parameters)
+    )
+    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
+
+
+def glm(*arguments: str, name: str = "get_weather") -> str:
+    inside = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        for key, value in (each.split("=", 1) for each in arguments)
+    )
+    return f"<tool_call>{name}\n{inside}</tool_call>"
+
+
+def in_block(name: str, arguments: str) -> str:
+    block = f"function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+    return f"<｜tool▁call▁begin｜>{block}<｜tool▁call▁end｜>"
+
+
+BARE = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>" + ARGUMENTS + "<｜tool▁call▁end｜>"
+
+
+ANSWERS: dict[str, list[tuple[str, str | None, list[Call]]]] = {
+    "hermes": [
         (" text \n", " text \n", []),
         (f"<tool_call>\n{ADD}\n</tool_call>", None, CALLS[:1]),
         (
@@ -78,19 +105,7 @@ def all_parts(reader: AnswerReader, pieces: Sequence[str]) -> list[Part]:
         ("a <tool_ca", "a <tool_ca", []),
         ("if a <b and b<tool", "if a <b and b<tool", []),
     ],
-)
-def test_calls_between_tags(text: str, content: str | None, calls: list[Call]) -> None:
-    assert read(HERMES, [text]) == Message(None, content, calls)
-    assert read(HERMES, list(text)) == Message(None, content, calls)
-
-
-PLAIN = '{"name": "add", "parameters": {"a": 1}}'
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("just text", "just text", []),
+    "llama3_json": [
         (PLAIN, None, [Call("add", '{"a": 1}')]),
         (f"<|python_tag|>{PLAIN}", None, [Call("add", '{"a": 1}')]),
         (f" {PLAIN}; {PLAIN}", None, [Call("add", '{"a": 1}')] * 2),
@@ -104,19 +119,7 @@ PLAIN = '{"name": "add", "parameters": {"a": 1}}'
         ('{"name": "ad', '{"name": "ad', []),
         ("  ", "  ", []),
     ],
-)
-def test_bare_calls(text: str, content: str | None, calls: list[Call]) -> None:
-    assert read(LLAMA, [text]) == Message(None, content, calls)
-    assert read(LLAMA, list(text)) == Message(None, content, calls)
-
-
-NAMED = '[TOOL_CALLS]add[ARGS]{"a": "]}"}'
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("just text", "just text", []),
+    "mistral": [
         (f"[TOOL_CALLS] [{ADD}, {WEATHER}]", None, CALLS),
         (f"Well. [TOOL_CALLS][{ADD}]", "Well.", CALLS[:1]),
         (NAMED, None, [Call("add", '{"a": "]}"}')]),
@@ -127,24 +130,7 @@ NAMED = '[TOOL_CALLS]add[ARGS]{"a": "]}"}'
         ("[TOOL_CALLS]add[AR", None, []),
         ("[TOOL_", "[TOOL_", []),
     ],
-)
-def test_calls_behind_a_marker(text: str, content: str | None, calls: list[Call]) -> None:
-    assert read(MISTRAL, [text]) == Message(None, content, calls)
-    assert read(MISTRAL, list(text)) == Message(None, content, calls)
-
-
-def coder(*parameters: str, name: str = "get_weather") -> str:
-    inside = "".join(
-        f"<parameter={key}>\n{value}\n</parameter>\n"
-        for key, value in (each.split("=", 1) for each in parameters)
-    )
-    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("just text", "just text", []),
+    "qwen3_coder": [
         (coder("city=Oslo"), None, [Call("get_weather", '{"city": "Oslo"}')]),
         (
             "Well.\n" + coder("city=5", "zip=null", "days=3", 'more=[1, "<"]', "rest=NaN"),
@@ -168,24 +154,7 @@ def coder(*parameters: str, name: str = "get_weather") -> str:
         ("<tool_call><function=ad", None, []),
         ("<tool_call><function=>x", "<tool_call><function=>x", []),
     ],
-)  # fmt: skip
-def test_parameters_between_tags(text: str, content: str | None, calls: list[Call]) -> None:
-    assert read(CODER, [text]) == Message(None, content, calls)
-    assert read(CODER, list(text)) == Message(None, content, calls)
-
-
-def glm(*arguments: str, name: str = "get_weather") -> str:
-    inside = "".join(
-        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
-        for key, value in (each.split("=", 1) for each in arguments)
-    )
-    return f"<tool_call>{name}\n{inside}</tool_call>"
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("just text", "just text", []),
+    "glm45": [
         (glm("city=Oslo"), None, [Call("get_weather", '{"city": "Oslo"}')]),
         (
             "Well.\n" + glm("city=5", "zip=null", "days=3", 'more=[1, "<"]') + glm(name="add"),
@@ -204,46 +173,14 @@ def glm(*arguments: str, name: str = "get_weather") -> str:
         ("<tool_call>ad", None, []),
         ("<tool_call>add<arg", None, []),
     ],
-)  # fmt: skip
-def test_keys_and_values_between_tags(text: str, content: str | None, calls: list[Call]) -> None:
-    assert read(GLM, [text]) == Message(None, content, calls)
-    assert read(GLM, list(text)) == Message(None, content, calls)
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("just text", "just text", []),
+    "granite": [
         (f"<|tool_call|>[{ADD}, {WEATHER}]", None, CALLS),
         (f"Well.\n<tool_call> [{ADD}]", "Well.", CALLS[:1]),
         ("<|tool_call|>", None, []),
         ("<|tool_", "<|tool_", []),
         ("a < b", "a < b", []),
     ],
-)
-def test_a_list_behind_a_marker(text: str, content: str | None, calls: list[Call]) -> None:
-    assert read(GRANITE, [text]) == Message(None, content, calls)
-    assert read(GRANITE, list(text)) == Message(None, content, calls)
-
-
-def test_a_plugin_is_called_between_its_tokens() -> None:
-    text = f"Well.<|action_start|><|plugin|>\n{ADD}<|action_end|>"
-    assert read(INTERNLM, [text]) == Message(None, "Well.", CALLS[:1])
-    assert read(INTERNLM, list(text)) == Message(None, "Well.", CALLS[:1])
-
-
-def in_block(name: str, arguments: str) -> str:
-    block = f"function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
-    return f"<｜tool▁call▁begin｜>{block}<｜tool▁call▁end｜>"
-
-
-BARE = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>" + ARGUMENTS + "<｜tool▁call▁end｜>"
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("just text", "just text", []),
+    "deepseek_v3": [
         (
             "Well.\n<｜tool▁calls▁begin｜>" + in_block("add", ARGUMENTS) + "\n"
             + in_block("get_weather", CALLS[1].arguments) + "<｜tool▁calls▁end｜>",
@@ -260,18 +197,7 @@ BARE = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>" + ARGUMENTS + "<｜too
         ("<｜tool▁call▁begin｜>add<｜tool", None, []),
         ("<｜tool▁ca", "<｜tool▁ca", []),
     ],
-)  # fmt: skip
-def test_calls_between_tokens_of_their_own(
-    text: str, content: str | None, calls: list[Call]
-) -> None:
-    assert read(DEEPSEEK, [text]) == Message(None, content, calls)
-    assert read(DEEPSEEK, list(text)) == Message(None, content, calls)
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("just text", "just text", []),
+    "pythonic": [
         (
             "[add(a=1, b=[2, {'c': '}\\\\\"]'}]), get_weather(city='São Paulo')]",
             None,
@@ -292,10 +218,28 @@ def test_calls_between_tokens_of_their_own(
         ("[add(a=1), add(a=", None, [Call("add", '{"a": 1}')]),
         ("[", "[", []),
     ],
-)  # fmt: skip
-def test_calls_in_python(text: str, content: str | None, calls: list[Call]) -> None:
-    assert read(PYTHONIC, [text]) == Message(None, content, calls)
-    assert read(PYTHONIC, list(text)) == Message(None, content, calls)
+    "internlm": [
+        (f"Well.<|action_start|><|plugin|>\n{ADD}<|action_end|>", "Well.", CALLS[:1]),
+    ],
+}  # fmt: skip
+"""Answers by format, with the content and the calls that they consist of."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [(name, *answer) for name, answers in ANSWERS.items() for answer in answers],
+)
+def test_an_answer_is_read_in_one_piece_and_in_characters(
+    name: str, text: str, content: str | None, calls: list[Call]
+) -> None:
+    for pieces in ([text], list(text)):
+        assert read(CALL_FORMATS[name], pieces) == Message(None, content, calls)
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_text_without_a_call_is_content(name: str) -> None:
+    for pieces in (["just text"], list("just text")):
+        assert read(CALL_FORMATS[name], pieces) == Message(None, "just text", [])
 
 
 @pytest.mark.parametrize("depth", [50, 5_000])

@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.grammar.masks import GrammarTable
@@ -84,12 +84,7 @@ def forced(functions: list[FunctionDefinition], format: CallFormat) -> GrammarSp
 def test_random_calls_fit_random_schemas(table: GrammarTable, name: str) -> None:
     format = ENFORCED[name]
 
-    @settings(
-        max_examples=15,
-        derandomize=True,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    @settings(max_examples=15)
     @given(_PARAMETERS, st.integers(0, 99))
     def check(parameters: dict[str, Any], seed: int) -> None:
         functions = [FunctionDefinition(name="f", parameters=parameters, strict=True)]

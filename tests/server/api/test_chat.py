@@ -114,46 +114,6 @@ def test_plain_text_without_tools_may_be_asked_for(http: Any) -> None:
     http.chat(response_format={"type": "text"}, tools=None, tool_choice="none")
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": [{"role": 7, "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages[0].content[0].text",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
-            "messages[0].content[0]",
-        ),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"functions": []}, "functions"),
-        ({"function_call": "auto"}, "function_call"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 6}, "top_logprobs"),
-        ({"logprobs": 3}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_completion_tokens": 10_000}, "max_completion_tokens"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    ],
-)
-def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -> None:
-    body = {"messages": [{"role": "user", "content": "hello"}], **fields}
-    response = http.post("/v1/chat/completions", body)
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == param
-    assert error["type"] == "invalid_request_error"
-
-
 def test_refusals_of_earlier_turns_are_what_the_assistant_said(http: Any, engines: Any) -> None:
     question = {"role": "user", "content": "why?"}
     expected = None
@@ -172,22 +132,6 @@ def test_refusals_of_earlier_turns_are_what_the_assistant_said(http: Any, engine
     response = http.post("/v1/responses", {"input": [question, item, question]})
     assert response.status_code == 200, response.text
     assert engines.streams[-1].prompt_token_ids == expected
-
-
-def test_only_assistants_refuse(http: Any) -> None:
-    part = {"type": "refusal", "refusal": "no"}
-    for path, body, param in (
-        ("chat/completions", {"messages": [{"role": "user", "content": [part]}]},
-            "messages[0].content[0]"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "x", "refusal": "no"}]},
-            "messages[0].refusal"),
-        ("chat/completions", {"messages": [{"role": "assistant", "content": [
-            {"type": "refusal", "text": "no"}]}]}, "messages[0].content[0].refusal"),
-        ("responses", {"input": [{"role": "user", "content": [part]}]}, "input[0].content[0]"),
-    ):  # fmt: skip
-        response = http.post(f"/v1/{path}", body)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == param
 
 
 def test_a_function_role_is_a_tool(http: Any, engines: Any) -> None:

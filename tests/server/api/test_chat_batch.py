@@ -43,24 +43,6 @@ def test_all_conversations_are_held_to_a_form(http: Any, engines: Any) -> None:
     assert None not in grammars
 
 
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        ([], "messages"),
-        ([[]], "messages[0]"),
-        ([said("one")], "messages[0]"),
-        ([[said("one")], [{"role": "user"}]], "messages[1][0].content"),
-        ([[said("one")], [said("word " * 2000)]], "messages"),
-        ([[said("x")]] * 5000, "messages"),
-    ],
-    ids=range(6),
-)
-def test_the_conversation_that_is_wrong_is_named(http: Any, messages: Any, param: str) -> None:
-    answer = http.post(PATH, {"messages": messages})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
-
-
 @pytest.mark.parametrize("field", ["documents", "chat_template_kwargs"])
 def test_what_all_conversations_share_is_not_rendered_any_number_of_times(
     http: Any, field: str

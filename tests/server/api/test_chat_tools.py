@@ -345,19 +345,6 @@ def test_a_call_that_is_thought_about_is_a_thought(http: Any, engines: Any) -> N
     assert message["reasoning_content"] == f"I could write {CALL}."
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_schema_that_cannot_be_enforced_is_named(http: Any, strict: bool) -> None:
-    bad = {"name": "f", "parameters": {"properties": {"a": {"type": "strin"}}}, "strict": strict}
-    body = {
-        "messages": [USER],
-        "tools": [NOW, {"type": "function", "function": bad}],
-        "tool_choice": "auto" if strict else "required",
-    }
-    response = http.post("/v1/chat/completions", body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "tools[1].function.parameters"
-
-
 def test_without_tools_nothing_is_a_call(http: Any, engines: Any) -> None:
     engines.script = engines.answer("<tool_call>x")
     for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
@@ -485,42 +472,6 @@ def test_settings_that_contradict_each_other_are_refused(
         build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-            "tools[0].function.name",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]},
-            "tools[0].function.parameters",
-        ),
-        ({"tools": [NOW, NOW]}, "tools[1].function.name"),
-        ({"tools": [NOW], "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        (
-            {
-                "tools": [NOW],
-                "tool_choice": {"type": "function", "function": {"name": "other"}},
-            },
-            "tool_choice",
-        ),
-        ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice.function"),
-        (
-            {"messages": [USER, {"role": "assistant", "function_call": {"name": "x"}}]},
-            "messages[1].function_call",
-        ),
-    ],
-)
-def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -> None:
-    response = http.post("/v1/chat/completions", {"messages": [USER], **fields})
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
-
-
 def test_half_a_surrogate_pair_in_arguments_of_earlier_calls_is_replaced(
     http: Any, engines: Any
 ) -> None:
@@ -532,16 +483,6 @@ def test_half_a_surrogate_pair_in_arguments_of_earlier_calls_is_replaced(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}, turn]}
     )
     assert answer.status_code == 200, answer.text
-
-
-@pytest.mark.parametrize("deep", ["[" * 100_000, '{"a":' + "[" * 100_000])
-def test_arguments_of_earlier_calls_that_are_nested_deeply_are_named(http: Any, deep: str) -> None:
-    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": deep}}
-    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
-    response = http.post("/v1/chat/completions", {"messages": messages})
-    assert response.status_code == 400, response.text
-    field = "messages[1].tool_calls[0].function.arguments"
-    assert response.json()["error"]["param"] == field
 
 
 def test_a_model_that_writes_a_deeply_nested_name_calls_nothing(http: Any, engines: Any) -> None:

@@ -308,25 +308,6 @@ def test_the_best_beams_are_answered_best_first(http: Any, engines: Any) -> None
     assert all(stream.closed.is_set() for stream in engines.streams)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"temperature": 0.5}, "temperature"),
-        ({"stop": "x"}, "stop"),
-        ({"stream": True}, "stream"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"n": 33}, "n"),
-        ({"length_penalty": 11}, "length_penalty"),
-        ({"early_stopping": "soon"}, "early_stopping"),
-    ],
-)
-def test_searches_do_not_look_at_everything(http: Any, fields: Any, param: str) -> None:
-    body = {"model": "tiny", "prompt": "hello", "use_beam_search": True, **fields}
-    answer = http.post("/v1/completions", body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-
-
 def test_a_search_that_an_engine_fails_is_an_error(http: Any, engines: Any) -> None:
     engines.script = lambda stream: [NoEngineAvailable("gone")]
     answer = http.post(

@@ -292,7 +292,7 @@ def test_no_body_makes_the_server_fail(
     )
     rights = OPERATIONS[path].rights if path in OPERATIONS else (ADAPTERS[path],)
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, suppress_health_check=list(HealthCheck))
     @given(
         kind=st.sampled_from(list(KINDS) if path in POOLING else ["generates"]),
         right=st.sampled_from(rights),

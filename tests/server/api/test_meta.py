@@ -56,20 +56,6 @@ def test_conversations_are_tokenized(http: Any) -> None:
     assert text["prompt"] == "hello"
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/tokenize", {}),
-        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
-        ("/detokenize", {}),
-        ("/detokenize", {"tokens": [10**30]}),
-        ("/detokenize", {"tokens": "x"}),
-    ],
-)
-def test_wrong_tokenizer_requests_are_refused(http: Any, path: str, body: Any) -> None:
-    assert http.post(path, body).status_code == 400
-
-
 def test_the_document_is_made_in_a_thread_when_it_is_first_read(app: FastAPI) -> None:
     assert app.openapi_schema is None
     made_in = []

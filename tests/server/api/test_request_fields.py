@@ -75,26 +75,6 @@ def test_scores_are_of_the_tokens_that_are_named(http: Any) -> None:
         assert list(shown) == [token, *[f"token_id:{i}" for i in named]]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
-        ({"logprob_token_ids": [1, 1], "logprobs": True}, "logprob_token_ids"),
-        ({"logprob_token_ids": [999], "logprobs": True}, "logprob_token_ids"),
-        ({"logprob_token_ids": [-1], "logprobs": True}, "logprob_token_ids[0]"),
-        ({"logprob_token_ids": list(range(2000)), "logprobs": True}, "logprob_token_ids"),
-        (
-            {"logprob_token_ids": list(range(330)), "logprobs": True, "n": 8, "max_tokens": 500},
-            "logprob_token_ids",
-        ),
-    ],
-    ids=range(6),
-)
-def test_wrong_or_too_many_named_tokens_are_refused(http: Any, fields: Any, param: str) -> None:
-    answer = http.post("/v1/chat/completions", {"messages": [USER], **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
 @pytest.mark.parametrize("source", ["text", "ids"])
 def test_a_prompt_is_cut_at_the_side_that_is_named(
     http: Any, engines: Any, tokenizer: Any, source: str
@@ -188,23 +168,6 @@ FORCED = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
-        ({"verbosity": "enormous"}, "verbosity"),
-        (
-            {"tools": [TOOL], "tool_choice": FORCED, "structured_outputs": {"regex": "a"}},
-            "structured_outputs",
-        ),
-    ],
-)
-def test_what_the_reference_refuses_is_refused(http: Any, fields: Any, param: str) -> None:
-    answer = http.post("/v1/chat/completions", {"messages": [USER], **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-@pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": [USER], "verbosity": "low"}),
@@ -221,26 +184,6 @@ def test_a_chat_template_is_told_how_wordy_answers_shall_be(
     assert tokenizer.decode(stream.prompt_token_ids, skip_special_tokens=False) == "low"
     wrong = http.post("/v1/responses", {"input": "hello", "text": {"verbosity": "enormous"}})
     assert wrong.json()["error"]["param"] == "text.verbosity"
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tools": None, "tool_choice": "none"},
-        {"reasoning_effort": "max"},
-        {"stop": list("abcd")},
-    ],
-)
-def test_what_the_reference_takes_is_taken(http: Any, fields: Any) -> None:
-    assert http.post("/v1/chat/completions", {"messages": [USER], **fields}).status_code == 200
-
-
-def test_responses_take_no_tools_as_the_reference_does(http: Any) -> None:
-    body: dict[str, Any] = {"input": "hello", "tools": [], "tool_choice": "auto"}
-    assert http.post("/v1/responses", body).status_code == 200
-    body = {"input": "hello", "reasoning": {"effort": "enormous"}}
-    answer = http.post("/v1/responses", body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning.effort")
 
 
 @pytest.mark.parametrize("field", ["both", "reasoning", "reasoning_content"])

@@ -257,65 +257,6 @@ def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> Non
     assert "broken" not in events[-1]["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": 5}, "input"),
-        ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0]"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0].image_url",
-        ),
-        ({"input": "word " * 600}, "input"),
-        ({"store": True}, "store"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"truncation": "left"}, "truncation"),
-        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
-        (
-            {"tools": [{**SHELL, "format": {"type": "text", "x": 1}}], "tool_choice": 1},
-            "tool_choice",
-        ),
-        ({"tools": [{**SHELL, "format": {"type": "grammar"}}]}, "tools[0].format"),
-        ({"tools": [{**SHELL, "format": {**LARK, "definition": "start: <x>"}}]}, "tools[0].format"),
-        ({"tools": [{**SHELL, "format": {**LARK, "definition": "start: b"}}]}, "tools[0].format"),
-        ({"tools": [{**SHELL, "format": {**DIGITS, "definition": "("}}]}, "tools[0].format"),
-        ({"tools": [{**SHELL, "format": {"type": "json"}}]}, "tools[0].format.type"),
-        ({"include": ["everything"]}, "include[0]"),
-        ({"temperature": 3}, "temperature"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 10_000}, "max_output_tokens"),
-        ({"top_logprobs": 6}, "top_logprobs"),
-        ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [NOW, SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice"),
-        (
-            {
-                "tools": [
-                    SEARCH,
-                    {"type": "namespace", "name": "n", "tools": [{"type": "function"}]},
-                ]
-            },
-            "tools[1].tools[0].name",
-        ),
-        ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tools": [NOW, {"type": "function", "name": "a b"}]}, "tools[1].name"),
-        ({"tools": [NOW, NOW]}, "tools[1].name"),
-        ({"tools": [NOW], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-    ],
-)
-def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -> None:
-    response = http.post("/v1/responses", {"model": "tiny", "input": "hello", **fields})
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == param
-    assert "messages" not in error["message"]
-
-
 def test_a_custom_tool_gets_a_text(http: Any, engines: Any) -> None:
     call = {"name": "shell", "arguments": {"input": 'echo "hi"'}}
     engines.script = engines.answer(f"<tool_call>{json.dumps(call)}</tool_call>")

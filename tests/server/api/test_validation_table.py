@@ -23,6 +23,9 @@ F = {"type": "function", "function": {"name": "f", "parameters": {"type": "objec
 R = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 M = {"name": "f", "input_schema": {"type": "object"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+UNKNOWN_TYPE = {"properties": {"a": {"type": "strin"}}}
+REFUSAL = {"type": "refusal", "refusal": "no"}
+SEARCH = {"type": "web_search"}
 
 ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": "hello"}),
@@ -242,7 +245,6 @@ COMBINATIONS: list[Combination] = [
     ("chat", {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "x"}}, None),
     ("batch", {"messages": [[USER], [USER]], "tools": [F]}, "tools"),
     ("batch", {"messages": [[USER], [USER]], "use_beam_search": True}, "use_beam_search"),
-    ("batch", {"messages": [[USER], [{"role": "user"}]]}, "messages"),
     ("responses", {"tools": [R], "tool_choice": "required"}, None),
     ("responses", {"tools": [R], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
     ("responses", {"max_output_tokens": 511}, "max_output_tokens"),
@@ -253,6 +255,90 @@ COMBINATIONS: list[Combination] = [
     ("messages", {"tools": [M], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     ("messages", {"max_tokens": 511}, "This model's maximum context length"),
     ("tokenize", {"messages": [USER]}, "prompt"),
+    ("completions", {"use_beam_search": True, "temperature": 0.5}, "temperature"),
+    ("completions", {"use_beam_search": True, "stop": "x"}, "stop"),
+    ("completions", {"use_beam_search": True,
+        "response_format": {"type": "json_object"}}, "response_format"),
+    ("completions", {"use_beam_search": True, "n": 33}, "n"),
+    ("completions", {"use_beam_search": True, "length_penalty": 11}, "length_penalty"),
+    ("completions", {"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
+    *(("chat", {"messages": [USER, said]}, f"messages[1]{field}") for said, field in (
+        ({"role": 7, "content": "x"}, ".role"),
+        ({"content": "x"}, ".role"),
+        ({"role": "user"}, ".content"),
+        ({"role": "user", "content": 5}, ".content"),
+        ({"role": "user", "content": [{"type": "text"}]}, ".content[0].text"),
+        ({"role": "user", "content": [{"type": "image_url", "text": ""}]}, ".content[0]"),
+        ({"role": "user", "content": [REFUSAL]}, ".content[0]"),
+        ({"role": "user", "content": "x", "refusal": "no"}, ".refusal"),
+        ({"role": "assistant", "content": [{"type": "refusal", "text": "no"}]},
+            ".content[0].refusal"),
+        ({"role": "assistant", "function_call": {"name": "x"}}, ".function_call"),
+        *(({"role": "assistant", "tool_calls": [
+            {"id": "x", "type": "function", "function": {"name": "f", "arguments": deep}}]},
+            ".tool_calls[0].function.arguments") for deep in ("[" * 10**5, '{"a":' + "[" * 10**5)),
+    )),
+    ("chat", {"functions": []}, "functions"),
+    ("chat", {"function_call": "auto"}, "function_call"),
+    ("chat", {"response_format": {"type": "xml"}}, "response_format.type"),
+    ("chat", {"tools": None, "tool_choice": "none"}, None),
+    ("chat", {"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ("chat", {"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ("chat", {"tools": [{"type": "function"}]}, "tools[0].function"),
+    ("chat", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    *(("chat", {"tools": [F, {"type": "function", "function": function}], "tool_choice": choice},
+        f"tools[1].function.{field}") for function, choice, field in (
+            ({}, "auto", "name"),
+            ({"name": "a b"}, "auto", "name"),
+            ({"name": "f"}, "auto", "name"),
+            ({"name": "a", "parameters": 5}, "auto", "parameters"),
+            ({"name": "a", "parameters": UNKNOWN_TYPE, "strict": True}, "auto", "parameters"),
+            ({"name": "a", "parameters": UNKNOWN_TYPE}, "required", "parameters"),
+        )),
+    *(("chat", {"logprobs": True, "logprob_token_ids": ids, **more}, name) for ids, more, name in (
+        ([1], {"logprobs": False}, "logprob_token_ids"),
+        ([1, 1], {}, "logprob_token_ids"),
+        ([999], {}, "logprob_token_ids"),
+        ([-1], {}, "logprob_token_ids[0]"),
+        ([*range(2000)], {}, "logprob_token_ids"),
+        ([*range(330)], {"n": 8, "max_tokens": 500}, "logprob_token_ids"),
+    )),
+    ("batch", {"messages": [[]]}, "messages[0]"),
+    ("batch", {"messages": [USER]}, "messages[0]"),
+    ("batch", {"messages": [[USER], [{"role": "user"}]]}, "messages[1][0].content"),
+    ("batch", {"messages": [[USER], [{**USER, "content": "word " * 2000}]]}, "messages"),
+    ("batch", {"messages": [[USER]] * 5000}, "messages"),
+    ("responses", {"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
+    ("responses", {"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0]"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input[0].content[0].image_url"),
+    ("responses", {"input": [{"role": "user", "content": [REFUSAL]}]}, "input[0].content[0]"),
+    ("responses", {"input": "word " * 600}, "input"),
+    ("responses", {"conversation": "conv_1"}, "conversation"),
+    ("responses", {"include": ["everything"]}, "include[0]"),
+    ("responses", {"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
+    ("responses", {"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ("responses", {"tools": [], "tool_choice": "auto"}, None),
+    ("responses", {"tools": [{"type": "custom"}]}, "tools[0].name"),
+    ("responses", {"tools": [{"type": "function"}]}, "tools[0].name"),
+    ("responses", {"tools": [R, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+    ("responses", {"tools": [R, R]}, "tools[1].name"),
+    ("responses", {"tools": [SEARCH, {"type": "namespace", "name": "n",
+        "tools": [{"type": "function"}]}]}, "tools[1].tools[0].name"),
+    ("responses", {"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
+    ("responses", {"tools": [R, SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+    *(("responses", {"tools": [{"type": "custom", "name": "shell", "format": form}], **more}, name)
+        for form, more, name in (
+            ({"type": "text", "x": 1}, {"tool_choice": 1}, "tool_choice"),
+            ({"type": "grammar"}, {}, "tools[0].format"),
+            ({"type": "json"}, {}, "tools[0].format.type"),
+            ({"type": "grammar", "syntax": "lark", "definition": "start: <x>"}, {},
+                "tools[0].format"),
+            ({"type": "grammar", "syntax": "lark", "definition": "start: b"}, {},
+                "tools[0].format"),
+            ({"type": "grammar", "syntax": "regex", "definition": "("}, {}, "tools[0].format"),
+        )),
+    ("detokenize", {"tokens": [10**30]}, "tokens"),
 ]  # fmt: skip
 
 
@@ -305,6 +391,8 @@ def test_a_field_is_taken_or_blamed(
     named = error.get("param", error["message"])  # Anthropic's clients know no params
     assert named is not None, error
     assert named.startswith(blamed), error
+    if endpoint == "responses":
+        assert "messages[" not in error["message"], "chat completions have them, this API has not"
 
 
 def test_the_table_is_long_enough_to_be_worth_its_name() -> None:

@@ -84,7 +84,7 @@ def of_search(seed: int, beams: Beams, max_tokens: int, ends: list[int]) -> list
     return [beam.token_ids for beam in best]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**30),
     width=st.integers(2, 5),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.grammar.masks import GrammarTable
@@ -216,12 +216,7 @@ def table() -> Iterator[GrammarTable]:
 
 @pytest.mark.slow
 def test_random_outputs_fit_random_structural_tags(table: GrammarTable) -> None:
-    @settings(
-        max_examples=50,
-        derandomize=True,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    @settings(max_examples=50)
     @given(_WRITTEN, st.integers(0, 99))
     def check(written: Written, seed: int) -> None:
         form, pattern = written

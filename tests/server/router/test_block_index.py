@@ -136,7 +136,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(events=st.lists(EVENTS, max_size=40), asked=st.lists(TOKENS, max_size=6))
 def test_whatever_is_lost_or_late_a_front_end_ends_up_knowing_what_engines_would_find(
     events: list[tuple[object, ...]], asked: list[list[int]]
