@@ -210,7 +210,7 @@ async def _front_end(address: str, directory: Path, connection: Connection) -> N
     link = ClusterLink(_identity(0, incarnation, addresses), address, HEARTBEAT, transport)
     await link.join()
     heard = _Heard()
-    metrics = FrontEndMetrics(FrontEndConfig())
+    metrics = FrontEndMetrics(FrontEndConfig(cluster=ClusterConfig(node="node-0")))
     client = EngineClient(
         front_end=0,
         router=build_router(
@@ -319,8 +319,9 @@ class _Parts:
 
     def _coordinator(self) -> "subprocess.Popen[bytes]":
         command = [
-            str(Path(sys.executable).with_name("swell")), "coordinator", "--coordinator", self._address,
-            "--heartbeat-interval", str(HEARTBEAT), "--engine-timeout", "60", "--log-level", "warning",
+            str(Path(sys.executable).with_name("swell")), "coordinator",
+            "--coordinator", self._address, "--heartbeat-interval", str(HEARTBEAT),
+            "--engine-timeout", "60", "--log-level", "warning",
         ]  # fmt: skip
         return subprocess.Popen(command)
 
@@ -342,7 +343,7 @@ class _Parts:
         number: int = self._fleet.recv()
         return number
 
-    def wait_for(self, engines: int, within: float = 400.0) -> float:
+    def wait_for(self, engines: int, within: float = 120.0) -> float:
         """Wait until the front end's view has all engines; return the seconds that took."""
         begun = time.monotonic()
         while self.heard().engines < engines:
