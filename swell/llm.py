@@ -96,7 +96,7 @@ class AsyncLLM:
         config = settings.load(ServeConfig, options, {}, defaults=defaults)
         _check_alone(config)
         directory = await asyncio.to_thread(
-            model_directory, config.model, weights=config.model.load_format == "auto"
+            model_directory, config.model, weights=config.model.load_format != "dummy"
         )
         processor = served_processor(directory)
         tokenizer = await asyncio.to_thread(
