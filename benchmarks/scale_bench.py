@@ -343,7 +343,7 @@ class _Parts:
         number: int = self._fleet.recv()
         return number
 
-    def wait_for(self, engines: int, within: float = 120.0) -> float:
+    def wait_for(self, engines: int, within: float = 300.0) -> float:
         """Wait until the front end's view has all engines; return the seconds that took."""
         begun = time.monotonic()
         while self.heard().engines < engines:
