@@ -23,7 +23,7 @@ def swell(model: str, prompts: list[list[int]], max_tokens: int, _batch: int) ->
         begun = time.monotonic()
         answers = llm.generate(prompts, max_tokens=max_tokens, temperature=0, ignore_eos=True)
         seconds = time.monotonic() - begun
-    return seconds, sum(each.usage.completion_tokens for each in answers)
+    return seconds, sum(each.usage.completion_tokens if each.usage else 0 for each in answers)
 
 
 def transformers(

@@ -406,7 +406,7 @@ def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[
 
 def main() -> None:
     """Measure each size and print one JSON object a line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, nargs="+", default=[64, 256, 1000])
     parser.add_argument("--front-ends", type=int, default=16)
     parser.add_argument("--rate", type=float, default=30.0, help="stats of each engine a second")

@@ -68,10 +68,11 @@ class ShardedState(Checkpoint):
         """
         path = _file(directory, cut.rank)
         try:
-            self._file: Any = safe_open(path, framework="pt", device="cpu")
+            file: Any = safe_open(path, framework="pt", device="cpu")
         except Exception as error:  # the library raises its own type without a public base
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        described = self._file.metadata() or {}
+        self._file = file
+        described: dict[str, str] = file.metadata() or {}
         if described.get(_SIZE) != str(cut.size) or _FINGERPRINT not in described:
             raise CheckpointError(
                 f"{path} was cut for --tensor-parallel-size {described.get(_SIZE, 'unknown')}, not "
@@ -79,8 +80,8 @@ class ShardedState(Checkpoint):
             )
         self._fingerprint = described[_FINGERPRINT]
         found: Layout = {
-            name: tuple(self._file.get_slice(name).get_shape())
-            for name in self._file.keys()  # noqa: SIM118 - not a dict
+            name: tuple(file.get_slice(name).get_shape())
+            for name in file.keys()  # noqa: SIM118 - not a dict
         }
         expected = {
             name: tuple(cut.part(name, torch.empty(shape, device="meta")).shape)
