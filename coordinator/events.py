@@ -12,6 +12,7 @@ from engine.shared.messages import (
     MemberMessage,
     NodeOrder,
     NodeReport,
+    ViewChange,
 )
 
 
@@ -48,9 +49,15 @@ class Reply:
 
 @dataclass(frozen=True)
 class PublishView:
-    """Send to all front ends."""
+    """Send to all front ends: what has changed, if they know the rest, or the whole view."""
 
     view: ClusterView
+    change: ViewChange | None = None
+
+    @property
+    def message(self) -> ClusterView | ViewChange:
+        """What to send."""
+        return self.view if self.change is None else self.change
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from engine.shared.descriptors import Descriptors
 from engine.shared.messages import (
     AdaptersInUse,
     AdapterWish,
+    ClusterView,
     Draining,
     FleetWish,
     Goodbye,
@@ -166,19 +167,19 @@ class EngineGroups:
         actions = self._groups[name].handle(event, now)
         return [self._addressed(action, name) for action in actions]
 
+    def _completed(self, view: ClusterView, group: str) -> ClusterView:
+        """Add to a view what its group does not know."""
+        own = [] if self.process is None else [self.process]
+        count = self.descriptors or (0, 0)
+        return replace(view, group=group, descriptors=count, processes=own + view.processes)
+
     def _addressed(self, action: Action, group: str) -> Action:
         """Say in what is published, and in what people read, which group it is for."""
         match action:
-            case PublishView(view):
-                own = [] if self.process is None else [self.process]
-                return PublishView(
-                    replace(
-                        view,
-                        group=group,
-                        descriptors=self.descriptors or (0, 0),
-                        processes=own + view.processes,
-                    )
-                )
+            case PublishView(view, change):
+                if change is not None:
+                    change = replace(change, view=self._completed(change.view, group))
+                return PublishView(self._completed(view, group), change)
             case PublishOrder(order) if group:
                 return PublishOrder(replace(order, group=group))
             case Notice(text) if group:

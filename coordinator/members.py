@@ -56,6 +56,7 @@ class Member:
     stats: EngineStats | None = None
     group_status: GroupStatus | None = None
     protocol: int = 0
+    takes_changes: bool = False
 
 
 class Members:
@@ -129,7 +130,7 @@ class Members:
         self.of(hello.kind)[index] = Member(
             index, hello.incarnation, hello.host, hello.pid, process, now,
             group_config=hello.group_config, addresses=hello.addresses, scope=hello.scope,
-            protocol=hello.protocol,
+            protocol=hello.protocol, takes_changes=hello.takes_changes,
         )  # fmt: skip
         if hello.kind == "engine":
             # One that was only silent for a while comes back as the same incarnation.
@@ -154,6 +155,12 @@ class Members:
         """Whether every front end serves one engine, so that no member needs to know loads."""
         every = self.front_ends.values()
         return bool(every) and all(each.scope.rank is not None for each in every)
+
+    @property
+    def take_changes(self) -> bool:
+        """Whether all front ends, of which there are some, understand what has changed."""
+        every = self.front_ends.values()
+        return bool(every) and all(each.takes_changes for each in every)
 
     @property
     def ready_engines(self) -> set[tuple[int, int]]:

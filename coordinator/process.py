@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import zmq
@@ -53,6 +54,9 @@ from engine.shared.watched_file import WatchedFile
 logger = logging.getLogger(__name__)
 
 _SUBSCRIBE = b"\x01"
+
+_IN_A_TURN = 1000
+"""Messages that are taken from a socket before it is the others' turn."""
 
 _MEND_INTERVAL = 1.0
 """Seconds between looks at whether the files of local sockets are still there."""
@@ -157,11 +161,9 @@ class Coordinator:
 
     def _events(self, readable: dict[object, int]) -> Iterator[Event]:
         if self.registration in readable:
-            while (received := self._members.receive()) is not None:
-                yield FromMember(*received)
+            yield from (FromMember(*each) for each in _received(self._members))
         if self.output in readable:
-            while (received := self._reports.receive()) is not None:
-                yield received[1]
+            yield from (report for _, report in _received(self._reports))
         if self.front in readable:
             yield from self._front_events()
         if self.back in readable and self._drain_subscriptions(self.back):
@@ -191,8 +193,8 @@ class Coordinator:
             match action:
                 case Reply(to, message):
                     self.registration.send_multipart([to, encode(message)])
-                case PublishView(view):
-                    self.front.send(encode(view))
+                case PublishView():
+                    self.front.send(encode(action.message))
                 case PublishOrder(order):
                     self.back.send(encode(order))
                 case Notice(text):
@@ -204,6 +206,15 @@ class Coordinator:
             self._handshakes.socket.close(linger=0)
         for socket in (self.registration, self.front, self.output, self.back):
             socket.close(linger=200)
+
+
+def _received(inbox: Inbox) -> Iterator[tuple[bytes, Any]]:
+    """Yield what has come, but so much at a time that other sockets have their turns."""
+    for _ in range(_IN_A_TURN):
+        received = inbox.receive()
+        if received is None:
+            return
+        yield received
 
 
 def run(

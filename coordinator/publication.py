@@ -16,6 +16,8 @@ class Publication:
         """Something is new, which may wait for the interval."""
         self.urgent = False
         """Something is new that everybody has to know at once."""
+        self.urgent_interval = 0.0
+        """Minimum seconds between two views in any case."""
         self._interval = interval
         self._idle_interval = idle_interval
         self._last: float | None = None
@@ -24,11 +26,13 @@ class Publication:
         """Return when the next view is due if nothing else happens."""
         if self._last is None:
             return now
+        if self.urgent:
+            return self._last + self.urgent_interval
         return self._last + (self._interval if self.changed else self._idle_interval)
 
     def take_due(self, now: float) -> bool:
         """Return whether a view is to be published now, which then counts as published."""
-        if not self.urgent and now < self.deadline(now):
+        if now < self.deadline(now):
             return False
         self.urgent = self.changed = False
         self._last = now

@@ -17,6 +17,7 @@ from coordinator.agreement import (
     differing_model,
     refused_by_weights,
 )
+from coordinator.changes import ViewChanges
 from coordinator.events import (
     Action,
     Event,
@@ -69,6 +70,14 @@ MISSING_INTERVAL = 10.0
 """Seconds between two log lines about planned engines that have not come."""
 
 
+EXPIRY_LOOKS = 50
+"""How often silent members are looked for within the time that they may be silent."""
+
+BURST_ENGINES, BURST_INTERVAL = 20, 0.001
+"""Seconds between views by which a burst of joins is slowed down, for so many engines each: a view
+costs as much as there are engines."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorParameters:
     """Fixed facts of one coordinator process; times in seconds."""
@@ -101,7 +110,10 @@ class CoordinatorState:
         self._publication = Publication(
             parameters.publish_interval, parameters.publish_idle_interval
         )
-        self._order_due = float("-inf")
+        self._changes = ViewChanges()
+        self._has_newcomers = False
+        """Front ends have subscribed that need a whole view."""
+        self._order_due = self._expire_at = float("-inf")
         grace = parameters.member_timeout if parameters.has_predecessors else 0.0
         self._numbers = Numbers(grace)
         self._say_missing_at = float("-inf")
@@ -331,9 +343,12 @@ class CoordinatorState:
         self._wave.take_members(self._members.ready_ranks)
 
     def _expire(self, now: float) -> list[Action]:
+        if now < self._expire_at:
+            return []
         actions: list[Action] = []
-        silent = self._members.silent(now, self._parameters.member_timeout)
-        for kind, index in silent:
+        timeout = self._parameters.member_timeout
+        self._expire_at = now + timeout / EXPIRY_LOOKS
+        for kind, index in self._members.silent(now, timeout):
             actions += self._remove(kind, index, "has been silent for too long")
         return actions
 
@@ -379,7 +394,8 @@ class CoordinatorState:
         if member.stats is not None and member.stats.version >= stats.version:
             return
         member.stats = stats
-        self._publication.changed |= not self._members.is_balanced_outside
+        if not self._publication.changed:
+            self._publication.changed = not self._members.is_balanced_outside
         self._publication.urgent |= self._wave.stats(stats)
 
     def _wave_report(self, report: WaveComplete | StartWave) -> None:
@@ -392,7 +408,7 @@ class CoordinatorState:
     def _subscribed(self, kind: MemberKind) -> list[Action]:
         if kind == "engine":
             return self._standing_orders()
-        self._publication.urgent = True
+        self._has_newcomers = self._publication.urgent = True
         return []
 
     def _front_ends_order(self) -> FrontEnds:
@@ -415,9 +431,18 @@ class CoordinatorState:
         return orders
 
     def _publish_if_due(self, now: float) -> list[Action]:
+        engines = len(self._members.engines)
+        self._publication.urgent_interval = engines // BURST_ENGINES * BURST_INTERVAL
         if not self._publication.take_due(now):
             return []
-        return [PublishView(self._with_missing(self.view(), now))]
+        view, change = self._with_missing(self.view(), now), None
+        if self._members.take_changes and not self._has_newcomers:
+            change = self._changes.since(view)
+        if change is None:
+            self._changes.told(view)
+        self._has_newcomers = False
+        self._publication.changed = self._changes.is_due
+        return [PublishView(view, change)]
 
     def _with_missing(self, view: ClusterView, now: float) -> ClusterView:
         expected = self._expected

@@ -63,6 +63,8 @@ class IndependentWave(_Wave):
         has_work = stats.waiting + stats.running > 0
         known = self._steps.get(stats.rank, stats.step)
         self._steps[stats.rank] = stats.step
+        if self.running and has_work == (stats.rank in self._busy):
+            return False
         if not has_work and not self.running and stats.step > known:
             self._settle(own)  # it has run and paused between two of its reports
             self._settle(set())

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -27,7 +28,7 @@ from server.config import ApiServerConfig, ServeConfig
 from server.config.devices import defaults_for
 from server.config.shown import changed_settings
 from server.doctor.config import DoctorConfig
-from server.fetch.config import CachedConfig, FetchConfig
+from server.fetch.config import CachedConfig, FetchConfig, ShardedConfig
 from server.flags import Command, parse
 from server.fleet.commands_config import ScaleConfig, StatusConfig
 from server.ineffective import ineffective
@@ -149,6 +150,17 @@ def _models(config: CachedConfig) -> int:
     return command.cached(config)
 
 
+def _save_sharded_state(config: ShardedConfig) -> int:
+    from server.fetch import command
+
+    def save(model: Path, output: Path, size: int) -> list[Path]:
+        from engine.models.parallel import sharded_state
+
+        return sharded_state.save_sharded_state(model, output, size)
+
+    return command.save_sharded_state(config, save)
+
+
 def _doctor(config: DoctorConfig) -> int:
     from server.doctor import command
 
@@ -243,6 +255,15 @@ COMMANDS = {
         None,
         frozenset(),
         _models,
+    ),
+    "save-sharded-state": Command(
+        "cut a model's weights ahead, for a faster start with --tensor-parallel-size",
+        "swell save-sharded-state Qwen/Qwen3-8B --tensor-parallel-size 2 --output ./qwen3-tp2\n"
+        "swell serve ./qwen3-tp2 --tensor-parallel-size 2 --load-format sharded_state",
+        ShardedConfig,
+        ("model", "model directory or hub id"),
+        frozenset(),
+        _save_sharded_state,
     ),
     "scale": Command(
         "change the number of engines of a running node or cluster",

@@ -66,7 +66,9 @@ class AsyncLLM:
     a call, or leaving a stream, aborts what it runs.
     """
 
-    def __init__(self, app: FastAPI, engine: LocalEngine) -> None:
+    def __init__(self, app: FastAPI, engine: LocalEngine, tasks: tuple[str, ...]) -> None:
+        self.supported_tasks = tasks
+        """What the model is for, in vLLM's words: generate, or embed, or classify."""
         self._app = app
         self._engine = engine
         self._room = asyncio.Semaphore(MAX_CONCURRENCY)
@@ -96,7 +98,7 @@ class AsyncLLM:
         config = settings.load(ServeConfig, options, {}, defaults=defaults)
         _check_alone(config)
         directory = await asyncio.to_thread(
-            model_directory, config.model, weights=config.model.load_format == "auto"
+            model_directory, config.model, weights=config.model.load_format != "dummy"
         )
         processor = served_processor(directory)
         tokenizer = await asyncio.to_thread(
@@ -111,7 +113,8 @@ class AsyncLLM:
         services = make_services(
             front_end, engine, tokenizer, metrics, pooling=pooling, processor=processor
         )
-        return cls(build_app(services), engine)
+        tasks = ("generate",) if pooling is None else (pooling.task,)
+        return cls(build_app(services), engine, tasks)
 
     async def close(self) -> None:
         """Abort what runs, and free the model."""
@@ -260,6 +263,11 @@ class LLM:
         except BaseException:
             self._end()
             raise
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model is for, in vLLM's words: generate, or embed, or classify."""
+        return self._llm.supported_tasks
 
     def generate(
         self, prompts: str | Sequence[str | list[int]], **fields: Any

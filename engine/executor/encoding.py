@@ -115,7 +115,7 @@ class EncoderExecutor(Executor):
 
     def _load(self) -> LoadedEncoder:
         directory = model_directory(
-            self._config.model, weights=self._config.model.load_format == "auto"
+            self._config.model, weights=self._config.model.load_format != "dummy"
         )
         self._report(f"loading weights of {directory.name}")
         return load_encoder(

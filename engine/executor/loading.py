@@ -10,13 +10,14 @@ import torch
 
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
-from engine.executor.rules import why_blind
+from engine.executor.rules import check_sharded_state, why_blind
 from engine.kernels.processor import kernels_are_faster
 from engine.kernels.registry import fused_kernels
 from engine.models.cache_groups import CacheGroups, divide, one_group
 from engine.models.decoder import Decoder
 from engine.models.fallback.choice import implementation
 from engine.models.fallback.loading import load_fallback
+from engine.models.formats.checkpoint import Checkpoint
 from engine.models.formats.files import TensorFiles
 from engine.models.formats.fingerprint import computed_fingerprint
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
@@ -26,7 +27,9 @@ from engine.models.loading.invariance import is_batch_invariant
 from engine.models.loading.kernels_ahead import compile_ahead
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
+from engine.models.parallel.sharded_state import ShardedState
 from engine.models.parallel.stages import divide_layers
+from engine.models.parallel.tensors import Cut
 from engine.models.settings import (
     compute_types,
     fits_caches,
@@ -88,9 +91,11 @@ def load_model(
         CheckpointError: the weights do not fit the config.
     """
     settings = config.model
-    directory = model_directory(settings, weights=settings.load_format == "auto")
+    directory = model_directory(settings, weights=settings.load_format != "dummy")
     pooling = read_pooling(directory, settings)
-    if pooling is None and implementation(directory, settings) == "transformers":
+    is_fallback = pooling is None and implementation(directory, settings) == "transformers"
+    check_sharded_state(config, is_fallback=is_fallback, is_pooling=pooling is not None)
+    if is_fallback:
         report(f"loading weights of {directory.name} with transformers")
         return _load_with_transformers(config, directory, device)
     spec = read_spec(directory)
@@ -99,7 +104,13 @@ def load_model(
         spec = msgspec.structs.replace(spec, num_outputs=outputs)
     groups = _cache_groups(config, spec, device) if served is None else _beside(spec, served)
     spec = msgspec.structs.replace(spec, cache_groups=groups)
-    checkpoint = open_checkpoint(directory, spec, settings, sent)
+    checkpoint: Checkpoint
+    if settings.load_format == "sharded_state" and sent is None:
+        # A process alone has all, cut for one.
+        ranks = (0, 1) if shard is None else (shard.group.rank, shard.group.size)
+        checkpoint = ShardedState(directory, spec, Cut(spec, *ranks))
+    else:
+        checkpoint = open_checkpoint(directory, spec, settings, sent)
     place = None if spec.moe is None else place
     parallel = config.parallel
     stages = divide_layers(

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from engine.models.hf_config import read_spec
-from engine.models.spec import ModelSpec, VisionSpec
+from engine.models.spec import ModelSpec, UnsupportedModel, VisionSpec
 from engine.shared.config import EngineConfig, ModelConfig
 from engine.shared.gguf.directory import is_gguf
 from engine.shared.model_files import model_directory
@@ -162,6 +162,25 @@ def check_pooling(config: EngineConfig, pooling: PoolingSpec) -> None:
         }
     if reasons := _asked(refused):
         raise BadPooling(f"this model makes vectors (--runner pooling): {reasons}")
+
+
+def check_sharded_state(config: EngineConfig, *, is_fallback: bool, is_pooling: bool) -> None:
+    """Refuse what does not go with weights that were cut ahead.
+
+    Raises:
+        UnsupportedModel: naming the setting to change.
+    """
+    refused = {
+        "leave out --enable-expert-parallel, which spreads experts anew": (
+            config.parallel.enable_expert_parallel
+        ),
+        "leave out the draft model or head": config.scheduler.drafts_with_model,
+        "leave out --model-impl transformers": is_fallback,
+        "--runner pooling has its weights read whole": is_pooling,
+        "a GGUF file is read whole": is_gguf(config.model.model),
+    }
+    if config.model.load_format == "sharded_state" and (reasons := _asked(refused)):
+        raise UnsupportedModel(f"--load-format sharded_state: {reasons}")
 
 
 def why_blind(config: EngineConfig, vision: VisionSpec) -> str | None:

@@ -163,6 +163,7 @@ class Membership:
                     given=self._joined_once and me.index < 0,
                     adapters=self.adapters,
                     fleet=self.fleet,
+                    takes_changes=me.kind == "front_end",
                 )
             ]
         self._next_send = now + self._interval

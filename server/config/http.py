@@ -76,6 +76,12 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     metrics_prefix: Annotated[
         str, "Prefix of all metric names, e.g. `vllm:` for existing dashboards."
     ] = "swell_"
+    metrics_engines: Annotated[
+        int,
+        Meta(ge=1, le=1024),
+        "Number of engines up to which an API server's /metrics shows all of them; of more it "
+        "shows those of its node, and counts sequences by engine for this many ranks.",
+    ] = 64
 
     @property
     def address(self) -> str:

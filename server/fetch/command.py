@@ -1,6 +1,7 @@
 """Fetches a model and says where it lies; shows the models in the hub's cache, or removes one."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -8,7 +9,7 @@ from rich.table import Table
 
 from engine.shared.config import ModelConfig
 from engine.shared.model_files import ModelNotFound, model_directory, with_local_file
-from server.fetch.config import CachedConfig, FetchConfig
+from server.fetch.config import CachedConfig, FetchConfig, ShardedConfig
 
 
 def cached(config: CachedConfig) -> int:
@@ -45,6 +46,26 @@ def cached(config: CachedConfig) -> int:
             if name.endswith(".gguf"):
                 table.add_row(f"  {name}", "", "")
     Console(soft_wrap=True).print(table)
+    return 0
+
+
+def save_sharded_state(config: ShardedConfig, save: Callable[[Path, Path, int], list[Path]]) -> int:
+    """Have a checkpoint cut ahead, print the parts and return the exit code.
+
+    `save` cuts one: model, output and number of processes.
+    """
+    target = config.sharded
+    if not target.model or not target.output:
+        print("swell save-sharded-state: MODEL and --output are needed", file=sys.stderr)
+        return 2
+    try:
+        model = model_directory(ModelConfig(model=target.model), weights=True)
+        parts = save(model, Path(target.output).expanduser(), target.tensor_parallel_size)
+    except (ValueError, OSError) as error:
+        print(f"swell save-sharded-state: {error}", file=sys.stderr)
+        return 1
+    for part in parts:
+        print(f"{part}: {part.stat().st_size / 1e6:,.1f} MB", file=sys.stderr)
     return 0
 
 

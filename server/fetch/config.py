@@ -2,6 +2,8 @@
 
 from typing import Annotated
 
+from msgspec import Meta
+
 from engine.shared.config import Section
 
 
@@ -13,6 +15,22 @@ class FetchTarget(Section, frozen=True, kw_only=True):
     text_only: Annotated[
         bool, "Fetch tokenizer and configuration only, which is all that API servers need."
     ] = False
+
+
+class ShardedTarget(Section, frozen=True, kw_only=True):
+    """Sharded state"""
+
+    model: Annotated[str, "Directory of the model, or the hub id of one that was fetched."] = ""
+    output: Annotated[str, "Directory that is made for the parts."] = ""
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, le=64), "Processes that the weights are cut for."
+    ] = 2
+
+
+class ShardedConfig(Section, frozen=True, kw_only=True):
+    """All that `swell save-sharded-state` needs to know."""
+
+    sharded: ShardedTarget = ShardedTarget()
 
 
 class CachedModels(Section, frozen=True, kw_only=True):

@@ -30,6 +30,10 @@ LOOK_INTERVAL = 0.5
 """Seconds between looks at where engines are."""
 
 
+REPLACED_OF = 16
+"""Of so many engines one is replaced at a time, so that 15 of 16 serve; of fewer, one."""
+
+
 class EngineScaler:
     """Adds or removes a node's engines up to the wished number, and replaces them on demand.
 
@@ -146,11 +150,17 @@ class EngineScaler:
         spare = ranks[-1] + 1 if len(ranks) == 1 and not self._is_alone else None
         if spare is not None:
             await self._add(spare)  # serves while the only engine is replaced
-        for rank in ranks:
-            await self._retire(rank)
-            await self._add(rank, proven=True)
+        # The first alone: if its successor cannot start, the others stay.
+        at_once = max(1, len(ranks) // REPLACED_OF)
+        batches = [ranks[first : first + at_once] for first in range(1, len(ranks), at_once)]
+        for batch in [ranks[:1], *batches]:
+            await _all_of(self._replace(rank) for rank in batch)
         if spare is not None:
             await self._retire(spare)
+
+    async def _replace(self, rank: int) -> None:
+        await self._retire(rank)
+        await self._add(rank, proven=True)
 
     async def _add(self, rank: int, *, proven: bool = False, resizing: bool = False) -> None:
         role = self._make_role(rank)

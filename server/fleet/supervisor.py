@@ -444,7 +444,7 @@ def _fetch_model(config: ServeConfig) -> None:
     """
     needs_weights = (
         config.parallel.engines_on_node > 0
-        and config.model.load_format == "auto"
+        and config.model.load_format != "dummy"
         and config.executor.executor == "model"
     )
     model_directory(config.model, weights=needs_weights)

@@ -100,7 +100,7 @@ class Ages(NamedTuple):
 
 
 class EngineCollector(Collector):
-    """What the newest cluster view says, of one rank or of all and the cluster.
+    """What the newest cluster view says of some engines, or of all, and maybe of the cluster.
 
     Samples are a number and the values of all labels but the first, which is the model's name.
     """
@@ -111,19 +111,24 @@ class EngineCollector(Collector):
         model_name: str,
         view: ClusterView | None,
         ages: Ages,
-        rank: int | None,
+        ranks: frozenset[int] | None,
+        *,
+        shows_cluster: bool,
     ) -> None:
+        """`ranks`: the engines that are shown, None for all."""
         self._prefix = prefix
         self._model_name = model_name
         self._view = view
         self._ages = ages
-        self._rank = rank
+        self._ranks = ranks
+        self._shows_cluster = shows_cluster
 
     def collect(self) -> Iterator[Metric]:
         view = self._view
         if view is None:
             return
-        chosen = [entry for entry in view.engines if self._rank in (None, entry.rank)]
+        ranks = self._ranks
+        chosen = [each for each in view.engines if ranks is None or each.rank in ranks]
         yield from self._reported(
             [(str(each.rank), each.stats) for each in chosen if each.stats is not None]
         )
@@ -134,7 +139,7 @@ class EngineCollector(Collector):
         text = "1 while the engines run, 0 while paused."
         yield self._gauge("engines_running", text, [(view.running,)])
         yield from self._processes(view)
-        if self._rank is None:
+        if self._shows_cluster:
             yield from self._cluster(view)
 
     def _reported(self, engines: list[tuple[str, EngineStats]]) -> Iterator[Metric]:
@@ -204,11 +209,15 @@ class EngineCollector(Collector):
         return family
 
     def _processes(self, view: ClusterView) -> Iterator[Metric]:
-        chosen = [
-            each
-            for each in view.processes
-            if self._rank is None or each.name == f"engine {self._rank}"
-        ]
+        chosen = view.processes
+        if self._ranks is not None:
+            names = {f"engine {rank}" for rank in self._ranks}
+            chosen = [
+                each
+                for each in chosen
+                if each.name in names
+                or (self._shows_cluster and not each.name.startswith("engine "))
+            ]
         labels = ("process", "host")
         text = "1; the labels are the version of Swell and the protocol that a process speaks."
         builds = [(1, each.name, each.host, each.version, str(each.protocol)) for each in chosen]
@@ -293,6 +302,20 @@ class EngineCollector(Collector):
         for number, *values in samples:
             family.add_metric((self._model_name, *values), float(number))
         return family
+
+
+def shown_on(host: str, view: ClusterView) -> frozenset[int]:
+    """Return the engines that the API servers of a node show, so that each is shown on one node.
+
+    Those of the node itself, and a share of those whose nodes have no API servers.
+    """
+    hosts = {each.host for each in view.processes if each.name.startswith("api ")}
+    nodes = sorted(hosts | {host})
+    return frozenset(
+        each.rank
+        for each in view.engines
+        if (each.host if each.host in nodes else nodes[each.rank % len(nodes)]) == host
+    )
 
 
 def engine_load(client: GenerationClient) -> dict[str, float]:

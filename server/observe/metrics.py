@@ -19,8 +19,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from engine.shared.model_files import served_names
+from engine.shared.scope import node_name
 from server.config import FrontEndConfig
-from server.observe.engine_metrics import Ages, EngineCollector
+from server.observe.engine_metrics import Ages, EngineCollector, shown_on
 from server.observe.exposition import text_of
 from server.observe.metric_factory import MetricFactory
 from server.observe.sequence_metrics import PromptParams, SequenceMetrics, SequenceTimer
@@ -129,7 +130,9 @@ class FrontEndMetrics:
             )
         registry = CollectorRegistry()
         factory = MetricFactory(self._prefix, self._model_name, registry)
-        self._sequences = SequenceMetrics(factory)
+        self._max_engines = config.http.metrics_engines
+        self._host = node_name(config.cluster)
+        self._sequences = SequenceMetrics(factory, self._max_engines)
         self._counters = {
             name: factory.counter(name, *described) for name, described in _COUNTERS.items()
         }
@@ -236,5 +239,10 @@ class FrontEndMetrics:
         return gauge
 
     def _engines(self, client: GenerationClient, rank: int | None) -> EngineCollector:
-        ages = Ages(client.view_age, client.stats_age)
-        return EngineCollector(self._prefix, self._model_name, client.view, ages, rank)
+        ages, view = Ages(client.view_age, client.stats_age), client.view
+        ranks = None if rank is None else frozenset([rank])
+        if view is not None and rank is None and len(view.engines) > self._max_engines:
+            ranks = shown_on(self._host, view)
+        return EngineCollector(
+            self._prefix, self._model_name, view, ages, ranks, shows_cluster=rank is None
+        )

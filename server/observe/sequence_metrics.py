@@ -93,6 +93,10 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 """Help of each counter, its label besides the engine, and the values of that."""
 
 
+OTHERS = "others"
+"""The label `engine` of all engines that have no series of their own."""
+
+
 class Distribution:
     """A histogram whose observations are counted here and handed over in bulk.
 
@@ -127,7 +131,7 @@ class Distribution:
 class EngineSeries:
     """The series of one engine, all at zero in the beginning."""
 
-    def __init__(self, metrics: "SequenceMetrics", rank: int) -> None:
+    def __init__(self, metrics: "SequenceMetrics", rank: int | str) -> None:
         self.histograms = {
             name: Distribution(family.child(rank), _HISTOGRAMS[name][1])
             for name, family in metrics.histograms.items()
@@ -159,9 +163,14 @@ class EngineSeries:
 
 
 class SequenceMetrics:
-    """Metrics of sequences by engine, whatever request they belong to."""
+    """Metrics of sequences by engine, whatever request they belong to.
 
-    def __init__(self, factory: MetricFactory) -> None:
+    An engine has some 300 series, in each process of each node: those of the ranks from `limit`
+    on share theirs.
+    """
+
+    def __init__(self, factory: MetricFactory, limit: int) -> None:
+        self._limit = limit
         self.counters = {
             name: factory.counter(name, text, "engine", *filter(None, (label,)))
             for name, (text, label, _) in _COUNTERS.items()
@@ -176,9 +185,11 @@ class SequenceMetrics:
 
     def of_engine(self, rank: int) -> EngineSeries:
         """Return the series of an engine, which are made the first time."""
-        known = self._series.get(rank)
+        place = min(rank, self._limit)
+        known = self._series.get(place)
         if known is None:
-            known = self._series[rank] = EngineSeries(self, rank)
+            label = rank if rank < self._limit else OTHERS
+            known = self._series[place] = EngineSeries(self, label)
         return known
 
     def began(self) -> None:

@@ -23,10 +23,12 @@ from engine.shared.messages import (
     CoordinatorReply,
     FleetOrder,
     FrontEndNotice,
+    ViewChange,
     encode,
 )
 from engine.shared.process_use import process_use
 from engine.shared.transport import Inbox, Transport
+from server.router.followed_view import FollowedView
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class ClusterLink:
         self._publish_address = ""
         self._refusal: str | None = None
         self._views: Inbox | None = None
+        self._followed = FollowedView(0.0)
         self._on_view: Callable[[ClusterView], None] = lambda view: None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -96,12 +99,19 @@ class ClusterLink:
             self._views.close()
         views = self._transport.connect(zmq.XSUB, self._publish_address)
         views.send(_SUBSCRIBE_ALL)
-        self._views = Inbox(views, ClusterView, "front publish")
+        self._followed = FollowedView(time.monotonic())
+        self._views = Inbox(views, ClusterView | ViewChange, "front publish")
         self._views.attach(self._loop, self._published)
 
-    def _published(self, _sender: bytes, view: ClusterView) -> None:
-        if view.group == self._membership.group:
+    def _published(self, _sender: bytes, message: ClusterView | ViewChange) -> None:
+        shown = message if isinstance(message, ClusterView) else message.view
+        if shown.group != self._membership.group:
+            return
+        view = self._followed.take(message)
+        if view is not None:
             self._on_view(view)
+        elif self._views is not None and self._followed.asks(time.monotonic()):
+            self._views.send(_SUBSCRIBE_ALL)
 
     def know(self, sheet: AdapterSheet | None, order: FleetOrder | None) -> None:
         """Note the newest sheet of adapters and order, for a coordinator that starts again."""

@@ -26,6 +26,7 @@ from engine.shared.messages import (
     Ready,
     Refused,
     StartDpWave,
+    ViewChange,
     WakeUp,
     Welcome,
     encode,
@@ -128,6 +129,28 @@ def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
     stats = view.engines[0].stats
     assert stats is not None
     assert (stats.waiting, stats.running, stats.queued_prefill_tokens) == (2, 3, 7)
+
+
+def test_changes_are_published_and_who_subscribes_again_gets_a_whole_view(peer: Peer) -> None:
+    addresses = FrontEndAddresses("ipc://r", "ipc://o")
+    peer.ask(
+        Hello(
+            "front_end", 0, 50, "h", 2, {}, addresses, protocol=PROTOCOL_VERSION,
+            takes_changes=True,
+        )
+    )  # fmt: skip
+    front = peer.subscribe(socket_addresses(peer.address)[0])
+    assert isinstance(receive(front, ClusterView | ViewChange), ClusterView)
+    peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
+    change = receive(front, ClusterView | ViewChange)
+    assert isinstance(change, ViewChange)
+    assert [each.rank for each in change.view.engines] == [0]
+    front.send(b"\x01")
+    while isinstance(whole := receive(front, ClusterView | ViewChange), ViewChange):
+        pass
+    assert isinstance(whole, ClusterView)
+    assert [each.rank for each in whole.engines] == [0]
+    assert whole.version > change.view.version
 
 
 def test_engines_are_told_of_a_front_end_at_once(peer: Peer) -> None:

@@ -77,7 +77,9 @@ class Cluster:
         self.hello(rank, incarnation)
         self.ready(rank, incarnation)
 
-    def front_end(self, index: int, incarnation: int, scope: Scope = EVERYTHING) -> list[Action]:
+    def front_end(
+        self, index: int, incarnation: int, scope: Scope = EVERYTHING, *, takes_changes: bool = True
+    ) -> list[Action]:
         addresses = FrontEndAddresses(f"ipc://r{incarnation}", f"ipc://o{incarnation}")
         hello = Hello(
             "front_end",
@@ -89,6 +91,7 @@ class Cluster:
             addresses,
             scope=scope,
             protocol=PROTOCOL_VERSION,
+            takes_changes=takes_changes,
         )
         return self.send(FromMember(b"f", hello))
 
@@ -401,3 +404,47 @@ def test_a_group_size_that_is_no_number_is_refused(cluster: Cluster) -> None:
     refused = reply(cluster.hello(0, 10, group_config={**TOGETHER, "data_parallel_size": "two"}))
     assert isinstance(refused, Refused)
     assert (refused.field, refused.final) == ("data_parallel_size", True)
+
+
+def test_front_ends_that_know_a_view_are_told_what_has_changed(cluster: Cluster) -> None:
+    cluster.front_end(0, 50)
+    for rank in range(3):
+        cluster.engine(rank, 10 + rank)
+    cluster.send(Subscribed("front_end"))
+    (published,) = only(cluster.stats(1, 11, 1, running=2), PublishView)
+    change = published.change
+    assert change is not None
+    assert published.message is change
+    assert change.after == published.view.version - 1
+    assert [each.rank for each in change.view.engines] == [1]
+    (published,) = only(
+        cluster.send(FromMember(b"e", Goodbye("engine", 2, 12)), after=0.2), PublishView
+    )
+    assert published.change.left == [2]
+    assert published.change.processes_left == ["engine 2"]
+
+
+def test_newcomers_and_front_ends_of_an_older_version_get_whole_views(cluster: Cluster) -> None:
+    cluster.front_end(0, 50)
+    cluster.engine(0, 10)
+    (published,) = only(cluster.send(Subscribed("front_end")), PublishView)
+    assert published.message is published.view
+    assert only(cluster.stats(0, 10, 1, running=2), PublishView)[0].change is not None
+    cluster.front_end(1, 51, takes_changes=False)
+    (published,) = only(cluster.stats(0, 10, 2, running=0), PublishView)
+    assert published.message is published.view
+    cluster.send(FromMember(b"f", Goodbye("front_end", 1, 51)))
+    assert only(cluster.stats(0, 10, 3, running=2), PublishView)[0].change is not None
+
+
+def test_a_thousand_joins_are_not_told_one_by_one(cluster: Cluster) -> None:
+    cluster.front_end(0, 50)
+    published = []
+    for rank in range(1000):
+        cluster.now += 0.001
+        cluster.hello(rank, 1000 + rank)
+        published += only(cluster.ready(rank, 1000 + rank), PublishView)
+    assert len(published) < 150
+    published += only(cluster.send(Tick(), after=0.1), PublishView)
+    assert len(published[-1].view.engines) == 1000
+    assert published[-1].change is not None

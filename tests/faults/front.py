@@ -16,9 +16,11 @@ from engine.shared.messages import (
     KvBlocks,
     RouteHello,
     StepOutputs,
+    ViewChange,
 )
 from server.router.engine_client import FOLLOW_INTERVAL, TICK_INTERVAL
 from server.router.events import EngineHello, FollowBlocks, Tick
+from server.router.followed_view import FollowedView
 from server.router.shell import RouterShell
 from tests.faults.network import Process
 from tests.faults.parts import HEARTBEAT
@@ -63,6 +65,7 @@ class Front(Process):
             clock=lambda: self.clock.now,
         )
         self._links: dict[bytes, Line] = {}
+        self._followed = FollowedView(world.clock.now)
         self.after(0.0, self._membership_tick)
         self.after(TICK_INTERVAL, self._client_tick)
         if plan.prefix_caching:
@@ -123,16 +126,24 @@ class Front(Process):
             if not event.again:
                 self.is_subscribed = True
                 self._membership.ready(None)
-                hub = self._world.hub
-                self._world.network.send(
-                    self, hub, "subscription", hub.subscribed, "front_end", control=False
-                )
+                self._subscribe()
             self._send_due()
         elif self._membership.epoch is None:
             self._send_due()
 
-    def view_arrived(self, view: ClusterView) -> None:
-        """A cluster view of the coordinator."""
+    def _subscribe(self) -> None:
+        hub = self._world.hub
+        self._world.network.send(
+            self, hub, "subscription", hub.subscribed, "front_end", control=False
+        )
+
+    def view_arrived(self, message: ClusterView | ViewChange) -> None:
+        """A cluster view of the coordinator, or what is new in it."""
+        view = self._followed.take(message)
+        if view is None:
+            if self._followed.asks(self.clock.now):
+                self._subscribe()
+            return
         before = self.open_routes
         self.shell.handle(view)
         self._world.view_taken(self, before)

@@ -58,10 +58,11 @@ class Hub(Process):
                     if member is not None and hasattr(member, "reply"):
                         network.send(self, member, "registration", member.reply, message)
                 case PublishView(view):
+                    shown = action.message
                     world.published(view)
                     for front in world.fronts.values():
                         if front.is_subscribed:
-                            network.send(self, front, "views", front.view_arrived, view)
+                            network.send(self, front, "views", front.view_arrived, shown)
                 case PublishOrder(order):
                     for engine in world.engines.values():
                         if engine.is_subscribed:

@@ -58,12 +58,14 @@ def test_what_is_refused_names_the_field(llm: LLM) -> None:
 
 
 def test_a_model_that_generates_makes_no_embeddings(llm: LLM) -> None:
+    assert llm.supported_tasks == ("generate",)
     with pytest.raises(RequestFailed, match="generates text"):
         llm.embed("a")
 
 
 def test_embeddings_are_vectors() -> None:
     with LLM(MODEL_DIR, threads=1) as model:
+        assert model.supported_tasks == ("embed",)
         kitten, cat, rates = model.embed(["A kitten plays.", "A cat plays.", "Rates rose."])
     product = [sum(a * b for a, b in zip(kitten, each, strict=True)) for each in (cat, rates)]
     assert product[0] > product[1]

@@ -38,6 +38,7 @@ from engine.models.loading.products import ProductLoader, Quantization
 from engine.models.module import Rows
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
+from engine.models.parallel.sharded_state import ShardedState
 from engine.models.parallel.stages import Stage
 from engine.models.parallel.tensors import Cut, CutCheckpoint, CutEmbedding, CutHead
 from engine.models.products.blocked import BlockedLinear
@@ -139,7 +140,7 @@ class DecoderLoader:
         self._bank = None if adapters is None else self._new_bank(adapters)
         self._expert_group = None if place is None else self._new_group(place, balance)
         self._products = ProductLoader(
-            checkpoint if self._cut is None else CutCheckpoint(checkpoint, self._cut),
+            self._cut_checkpoint(checkpoint),
             types.activations,
             device,
             quantization=quantization,
@@ -148,6 +149,11 @@ class DecoderLoader:
             by_kernels=kernels is not None,
         )
         self._mlps = MlpLoader(self._spec, self._products, self._expert_group, kernels)
+
+    def _cut_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+        if self._cut is None or isinstance(checkpoint, ShardedState):
+            return checkpoint
+        return CutCheckpoint(checkpoint, self._cut)
 
     def load(self, told: Callable[[int, int], None] = lambda layer, layers: None) -> Decoder:
         """Read all weights that belong here and return the model.

@@ -40,7 +40,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         "dequantized to --dtype, except with --dtype auto on AVX2-only x86 CPUs.",
     ] = None
     load_format: Annotated[
-        Literal["auto", "dummy"], "auto: read the checkpoint; dummy: random weights from --seed."
+        Literal["auto", "dummy", "sharded_state"],
+        "auto: read the checkpoint; dummy: random weights from --seed; sharded_state: read what "
+        "`swell save-sharded-state` has cut for --tensor-parallel-size.",
     ] = "auto"
     model_impl: Annotated[
         Literal["auto", "swell", "transformers"],

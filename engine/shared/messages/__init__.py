@@ -10,7 +10,7 @@ Directions, by socket (binder first):
 |----------------|-----------------------------------|-----------------|-------------------|
 | registration   | ROUTER coordinator / DEALER all   | `CoordinatorReply` | `MemberMessage` |
 | the same       | DEALER supervisors of several nodes | `NodeOrder`   | `NodeReport`      |
-| front publish  | XPUB coordinator / XSUB front ends | `ClusterView`   | `FrontEndNotice`  |
+| front publish  | XPUB coordinator / XSUB them | `ClusterView`, `ViewChange` | `FrontEndNotice` |
 | back output    | PULL coordinator / PUSH engines   |                 | `EngineReport`    |
 | back publish   | XPUB coordinator / XSUB engines   | `GroupOrder`    |                   |
 | requests       | ROUTER front end / DEALER engine  | `EngineInput`   | `RouteHello`  |
@@ -40,12 +40,14 @@ from engine.shared.messages.coordination import (
     FrontEnds as FrontEnds,
     GroupOrder as GroupOrder,
     HoldAdapters as HoldAdapters,
+    LoadChange as LoadChange,
     MissingEngine as MissingEngine,
     ProcessEntry as ProcessEntry,
     StartDpWave as StartDpWave,
     StartWave as StartWave,
     TenantsInUse as TenantsInUse,
     TenantUse as TenantUse,
+    ViewChange as ViewChange,
     WakeUp as WakeUp,
     WaveComplete as WaveComplete,
 )

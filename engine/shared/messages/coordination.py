@@ -17,7 +17,7 @@ from engine.shared.messages.membership import (
     GroupMember,
     ProcessUse,
 )
-from engine.shared.messages.outputs import EngineStats
+from engine.shared.messages.outputs import EngineStats, Received
 from engine.shared.messages.wire import Message
 
 # -- back publish: coordinator -> engines --------------------------------------------------------
@@ -198,6 +198,37 @@ class ClusterView(Message, frozen=True):
     """What tenants have under way, where limits for them are set; None: it does not count that."""
     processes: list[ProcessEntry] = []
     """The coordinator, and its members."""
+
+
+class LoadChange(msgspec.Struct, frozen=True, array_like=True):
+    """What routing needs of an engine's newer stats; the rest of them stays as it was told."""
+
+    rank: int
+    version: int
+    wave: int
+    step: int
+    waiting: int
+    running: int
+    kv_usage: float
+    queued_prefill_tokens: int
+    received: list[Received]
+    """From front ends that have sent more since."""
+
+
+class ViewChange(Message, frozen=True):
+    """What is new since the view number `after`, which `view` replaces.
+
+    For front ends that say `Hello.takes_changes`. Whoever does not know the view before asks for
+    a whole one, by subscribing again.
+    """
+
+    after: int
+    view: ClusterView
+    """Its engines and processes are those that are new or have changed in more than their load."""
+    loads: list[LoadChange]
+    left: list[int]
+    """Ranks of the engines that have gone."""
+    processes_left: list[str]
 
 
 class WakeUp(Message, frozen=True):

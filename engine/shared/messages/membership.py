@@ -120,6 +120,8 @@ class Hello(Message, frozen=True):
     """The newest sheet of adapters that the process knows, for a coordinator that knows none."""
     fleet: FleetOrder | None = None
     """The same of what operators want of all engines."""
+    takes_changes: bool = False
+    """Whether a front end understands `ViewChange`."""
 
 
 class ProcessUse(msgspec.Struct, frozen=True, array_like=True):

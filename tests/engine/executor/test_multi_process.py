@@ -16,10 +16,13 @@ from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.weight_transfer import SentTensors, WeightTransfer
 from engine.executor import worker_process
 from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.rules import check_sharded_state
 from engine.executor.team import Team, UnlikeWorkers, WorkerFailed
 from engine.models.attention.kv_format import KvCacheDtype
+from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.formats.files import CheckpointError, TensorFiles
 from engine.models.hf_config import read_spec
+from engine.models.parallel.sharded_state import save_sharded_state
 from engine.models.parallel.tensors import Cut
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import (
@@ -42,10 +45,11 @@ def settings(
     stages: int = 1,
     kv_cache_dtype: KvCacheDtype = "auto",
     dtype: Literal["auto", "bfloat16"] = "auto",
+    load_format: Literal["auto", "sharded_state"] = "auto",
     **scheduler: Any,
 ) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(model=str(directory), device="cpu", dtype=dtype),
+        model=ModelConfig(model=str(directory), device="cpu", dtype=dtype, load_format=load_format),
         cache=CacheConfig(
             block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS, kv_cache_dtype=kv_cache_dtype
         ),
@@ -332,3 +336,74 @@ def test_parts_of_all_ranks_make_up_the_model(checkpoint: SaveModel) -> None:
     assert [cut.spec.num_kv_heads for cut in cuts] == [1, 1, 1, 1]
     assert sum(cut.spec.intermediate_size for cut in cuts) == spec.intermediate_size
     assert sum(cut.vocabulary.stop - cut.vocabulary.start for cut in cuts) == spec.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "stages"),
+    [
+        ("llama-biased", 2, 1),
+        ("qwen2-some-windows", 4, 1),  # two key-value heads, each held by two
+        ("phi3-partial", 2, 1),  # fused tensors
+        ("granite-moe", 2, 1),  # experts in one tensor
+        ("llama", 2, 2),
+    ],
+)
+def test_weights_that_were_cut_ahead_give_the_same_tokens(
+    name: str, size: int, stages: int,
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, start: StartCluster,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    directory, parts = checkpoint(name).directory, tmp_path / "parts"
+    written = save_sharded_state(directory, parts, size)
+    assert [each.name for each in written] == [
+        f"model-rank-{rank}-part-0.safetensors" for rank in range(size)
+    ]
+    whole = driver(directory)
+    cluster = start(parts, size, stages=stages, load_format="sharded_state")
+    for engine in (cluster.driver, whole):
+        engine.start(0, prompt(40))
+        engine.prefill(0)
+        engine.decode(8, 0)
+    assert cluster.driver.tokens == whole.tokens
+    uncut = SafetensorsCheckpoint(directory, read_spec(directory)).fingerprint()
+    assert cluster.executor.info.model_fingerprint == uncut
+
+
+def test_parts_for_another_number_of_processes_are_refused(
+    checkpoint: SaveModel, start: StartCluster, tmp_path: Path
+) -> None:
+    parts = tmp_path / "parts"
+    save_sharded_state(checkpoint("llama").directory, parts, 4)
+    with pytest.raises(CheckpointError, match="was cut for --tensor-parallel-size 4, not for 2"):
+        start(parts, 2, load_format="sharded_state")
+
+
+def test_a_model_that_was_not_cut_is_refused_by_its_missing_part(
+    checkpoint: SaveModel, start: StartCluster
+) -> None:
+    with pytest.raises(CheckpointError, match=r"model-rank-0-part-0\.safetensors cannot be read"):
+        start(checkpoint("llama").directory, 2, load_format="sharded_state")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"parallel": {"enable_expert_parallel": True}}, "--enable-expert-parallel"),
+        ({"scheduler": {"speculative_model": "other"}}, "draft model"),
+    ],
+)
+def test_what_parts_do_not_go_with_is_named(
+    changes: dict[str, dict[str, Any]], named: str, checkpoint: SaveModel, tmp_path: Path
+) -> None:
+    parts = tmp_path / "parts"
+    save_sharded_state(checkpoint("llama").directory, parts, 2)
+    config = settings(parts, 2, load_format="sharded_state").changed(**changes)
+    with pytest.raises(UnsupportedModel, match=named):
+        check_sharded_state(config, is_fallback=False, is_pooling=False)
+
+
+def test_a_directory_that_is_there_is_not_overwritten(
+    checkpoint: SaveModel, tmp_path: Path
+) -> None:
+    with pytest.raises(FileExistsError):
+        save_sharded_state(checkpoint("llama").directory, tmp_path, 2)

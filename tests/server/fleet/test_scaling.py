@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from server.fleet.keeper import MAX_BACKOFF, Role, StartupFailed
-from server.fleet.scaling import LEAVE_AFTER, NodeApiServers
+from server.fleet.scaling import LEAVE_AFTER, REPLACED_OF, EngineScaler, NodeApiServers
 from tests.support.waiting import until_async
 
 
@@ -131,3 +131,70 @@ async def test_one_that_cannot_start_is_tried_again_later(scene: Scene) -> None:
     scene.servers.look(MAX_BACKOFF + 1)
     assert scene.keeper.filled.count("a") == 2
     await scene.keeper.close()
+
+
+class Replacing:
+    """A keeper that notes how many engines are away at once."""
+
+    def __init__(self, engines: dict[int, Role], fails: str = "") -> None:
+        self.engines = engines
+        self.most_away = 0
+        self.retired: list[str] = []
+        self._size = len(engines)
+        self._away: set[str] = set()
+        self._fails = fails
+
+    def fill(self, role: Role) -> None:
+        pass
+
+    async def retire(self, role: Role, within: float) -> None:
+        self.retired.append(role.name)
+        self._away.add(role.name)
+        self.most_away = max(self.most_away, len(self._away))
+        await asyncio.sleep(0)
+
+    async def until_ready(self, roles: list[Role], *others: object) -> None:
+        await asyncio.sleep(0)
+        for role in roles:
+            if role.name == self._fails:
+                raise StartupFailed(f"{role.name}: taken")
+            self._away.discard(role.name)
+
+
+def scaler_of(size: int, fails: str = "") -> tuple[EngineScaler, Replacing]:
+    engines = {rank: place(f"engine {rank}") for rank in range(size)}
+    keeper = Replacing(engines, fails)
+    scaler = EngineScaler(
+        keeper,  # type: ignore[arg-type]
+        engines,
+        lambda rank: place(f"engine {rank}"),
+        retire_within=1.0,
+        start_within=1.0,
+    )
+    return scaler, keeper
+
+
+async def replace_all(scaler: EngineScaler) -> None:
+    running = asyncio.create_task(scaler.run())
+    scaler.assign(scaler.status.data_parallel_size, restart=True)
+    await until_async(lambda: not scaler.status.busy, "it is over")
+    running.cancel()
+
+
+@pytest.mark.parametrize(
+    ("size", "away"), [(2, 1), (REPLACED_OF, 1), (2 * REPLACED_OF, 2), (5 * REPLACED_OF + 3, 5)]
+)
+async def test_a_sixteenth_of_the_engines_is_replaced_at_a_time(size: int, away: int) -> None:
+    scaler, keeper = scaler_of(size)
+    await replace_all(scaler)
+    assert keeper.most_away == away
+    assert sorted(keeper.retired) == sorted(f"engine {rank}" for rank in range(size))
+    assert sorted(scaler.engines) == list(range(size))
+    assert scaler.status.error is None
+
+
+async def test_where_the_first_successor_cannot_start_the_others_stay() -> None:
+    scaler, keeper = scaler_of(4 * REPLACED_OF, fails="engine 0")
+    await replace_all(scaler)
+    assert set(keeper.retired) == {"engine 0"}
+    assert "taken" in str(scaler.status.error)

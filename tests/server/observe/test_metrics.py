@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.shared.config import ModelConfig
+from engine.shared.config import ClusterConfig, ModelConfig
 from engine.shared.messages import (
     ClusterView,
     EngineCounters,
@@ -24,8 +25,9 @@ from engine.shared.messages import (
     RequestTiming,
 )
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
+from server.observe.metric_factory import MetricFactory
 from server.observe.metrics import FrontEndMetrics
-from server.observe.sequence_metrics import PromptParams
+from server.observe.sequence_metrics import PromptParams, SequenceMetrics
 from server.router.engine_times import EngineTimes
 from tests.support.cpu_time import takes_less_than
 
@@ -491,3 +493,53 @@ def test_a_scrape_does_not_hold_the_event_loop(
 def test_names_label_the_model(engines: Any) -> None:
     config = FrontEndConfig(model=ModelConfig(model="org/name"))
     assert 'model_name="org/name"' in FrontEndMetrics(config).render(engines).decode()
+
+
+def many_engines(number: int, hosts: list[str], api_hosts: list[str]) -> ClusterView:
+    """Return a view of engines on some hosts in turn, and of API servers."""
+    engines = [
+        msgspec.structs.replace(engine(rank), host=hosts[rank % len(hosts)])
+        for rank in range(number)
+    ]
+    names = [ProcessEntry(f"api {i}", host, "1", 4, None) for i, host in enumerate(api_hosts)]
+    names += [ProcessEntry(f"engine {e.rank}", e.host, "1", 4, None) for e in engines]
+    return msgspec.structs.replace(view(*engines), processes=names)
+
+
+def test_of_many_engines_each_is_shown_by_one_node(engines: Any) -> None:
+    api_hosts = ["a", "b"]
+    engines.view = many_engines(30, ["a", "b", "c"], api_hosts)
+    shown = []
+    for host in api_hosts:
+        config = FrontEndConfig(
+            http=HttpConfig(metrics_engines=29), cluster=ClusterConfig(node=host)
+        )
+        text = FrontEndMetrics(config).render(engines).decode()
+        ranks = re.findall(r'engine_up\{engine="(\d+)"', text)
+        assert len(ranks) > 9
+        shown += ranks
+        processes = re.findall(r'build_info\{.*?process="engine (\d+)"', text)
+        assert processes == ranks
+        ready = value(text, "engines_ready", model_name="swell-shakespeare")
+        assert ready == 30, "numbers of the cluster are those of all"
+    assert sorted(map(int, shown)) == list(range(30))
+
+
+def test_up_to_the_limit_all_engines_are_shown(engines: Any) -> None:
+    engines.view = many_engines(30, ["a", "b", "c"], ["a", "b"])
+    text = FrontEndMetrics(FrontEndConfig(http=HttpConfig(metrics_engines=30))).render(engines)
+    assert len(re.findall(rb"engine_up\{", text)) == 30
+
+
+def test_sequences_of_engines_beyond_the_limit_share_series() -> None:
+    metrics = SequenceMetrics(MetricFactory("swell_", "m", registry := CollectorRegistry()), 2)
+    for rank in range(9):
+        metrics.of_engine(rank).prompt(10, 0)
+    metrics.flush()
+    found = {
+        sample.labels["engine"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "swell_prompt_tokens_total"
+    }
+    assert found == {"0": 10, "1": 10, "others": 70}

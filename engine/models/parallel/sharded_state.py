@@ -1,0 +1,104 @@
+"""Checkpoints that are cut ahead: a file for each process of --tensor-parallel-size.
+
+Files are called as vLLM calls them, and hold tensors by the decoder's names, as one process has
+them. What has to be equal on all processes, the digest of the whole checkpoint, is beside them.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.models.formats.checkpoint import Checkpoint, SafetensorsCheckpoint
+from engine.models.formats.files import CheckpointError, compare
+from engine.models.hf_config import read_config, read_spec
+from engine.models.parallel.tensors import Cut, CutCheckpoint
+from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.models.weights import Layout, decoder_tensors
+
+_SIZE, _FINGERPRINT = "tensor_parallel_size", "fingerprint"
+
+
+def _file(directory: Path, rank: int) -> Path:
+    return directory / f"model-rank-{rank}-part-0.safetensors"
+
+
+def save_sharded_state(model: Path, output: Path, size: int) -> list[Path]:
+    """Cut a checkpoint for `size` processes and return the files that were written.
+
+    The directory gets the model's other files, too, so that it can be served.
+
+    Raises:
+        UnsupportedModel: the model cannot be cut.
+        CheckpointError: the weights do not fit the config.
+        OSError: files cannot be read or written, or the directory is there already.
+    """
+    spec = read_spec(model)
+    refused = {
+        "weights that are stored in few bits": "quantization_config" in read_config(model),
+        "models that see images": spec.vision is not None,
+    }
+    for what, applies in refused.items():
+        if applies:
+            raise UnsupportedModel(f"{model}: {what} are not cut ahead")
+    whole = SafetensorsCheckpoint(model, spec)
+    fingerprint = whole.fingerprint()
+    cuts = [Cut(spec, rank, size) for rank in range(size)]
+    shutil.copytree(model, output, ignore=shutil.ignore_patterns("*.safetensors*", ".*"))
+    for cut in cuts:
+        part = CutCheckpoint(whole, cut)
+        tensors = {name: part.tensor(name).contiguous().clone() for name in decoder_tensors(spec)}
+        described = {_SIZE: str(size), _FINGERPRINT: fingerprint}
+        save_file(tensors, _file(output, cut.rank), metadata=described)
+    return [_file(output, cut.rank) for cut in cuts]
+
+
+class ShardedState(Checkpoint):
+    """One process's part of a checkpoint that was cut ahead."""
+
+    def __init__(self, directory: Path, spec: ModelSpec, cut: Cut) -> None:
+        """Open the part and compare it with what the process needs.
+
+        Raises:
+            CheckpointError: it is missing, was cut for another number, or does not fit the config.
+        """
+        path = _file(directory, cut.rank)
+        try:
+            file: Any = safe_open(path, framework="pt", device="cpu")
+        except Exception as error:  # the library raises its own type without a public base
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        self._file = file
+        described: dict[str, str] = file.metadata() or {}
+        if described.get(_SIZE) != str(cut.size) or _FINGERPRINT not in described:
+            raise CheckpointError(
+                f"{path} was cut for --tensor-parallel-size {described.get(_SIZE, 'unknown')}, not "
+                f"for {cut.size}: swell save-sharded-state cuts it anew"
+            )
+        self._fingerprint = described[_FINGERPRINT]
+        found: Layout = {
+            name: tuple(file.get_slice(name).get_shape())
+            for name in file.keys()  # noqa: SIM118 - not a dict
+        }
+        expected = {
+            name: tuple(cut.part(name, torch.empty(shape, device="meta")).shape)
+            for name, shape in decoder_tensors(spec).items()
+        }
+        compare(path, expected, found)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the embedding table."""
+        return self.tensor("model.embed_tokens.weight").dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """Return this process's part of a tensor, a view of the mapped file."""
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def fingerprint(self) -> str:
+        """Return the digest of the checkpoint that was cut."""
+        return self._fingerprint

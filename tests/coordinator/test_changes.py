@@ -1,0 +1,195 @@
+"""What front ends are told of a view that they know in part, and what they make of it."""
+
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.changes import WHOLE_IN_TURN, ViewChanges
+from engine.shared.messages import (
+    ClusterView,
+    EngineCounters,
+    EngineEntry,
+    EngineSetup,
+    EngineStats,
+    LoadChange,
+    ProcessEntry,
+    Received,
+    ViewChange,
+    encode,
+)
+from server.router.followed_view import ASK_INTERVAL, FollowedView
+
+SETUP = EngineSetup(100, 16, 512, "abc")
+
+
+def stats(rank: int, version: int, **changes: object) -> EngineStats:
+    fields = {
+        "rank": rank, "incarnation": 10 + rank, "version": version, "wave": 0, "step": version,
+        "waiting": version % 3, "running": version % 5, "kv_usage": version / 1000,
+        "queued_prefill_tokens": version, "received": [Received(0, 70, 0, 0, version)],
+        "counters": EngineCounters(generation_tokens=version), **changes,
+    }  # fmt: skip
+    return EngineStats(**fields)  # type: ignore[arg-type]
+
+
+def entry(rank: int, version: int, **changes: object) -> EngineEntry:
+    return EngineEntry(rank, 10 + rank, True, "h", 0, SETUP, stats(rank, version, **changes))
+
+
+def process(name: str) -> ProcessEntry:
+    return ProcessEntry(name, "h", "1", 4, None)
+
+
+def view(number: int, *engines: EngineEntry, names: tuple[str, ...] = ("api 0",)) -> ClusterView:
+    processes = [process(name) for name in names]
+    return ClusterView(1, number, number, True, [*engines], 1, processes=processes)
+
+
+def change(changes: ViewChanges, new: ClusterView) -> ViewChange:
+    found = changes.since(new)
+    assert found is not None
+    return found
+
+
+def test_only_the_load_is_told_of_most_engines_and_the_rest_in_turns() -> None:
+    number = 3 * WHOLE_IN_TURN
+    changes, followed = ViewChanges(), FollowedView(0.0)
+    whole = view(1, *(entry(rank, 1) for rank in range(number)))
+    changes.told(whole)
+    followed.take(whole)
+    new = view(2, *(entry(rank, 2) for rank in range(number)))
+    found = change(changes, new)
+    assert len(found.view.engines) == WHOLE_IN_TURN
+    assert len(found.loads) == number - WHOLE_IN_TURN
+    assert len(encode(found)) < len(encode(new)) / 2
+    shown = followed.take(found)
+    assert shown is not None
+    for rank, known in enumerate(shown.engines):
+        assert known.stats is not None
+        assert known.stats.queued_prefill_tokens == 2
+        assert known.stats.counters.generation_tokens == (2 if rank < WHOLE_IN_TURN else 1)
+    # Nothing else happens: what is left is told all the same, and then nothing is due any more.
+    for version in (3, 4):
+        assert changes.is_due
+        shown = followed.take(change(changes, replace(new, version=version)))
+    assert not changes.is_due
+    assert shown == replace(new, version=4)
+
+
+def test_what_a_front_end_has_sent_is_told_at_once() -> None:
+    number = WHOLE_IN_TURN + 2
+    changes, followed = ViewChanges(), FollowedView(0.0)
+    whole = view(1, *(entry(rank, 1) for rank in range(number)))
+    changes.told(whole)
+    followed.take(whole)
+    got = [Received(0, 70, 1, 40, 2)]
+    last = number - 1
+    engines = [*(entry(rank, 2) for rank in range(last)), entry(last, 2, received=got)]
+    shown = followed.take(change(changes, view(2, *engines)))
+    assert shown is not None
+    newest = shown.engines[last].stats
+    assert newest is not None
+    assert newest.received == got
+    assert newest.counters.generation_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        {"halted": True}, {"alone": 7}, {"hands_over": True}, {"weight_version": "400"},
+        {"sleep_level": 1}, {"topology": 2}, {"received": []},
+        {"received": [Received(0, 71, 0, 0, 1)]},
+    ],
+)  # fmt: skip
+def test_what_decides_who_may_be_sent_what_waits_for_no_turn(news: dict[str, object]) -> None:
+    number = WHOLE_IN_TURN + 5
+    changes, last = ViewChanges(), WHOLE_IN_TURN + 4
+    changes.told(view(1, *(entry(rank, 1) for rank in range(number))))
+    new = [*(entry(rank, 2) for rank in range(last)), entry(last, 2, **news)]
+    found = change(changes, view(2, *new))
+    assert new[last] in found.view.engines
+    assert last not in {each.rank for each in found.loads}
+
+
+def test_views_that_are_put_together_are_those_of_the_coordinator() -> None:
+    random = Random(1)
+    changes, followed = ViewChanges(), FollowedView(0.0)
+    engines = {rank: entry(rank, 1) for rank in range(150)}
+    names = {"api 0"}
+    first = view(1, *engines.values())
+    changes.told(first)
+    followed.take(first)
+    for number in range(2, 60):
+        for rank in random.sample(range(160), 100):
+            match random.randrange(20):
+                case 0:
+                    engines.pop(rank, None)
+                case 1:
+                    engines[rank] = replace(entry(rank, number), incarnation=number)
+                case 2:
+                    engines[rank] = replace(entry(rank, number), ready=False, stats=None)
+                case 3:
+                    names ^= {f"api {rank}"}
+                case _ if rank in engines:
+                    sent = [Received(0, 70, random.randrange(2), 5, number)]
+                    engines[rank] = entry(rank, number, received=sent)
+        new = view(number, *(engines[rank] for rank in sorted(engines)), names=tuple(names))
+        shown = followed.take(change(changes, new))
+        assert shown is not None
+        assert [loads(each) for each in shown.engines] == [loads(each) for each in new.engines]
+        assert {each.name for each in shown.processes} == names
+    while changes.is_due:
+        new = replace(new, version=new.version + 1)
+        shown = followed.take(change(changes, new))
+    assert shown is not None
+    assert shown.engines == new.engines
+
+
+def loads(each: EngineEntry) -> object:
+    """Return what routing reads of an engine."""
+    known = each.stats
+    if known is None:
+        return each
+    sent = [(one.requests, one.prompt_tokens) for one in known.received]
+    return replace(each, stats=None), known.version, known.running, known.waiting, sent
+
+
+def test_whoever_missed_a_change_asks_for_a_whole_view_and_goes_on_from_there() -> None:
+    changes, followed = ViewChanges(), FollowedView(0.0)
+    assert changes.since(view(1)) is None, "nobody knows anything"
+    first = view(1, entry(0, 1))
+    changes.told(first)
+    followed.take(first)
+    change(changes, view(2, entry(0, 2)))  # is lost
+    later = change(changes, view(3, entry(0, 3)))
+    assert followed.take(later) is None
+    assert not followed.asks(ASK_INTERVAL / 2), "a whole one was asked for just now"
+    assert followed.asks(ASK_INTERVAL)
+    assert not followed.asks(1.5 * ASK_INTERVAL)
+    whole = view(4, entry(0, 4))
+    changes.told(whole)
+    assert followed.take(whole) is whole
+    assert not followed.asks(9 * ASK_INTERVAL)
+    assert followed.take(change(changes, view(5, entry(0, 5)))) is not None
+
+
+def test_changes_of_another_coordinator_and_repeated_ones_change_nothing() -> None:
+    changes, followed = ViewChanges(), FollowedView(0.0)
+    first = view(1, entry(0, 1))
+    changes.told(first)
+    followed.take(first)
+    found = change(changes, view(2, entry(0, 2)))
+    assert followed.take(found) is not None
+    assert followed.take(found) is None
+    assert not followed.asks(ASK_INTERVAL)
+    assert followed.take(replace(found, after=2, view=replace(found.view, epoch=2))) is None
+    assert followed.asks(ASK_INTERVAL)
+
+
+def test_load_of_an_engine_that_is_not_known_is_taken_for_a_gap() -> None:
+    followed = FollowedView(0.0)
+    followed.take(view(1))
+    load = LoadChange(0, 2, 0, 2, 0, 1, 0.0, 0, [])
+    assert followed.take(ViewChange(1, view(2), [load], [], [])) is None
+    assert followed.asks(ASK_INTERVAL)
