@@ -66,7 +66,7 @@ def examine(target: DoctorTarget, describe_processor: Callable[[], str]) -> Iter
     yield _packages("packages of API servers", _SERVER, "warn", "they need swell[server]")
     yield _packages("packages of engines", _ENGINE, "warn", "they need swell[engine]")
     fallback = "only models that are not built in need it (swell[transformers])"
-    yield _packages("packages of others", _FALLBACK, "ok", fallback)
+    yield _packages("optional packages", _FALLBACK, "ok", fallback)
     yield _processor(describe_processor)
     yield _cores()
     yield _devices()

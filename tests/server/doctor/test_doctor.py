@@ -48,7 +48,7 @@ def test_what_is_short_is_a_warning_with_advice(monkeypatch: pytest.MonkeyPatch)
     ):
         assert found[name].verdict == "warn", found[name]
         assert advice in found[name].text
-    optional = found["packages of others"]
+    optional = found["optional packages"]
     assert optional.verdict == "ok", "most models do not need it"
     assert "missing no-such-package: only models that are not built in need it" in optional.text
 
