@@ -22,7 +22,7 @@ def architectures() -> list[str]:
     """Return those whose text models have classes of their own."""
     wrappers = "ForConditionalGeneration"
     others = {name for name in FAMILIES if name.endswith(wrappers)}
-    own = {name for name in others if name.startswith("Qwen2_5_VL")}
+    own = {name for name in others if name.startswith(("Qwen2VL", "Qwen2_5_VL"))}
     return [name for name in FAMILIES if name not in others - own]
 
 

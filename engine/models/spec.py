@@ -201,7 +201,10 @@ class SiglipSpec(_PatchSpec, frozen=True, kw_only=True):
 
 
 class QwenVisionSpec(_PatchSpec, frozen=True, kw_only=True):
-    """Positions of patches are rotations; most layers see windows of an image alone."""
+    """Positions of patches are rotations; layers may see windows of an image alone."""
+
+    is_first: bool
+    """Whether MLPs have no gate and norms subtract the mean, as in Qwen2-VL."""
 
     frames: int
     """Of a video, that a patch is made of; an image is as many frames alike."""

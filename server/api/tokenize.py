@@ -158,7 +158,7 @@ async def tokenized(
         )
     except TextTooLong as error:
         raise invalid(
-            f"{field}: texts of up to {longest} tokens are tokenized, but of this one {error}.",
+            f"{field}: texts of up to {longest} tokens are tokenized, this one has more: {error}.",
             field,
             code="context_length_exceeded",
         ) from error

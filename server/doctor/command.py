@@ -30,7 +30,8 @@ MIN_DESCRIPTORS = 4096
 
 _NEEDED = ("msgspec", "pyzmq")
 _SERVER = ("fastapi", "pydantic", "tokenizers")
-_ENGINE = ("torch", "numba", "safetensors", "transformers")
+_ENGINE = ("torch", "numba", "safetensors")
+_FALLBACK = ("transformers",)
 
 
 class Check(NamedTuple):
@@ -53,7 +54,7 @@ def doctor(config: DoctorConfig, describe_processor: Callable[[], str]) -> int:
     for check in checks:
         print(f"{check.verdict:4}  {check.name:{width}}  {check.text}")
     counts = {each: sum(check.verdict == each for check in checks) for each in ("fail", "warn")}
-    print(f"{counts['fail']} failed, {counts['warn']} warnings")
+    print(f"failed: {counts['fail']}, warnings: {counts['warn']}")
     return 1 if counts["fail"] else 0
 
 
@@ -64,6 +65,8 @@ def examine(target: DoctorTarget, describe_processor: Callable[[], str]) -> Iter
     yield _packages("packages", _NEEDED, "fail", "install swell again")
     yield _packages("packages of API servers", _SERVER, "warn", "they need swell[server]")
     yield _packages("packages of engines", _ENGINE, "warn", "they need swell[engine]")
+    fallback = "only models that are not built in need it (swell[transformers])"
+    yield _packages("optional packages", _FALLBACK, "ok", fallback)
     yield _processor(describe_processor)
     yield _cores()
     yield _devices()
@@ -160,7 +163,10 @@ def _room(name: str, directory: Path, least: int, advice: str) -> Check:
 
 
 def _cache() -> Check:
-    home = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
+    # As huggingface_hub finds it, which coordinators do not have.
+    caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
+    home = os.environ.get("HF_HUB_CACHE") or f"{home}/hub"
     there = Path(home)
     while not there.exists():
         there = there.parent

@@ -235,7 +235,7 @@ async def _text_prompt(
     except TextTooLong as error:
         raise invalid(
             f"{name}: this model's maximum context length is {request.max_model_len} tokens, but "
-            f"of the text {error}",
+            f"the text has more: {error}",
             name,
             "context_length_exceeded",
         ) from error

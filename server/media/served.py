@@ -20,10 +20,13 @@ def served_processor(model: Path) -> "ImageProcessor | None":
     from server.media.processors import BadProcessor, image_processor  # with Pillow
 
     try:
-        return image_processor(model)
+        processor = image_processor(model)
     except BadProcessor as error:
         logger.warning("the model is served without images: %s", error)
         return None
+    if processor is None:
+        logger.warning("images are not served with this kind of model: it reads text only")
+    return processor
 
 
 def placeholders_of(processor: "ImageProcessor | None") -> Placeholders | None:

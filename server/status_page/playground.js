@@ -6,6 +6,9 @@ const FRAME_MS = 60; // least time between two renderings of an answer as Markdo
 
 const $ = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+// Per second; slow ones with a decimal.
+export const rate = (value) =>
+  value > 0 && value < 9.95 ? value.toFixed(1) : number.format(value);
 const markdown = window.markdownit({ breaks: true }); // HTML in texts stays text
 markdown.disable("image"); // nothing is fetched from elsewhere
 const link = markdown.renderer.rules.link_open ?? ((tokens, at, options, env, self) => self.renderToken(tokens, at, options));
@@ -236,8 +239,8 @@ function showUsage(usage, began, first) {
   const parts = [`${usage.prompt_tokens} prompt tokens`, `${usage.completion_tokens} output tokens`];
   if (first !== null) {
     parts.push(`first after ${number.format(first - began)} ms`);
-    if (usage.completion_tokens > 1 && now > first)
-      parts.push(`${number.format((1000 * (usage.completion_tokens - 1)) / (now - first))} tokens/s`);
+    if (usage.completion_tokens > 1 && now > first + 50) // less cannot be told from no time
+      parts.push(`${rate((1000 * (usage.completion_tokens - 1)) / (now - first))} tokens/s`);
   }
   facts(parts.join(", "));
 }

@@ -1,7 +1,7 @@
 // Polls /status.json and shows it.
 
 import { hasKey, headers, needsKey, whenKeyChanges } from "./access.js";
-import { showServer } from "./playground.js";
+import { rate, showServer } from "./playground.js";
 
 const POLL_MS = 1000;
 const HISTORY = 120; // samples in a sparkline
@@ -103,7 +103,7 @@ class Sparkline {
   }
 }
 
-const tokenSpark = new Sparkline($("token-spark"), $("token-peak"), (rate) => number.format(rate));
+const tokenSpark = new Sparkline($("token-spark"), $("token-peak"), rate);
 const firstSpark = new Sparkline($("first-spark"), $("first-peak"), milliseconds);
 
 // -- engines ---------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ function showEngine(row, engine, tokenRate, stepRate) {
   setText(meter.querySelector("span"), counts ? percent(usage) : "–");
   meter.title = engine.num_kv_blocks
     ? `${number.format(engine.num_kv_blocks)} blocks of ${engine.block_size} tokens` : "";
-  show(6, tokenRate === undefined ? "–" : number.format(tokenRate));
-  show(7, stepRate === undefined ? "–" : number.format(stepRate));
+  show(6, tokenRate === undefined ? "–" : rate(tokenRate));
+  show(7, stepRate === undefined ? "–" : rate(stepRate));
   show(8, counts ? number.format(counts.preemptions_total) : "–");
   show(9, duration(engine.stats_age));
 }
@@ -220,14 +220,16 @@ function showState(status) {
 function showTiles(status, before, previous) {
   const counts = status.engines.map((engine) => engine.counts).filter(Boolean);
   const sum = (name) => counts.reduce((value, each) => value + each[name], 0);
-  const rate = total(growth(before, status, "generation_tokens_total"));
-  setText($("token-rate"), samples.length > 1 ? number.format(rate) : "–");
-  const first = meanFirstToken(before, status);
-  setText($("first-token"), first === null ? "–" : milliseconds(first));
+  const tokens = total(growth(before, status, "generation_tokens_total"));
+  setText($("token-rate"), samples.length > 1 ? rate(tokens) : "–");
   if (previous) {
     tokenSpark.push(total(growth(previous, status, "generation_tokens_total")));
     firstSpark.push(meanFirstToken(previous, status));
   }
+  // Where nothing begins, the last one within the sparkline stays.
+  const first = meanFirstToken(before, status)
+    ?? firstSpark.values.findLast((each) => each !== null);
+  setText($("first-token"), first === undefined ? "–" : milliseconds(first));
   setText($("running"), number.format(sum("running")));
   setText($("waiting"),
     `${number.format(sum("waiting"))} waiting, ${number.format(sum("queued_prefill_tokens"))} prompt tokens queued`);

@@ -335,19 +335,25 @@ _QWEN_VISION = {
     "out_hidden_size": 64,
     "fullatt_block_indexes": [1, 3],
 }
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 MODELS_WITH_VISION: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": ("SmolVLM", {"scale_factor": 4}),
     "idefics3": ("Idefics3", {"scale_factor": 2}),
+    "qwen2-vl": (
+        "Qwen2VL",
+        {
+            "vision_config": {
+                "depth": 2, "embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 4,
+                "patch_size": 4,
+            },
+            "text_config": {**_SIZES, "rope_parameters": _MROPE},
+        },
+    ),
     "qwen2.5-vl": (
         "Qwen2_5_VL",
         {
             "vision_config": _QWEN_VISION,
-            "text_config": {
-                **_SIZES,
-                "rope_parameters": {
-                    "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3],
-                },
-            },
+            "text_config": {**_SIZES, "rope_parameters": _MROPE},
         },
     ),
     "gemma3-vision": (
@@ -386,7 +392,11 @@ class Checkpoint:
         for image in images:
             types[0, image.position : image.position + image.num_tokens] = 1
         kind = self.reference.config.model_type
-        named = {"qwen2_5_vl": "mm_token_type_ids", "gemma3": "token_type_ids"}
+        named = {
+            "qwen2_vl": "mm_token_type_ids",
+            "qwen2_5_vl": "mm_token_type_ids",
+            "gemma3": "token_type_ids",
+        }
         if kind in named:
             given[named[kind]] = types
         logits: torch.Tensor = self.reference(tokens, **given).logits[0]

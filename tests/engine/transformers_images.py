@@ -25,7 +25,7 @@ def shown_to(reference: Any, images: Sequence[EncoderInput]) -> dict[str, torch.
     values = [pixel_values(each) for each in images]
     if reference.config.model_type == "gemma3":
         return {"pixel_values": torch.stack(values)}
-    if reference.config.model_type != "qwen2_5_vl":
+    if reference.config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
         return {"pixel_values": torch.stack(values)[None]}
     vision = reference.config.vision_config
     size, side = vision.patch_size, vision.spatial_merge_size

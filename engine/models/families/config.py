@@ -122,7 +122,7 @@ def _known(architecture: str, given: dict[str, Any]) -> dict[str, Any]:
         name = "Ministral3ForCausalLM" if kind == "ministral3" else "MistralForCausalLM"
     elif architecture.startswith(("SmolVLM", "Idefics3")):
         name = "LlamaForCausalLM"
-    elif architecture.startswith("Qwen2_5_VL"):
+    elif architecture.startswith(("Qwen2VL", "Qwen2_5_VL")):
         name = architecture
     else:
         name = architecture.replace("ForConditionalGeneration", "ForCausalLM")

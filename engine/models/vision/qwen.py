@@ -1,4 +1,7 @@
-"""Qwen2.5-VL's encoder: patches that are turned by their rows and columns, and see windows."""
+"""Qwen2-VL's and Qwen2.5-VL's encoders: patches that are turned by their rows and columns.
+
+The second's see windows.
+"""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -133,7 +136,7 @@ def load_qwen_vision(
         rotary=torch.cat((half, half), dim=2),
         layers=EncoderLayers(
             [_layer(vision, build, index) for index in range(vision.num_layers)],
-            final_norm=_norm(build, "merger.ln_q", hidden, vision.eps),
+            final_norm=_norm(build, "merger.ln_q", vision),
         ),
         merger=Chain(
             build.linear("merger.mlp.0", rows=square, width=square),
@@ -147,17 +150,16 @@ def load_qwen_vision(
 def _layer(spec: QwenVisionSpec, build: Builder, index: int) -> EncoderLayer:
     hidden, prefix = spec.hidden_size, f"blocks.{index}."
     gate, up, down = (f"{prefix}mlp.{name}_proj" for name in ("gate", "up", "down"))
+    activation = activation_of({"hidden_act": spec.activation}, "hidden_act")
+    sizes = hidden, spec.intermediate_size
     return EncoderLayer(
         qkv=build.linear(f"{prefix}attn.qkv", rows=3 * hidden, width=hidden),
         output=build.linear(f"{prefix}attn.proj", rows=hidden, width=hidden),
-        mlp=build.gated_mlp(
-            ((gate, up), down),
-            activation_of({"hidden_act": spec.activation}, "hidden_act"),
-            (hidden, spec.intermediate_size),
-            bias=True,
-        ),
-        attention_norm=_norm(build, f"{prefix}norm1", hidden, spec.eps),
-        mlp_norm=_norm(build, f"{prefix}norm2", hidden, spec.eps),
+        mlp=build.mlp((f"{prefix}mlp.fc1", f"{prefix}mlp.fc2"), activation, sizes)
+        if spec.is_first
+        else build.gated_mlp(((gate, up), down), activation, sizes, bias=True),
+        attention_norm=_norm(build, f"{prefix}norm1", spec),
+        mlp_norm=_norm(build, f"{prefix}norm2", spec),
         num_heads=spec.num_heads,
         norm_first=True,
         rotary=0,
@@ -165,5 +167,7 @@ def _layer(spec: QwenVisionSpec, build: Builder, index: int) -> EncoderLayer:
     )
 
 
-def _norm(build: Builder, name: str, width: int, eps: float) -> Rows:
-    return Norm(rms_norm, build.copy(f"{name}.weight", width), eps)
+def _norm(build: Builder, name: str, spec: QwenVisionSpec) -> Rows:
+    if spec.is_first:
+        return build.norm(name, spec.hidden_size, spec.eps)
+    return Norm(rms_norm, build.copy(f"{name}.weight", spec.hidden_size), spec.eps)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import parse_spec, read_spec
 from engine.models.settings import open_checkpoint
-from engine.models.spec import SiglipSpec, UnsupportedModel
+from engine.models.spec import QwenVisionSpec, SiglipSpec, UnsupportedModel
 from engine.models.vision.loading import VisionEncoder, has_vision, load_vision
 from engine.models.vision.pixels import Normalization, read_normalization
 from engine.shared.config import ModelConfig
@@ -52,6 +52,9 @@ def given(**changes: Any) -> dict[str, Any]:
         ("smolvlm", (16, 16)),
         ("idefics3", (32, 32)),
         ("idefics3", (16, 16)),
+        ("qwen2-vl", (32, 32)),
+        ("qwen2-vl", (24, 40)),
+        ("qwen2-vl", (8, 120)),
         ("qwen2.5-vl", (32, 32)),
         ("qwen2.5-vl", (24, 40)),
         ("qwen2.5-vl", (8, 8)),
@@ -129,6 +132,33 @@ def test_qwen_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -> No
                  "original_max_position_embeddings": 32768}  # fmt: skip
     (rope,) = parse_spec({**QWEN_3B, "rope_scaling": stretched}, {}).distinct_ropes
     assert (rope.kind, rope.factor, rope.sections) == ("yarn", 4.0, (16, 24, 24))
+
+
+QWEN2_2B: dict[str, Any] = {
+    **QWEN_3B,
+    "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl",
+    "hidden_size": 1536, "intermediate_size": 8960, "max_position_embeddings": 32768,
+    "max_window_layers": 28, "num_attention_heads": 12, "num_hidden_layers": 28,
+    "vision_config": {
+        "depth": 32, "embed_dim": 1280, "hidden_size": 1536, "mlp_ratio": 4, "num_heads": 16,
+        "in_chans": 3, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+}  # fmt: skip
+
+
+def test_qwen2_vl_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -> None:
+    found = parse_spec(QWEN2_2B, {})
+    assert not caplog.records
+    assert found.distinct_ropes[0].sections == (16, 24, 24)
+    vision = found.vision
+    assert isinstance(vision, QwenVisionSpec)
+    assert (vision.hidden_size, vision.intermediate_size) == (1280, 5120)
+    assert (vision.activation, vision.whole_layers) == ("quick_gelu", tuple(range(32)))
+    assert vision.num_tokens(756, 1008) == 972
+    other = {**QWEN2_2B["vision_config"], "hidden_size": 1280}
+    with pytest.raises(UnsupportedModel, match="json: hidden_size 1280 of vision_config is not"):
+        parse_spec({**QWEN2_2B, "vision_config": other}, {})
 
 
 @pytest.mark.parametrize(
@@ -267,7 +297,8 @@ def test_weights_that_do_not_fit_are_refused(checkpoint: SaveModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("smolvlm", 4), ("qwen2.5-vl", 16), ("gemma3-vision", 16)]
+    ("name", "count"),
+    [("smolvlm", 4), ("qwen2-vl", 16), ("qwen2.5-vl", 16), ("gemma3-vision", 16)],
 )
 def test_random_weights_need_no_files(name: str, count: int, checkpoint: SaveModel) -> None:
     directory = checkpoint(name).directory

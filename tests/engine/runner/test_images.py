@@ -9,8 +9,8 @@ from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.images import encoder_input
 from tests.engine.tiny_models import IMAGE_TOKEN
 
-TOKENS = {"smolvlm": 4, "idefics3": 16, "qwen2.5-vl": 16, "gemma3-vision": 16}
-NAMES = ["smolvlm", "idefics3", "qwen2.5-vl"]
+TOKENS = {"smolvlm": 4, "idefics3": 16, "qwen2-vl": 16, "qwen2.5-vl": 16, "gemma3-vision": 16}
+NAMES = ["smolvlm", "idefics3", "qwen2-vl", "qwen2.5-vl"]
 
 
 def text(prompt: MakePrompt, length: int) -> list[int]:

@@ -296,3 +296,23 @@ def test_the_page_fits_a_phone_and_breaks_no_rule_of_its_own(
         )
         assert unnamed == 0
         assert browser.console == []
+
+
+@needs_chromium
+def test_a_table_of_an_answer_stays_a_table_on_a_phone(
+    browser: Any, app: Any, engines: Any, served: Any
+) -> None:
+    engines.view = view(engine(0))
+    engines.script = engines.answer("| fox | river |\n|---|---|\n| old | deep |")
+    with served(app) as url:
+        browser.open(url, width=360, height=740)
+        browser.wait_until("document.getElementById('model').value === 'tiny'")
+        send(browser, "draw a table")
+        places = browser.run(
+            "[...document.querySelectorAll('.markdown th, .markdown td')].map((each) => "
+            "{ const box = each.getBoundingClientRect(); return [box.left, box.top]; })"
+        )
+    (left, top), (right, beside), (below, lower), _ = places
+    assert top == beside, "two headings are in one row"
+    assert left == below < right
+    assert lower > top

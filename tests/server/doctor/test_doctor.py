@@ -2,6 +2,8 @@
 
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +30,7 @@ def test_a_port_that_is_taken_fails(capsys: pytest.CaptureFixture[str]) -> None:
         assert doctor(config, lambda: "amx") == 1
     printed = capsys.readouterr().out
     assert f"127.0.0.1 port {port} is not free" in printed
-    assert "1 failed" in printed
+    assert "failed: 1" in printed
 
 
 def test_what_is_short_is_a_warning_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +38,7 @@ def test_what_is_short_is_a_warning_with_advice(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(command, "MIN_SHM", 1 << 60)
     monkeypatch.setattr(command, "MIN_MEMORY", 1 << 60)
     monkeypatch.setattr(command, "_ENGINE", ("torch", "no-such-package"))
+    monkeypatch.setattr(command, "_FALLBACK", ("no-such-package",))
     found = checks(DoctorTarget())
     for name, advice in (
         ("file descriptors", "ulimit -Hn"),
@@ -45,6 +48,9 @@ def test_what_is_short_is_a_warning_with_advice(monkeypatch: pytest.MonkeyPatch)
     ):
         assert found[name].verdict == "warn", found[name]
         assert advice in found[name].text
+    optional = found["optional packages"]
+    assert optional.verdict == "ok", "most models do not need it"
+    assert "missing no-such-package: only models that are not built in need it" in optional.text
 
 
 def test_a_container_without_torch_is_no_failure() -> None:
@@ -67,6 +73,20 @@ def test_a_cache_that_cannot_be_written_to_is_named(
     assert checks(DoctorTarget())["cache of models"].verdict == "ok"
     monkeypatch.setattr("os.access", lambda *_: False)
     assert "set HF_HOME" in checks(DoctorTarget())["cache of models"].text
+
+
+@pytest.mark.parametrize("name", ["", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"])
+def test_the_cache_is_the_one_that_models_are_fetched_to(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for each in ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    if name:
+        monkeypatch.setenv(name, str(tmp_path / "there"))
+    program = "from huggingface_hub.constants import HF_HUB_CACHE as found; print(found)"
+    found = subprocess.check_output([sys.executable, "-c", program], text=True).strip()
+    assert checks(DoctorTarget())["cache of models"].text.startswith(f"{found}, ")
 
 
 def test_the_line_at_the_start_has_what_was_set_and_no_secret() -> None:

@@ -23,6 +23,10 @@ def test_an_image_is_sent_and_shown(browser: Any, http: Any, engines: Any, serve
         browser.open(address)
         browser.wait_until("document.getElementById('model').value === 'tiny'")
         browser.wait_until("!document.getElementById('images-label').hidden")
+        places = "['prompt', 'images', 'send'].map((id) => document.getElementById(id)"
+        prompt, images, button = browser.run(f"{places}.getBoundingClientRect().toJSON())")
+        assert prompt["right"] <= images["left"] < images["right"] <= button["left"]
+        assert images["bottom"] == button["bottom"] == prompt["bottom"], "in one row"
         browser.run(CHOOSE % url.partition(",")[2])
         browser.wait_until("document.getElementById('images').files.length === 1")
         send(browser, "what is this")

@@ -77,6 +77,7 @@ def gemma3_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
     [
         ("smolvlm", idefics3_inputs),
         ("idefics3", idefics3_inputs),
+        ("qwen2-vl", qwen_inputs),
         ("qwen2.5-vl", qwen_inputs),
         ("gemma3-vision", gemma3_inputs),
     ],

@@ -28,6 +28,14 @@ def test_a_model_whose_processor_is_not_known_is_served_without_images(
     assert "do_pan_and_scan is not served" in caplog.text
 
 
+def test_a_kind_that_is_not_known_is_said_to_read_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3", **VISION}))
+    assert served_processor(tmp_path) is None
+    assert "images are not served with this kind of model: it reads text only" in caplog.text
+
+
 @pytest.mark.parametrize("config", [None, {"model_type": "llama"}])
 def test_a_model_that_reads_text_needs_no_pillow(
     tmp_path: Path, config: dict[str, str] | None

@@ -1,4 +1,4 @@
-"""Qwen 2.5 VL: a Qwen 2 that sees images, whose tokens have rows and columns as positions."""
+"""Qwen 2 VL and 2.5 VL: a Qwen 2 that sees images, whose tokens have rows and columns."""
 
 from typing import Any
 
@@ -24,6 +24,18 @@ _VISION_DEFAULTS: dict[str, Any] = {
     "fullatt_block_indexes": (7, 15, 23, 31),
 }
 """Of the configuration class of transformers."""
+_FIRST_DEFAULTS: dict[str, Any] = {
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "hidden_act": "quick_gelu",
+    "mlp_ratio": 4,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+"""Of the configuration class of Qwen2-VL."""
 _EPS = 1e-6
 """Of all norms of the encoder."""
 
@@ -57,7 +69,8 @@ def _vision(config: Config, text_size: int) -> QwenVisionSpec | None:
     own = config.get("vision_config")
     if own is None:
         return None
-    given = {**_VISION_DEFAULTS, **own}
+    is_first = config["architectures"] == ["Qwen2VLForConditionalGeneration"]
+    given = _of_first(own) if is_first else {**_VISION_DEFAULTS, **own}
     if given.get("in_channels", given.get("in_chans", 3)) != 3:
         raise UnsupportedModel("config.json: in_channels of vision_config has to be 3")
     spec = QwenVisionSpec(
@@ -72,6 +85,7 @@ def _vision(config: Config, text_size: int) -> QwenVisionSpec | None:
         num_heads=integer(given, "num_heads"),
         activation=given["hidden_act"],
         eps=_EPS,
+        is_first=is_first,
         frames=integer(given, "temporal_patch_size"),
         window_size=integer(given, "window_size"),
         whole_layers=tuple(given["fullatt_block_indexes"]),
@@ -83,15 +97,30 @@ def _vision(config: Config, text_size: int) -> QwenVisionSpec | None:
             f"{spec.patch_size} times spatial_merge_size {spec.scale_factor}"
         )
     if given["out_hidden_size"] != text_size:
+        key = "hidden_size" if is_first else "out_hidden_size"
         raise UnsupportedModel(
-            f"config.json: out_hidden_size {given['out_hidden_size']} of vision_config is not the "
-            f"text model's hidden_size {text_size}"
+            f"config.json: {key} {given['out_hidden_size']} of vision_config is not the text "
+            f"model's hidden_size {text_size}"
         )
     return spec
 
 
+def _of_first(own: dict[str, Any]) -> dict[str, Any]:
+    """Return what a Qwen2-VL says of its encoder, as a Qwen2.5-VL would say it."""
+    given = {**_FIRST_DEFAULTS, **own}
+    width = integer(given, "embed_dim")
+    return {
+        **given,
+        "hidden_size": width,
+        "intermediate_size": int(width * given["mlp_ratio"]),
+        "out_hidden_size": given["hidden_size"],
+        "window_size": 1 << 20,  # larger than any image
+        "fullatt_block_indexes": range(integer(given, "depth")),
+    }
+
+
 FAMILY = Family(
-    architectures=("Qwen2_5_VLForConditionalGeneration",),
+    architectures=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     spec=_spec,
     weights=llama_weights,
     ignored=(
