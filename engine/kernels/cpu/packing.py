@@ -68,13 +68,13 @@ def pack_keys(addresses: int, count: int, head_dim: int, packed: int) -> None:
 
 @compiled
 def pack_values(
-    addresses: int, behind: int, count: int, most: int, head_dim: int, packed: int
+    addresses: int, behind: int, count: int, room: int, head_dim: int, packed: int
 ) -> None:
-    """Interleave values, which lie `behind` the keys, to [head_dim / WIDTH, most / 2, WIDTH, 2]."""
+    """Interleave values, which lie `behind` the keys, to [head_dim / WIDTH, room / 2, WIDTH, 2]."""
     found = int64s(addresses, count + STRIP)
     for key in range(0, count, 2):
         one, other = found[key] + behind, found[key + 1] + behind
         for chunk in range(head_dim // CHUNK):
             block, column = chunk * CHUNK // WIDTH, chunk * CHUNK % WIDTH
-            target = packed + PAIR_BYTES * (block * most + key) // 2 + 4 * column
+            target = packed + PAIR_BYTES * (block * room + key) // 2 + 4 * column
             interleave(one + 2 * chunk * CHUNK, other + 2 * chunk * CHUNK, target)
