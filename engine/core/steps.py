@@ -240,7 +240,8 @@ class Steps:
         self._in_flight.popleft()
         self._front_ends.collect(self._scheduler.update(plan, result, self._now()))
         self.count += 1
-        self._scheduler.counters.dummy_steps += not plan.slots
+        if not plan.slots:
+            self._scheduler.counters.dummy_steps += 1
         self._last_prefill_tokens = plan.num_prefill_tokens
 
     def _take_result(self) -> None:

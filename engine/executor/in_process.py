@@ -6,9 +6,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from socket import socket
-from typing import Any
 
-import torch
 from msgspec.structs import replace
 
 from engine.batch.batch import BatchPlan
@@ -18,15 +16,16 @@ from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupSpec
 from engine.executor.draft_loading import draft_price, load_draft
+from engine.executor.held_model import HeldModel
 from engine.executor.kv_sizing import KvSizing
 from engine.executor.leader import TeamLeader
 from engine.executor.loading import (
+    LoadedModel,
     load_model,
     max_head_threads,
     set_threads,
     take_device,
 )
-from engine.executor.offloading import OffloadedWeights, offload
 from engine.executor.pipelining import PipelinedSteps
 from engine.executor.step_thread import StepThread
 from engine.executor.team_messages import SettleWeights
@@ -39,7 +38,6 @@ from engine.models.adapters import AdapterWeights
 from engine.models.decoder import Decoder
 from engine.models.formats.files import CheckpointError, TensorFiles
 from engine.models.formats.quantized.scheme import read_scheme
-from engine.models.heads.head import DraftHead
 from engine.models.hf_config import read_config, read_spec
 from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
@@ -56,13 +54,6 @@ from engine.shared.gguf.directory import is_gguf
 from engine.shared.model_files import model_directory
 
 logger = logging.getLogger(__name__)
-
-
-_OF_WEIGHTS = (
-    "_config", "_model", "_draft", "_vision", "_loader", "expert_balance", "_pooling",
-    "_is_batch_invariant", "info",
-)  # fmt: skip
-"""Attributes that change with the weights."""
 
 
 class InProcessExecutor(GroupExecutor):
@@ -104,24 +95,21 @@ class InProcessExecutor(GroupExecutor):
         if leader is not None and config.parallel.tensor_parallel_size > 1:
             self._shard = Shard(leader.group, leader)
         self._num_stages = config.parallel.pipeline_parallel_size
-        self._place: GroupPlace | None = None
+        place = None
         if config.parallel.enable_expert_parallel:
             size = config.parallel.data_parallel_size
-            self._place = GroupPlace(rank % size, size)
-        self.expert_balance: ExpertBalance | None = None
-        self._experts: Group | None = None
-        """All processes that hold experts."""
-        self._draft: Decoder | DraftHead | None = None
-        """Proposes tokens that the model verifies, where the settings name such a model."""
-        model, fingerprint = self._load()
-        spec = model.spec
+            place = GroupPlace(rank % size, size)
+        self._held = HeldModel(self._load, self._device, place, self._report)
+        self.expert_balance = self._held.balance
+        loaded = self._loaded
+        model, spec = loaded.model, loaded.model.spec
         self._max_head_threads = 1
         if self._device.type == "cpu":
             self._max_head_threads = max_head_threads(spec, config, engines_on_node)
-        if self._is_batch_invariant and not keeps_bits(model, self._max_head_threads):
+        if loaded.is_batch_invariant and not keeps_bits(model, self._max_head_threads):
             self._max_head_threads = 1
         self._report("allocating the KV cache")
-        self.info = self._size_cache(model, fingerprint, engines_on_node * processes)
+        self.info = self._size_cache(loaded, engines_on_node * processes)
         self._steps = StepThread(
             self._device, own=config.scheduler.steps_overlap or self._num_stages > 1
         )
@@ -133,34 +121,25 @@ class InProcessExecutor(GroupExecutor):
         self.adapters: AdapterStore[AdapterWeights] | None = None
         if config.lora.enable_lora:
             self.adapters = _adapter_store(config, model)
-        self._model: Decoder | None = model
         self._runner: ModelRunner | None
         self._pipelined: PipelinedSteps | None
-        self._run_with(model)
-        self._offloaded: OffloadedWeights | None = None
-        """The weights, while they are not on the device."""
+        self._run_with(loaded)
         self._was_shut_down = False
         self._transfer: WeightTransfer | None = None
-        self._kept: dict[str, Any] | None = None
-        """What was there before the weights were replaced, until that is settled."""
+        self._kept: tuple[EngineConfig, ExecutorInfo] | None = None
+        """What held before the weights were replaced, until that is settled."""
         if config.parallel.data_parallel_size == 1:
-            self._share_experts(Group.alone() if self._shard is None else self._shard.group)
+            self._held.share_experts(Group.alone() if self._shard is None else self._shard.group)
         keep_freed_memory()
 
     def prepare_group(self, position: int, size: int) -> None:
         """Hold the experts of this place in a group of `size`, and no others."""
-        loaded_whole = self._model is not None and self._model.expert_group is None
-        if self._place is None or loaded_whole:
+        loaded = self._held.loaded
+        loaded_whole = loaded is not None and loaded.model.expert_group is None
+        if self._held.place is None or loaded_whole:
             raise CannotDo("only --enable-expert-parallel and a model with experts form groups")
-        place, before = GroupPlace(position, size), self._place
-        self._place = place
-        if self.expert_balance is not None:
-            self.expert_balance.form(size * self._num_shards)
-        is_new = place != before or self.expert_balance is not None
-        if self._offloaded is not None and is_new:  # they are of another place
-            self._model = self._draft = self._vision = self._offloaded = None
-        if self._model is not None and is_new:
-            self._steps.call(partial(self._spread_experts, self._model, place))
+        place = GroupPlace(position, size)
+        self._steps.call(partial(self._held.move, place, self._num_shards))
 
     def join_group(self, spec: GroupSpec, listener: socket | None) -> EngineGroup:
         """Meet the other engines and take steps with them from now on.
@@ -170,10 +149,10 @@ class InProcessExecutor(GroupExecutor):
         Raises:
             GroupBroken: not everybody came.
         """
-        assert self._place == GroupPlace(spec.rank, spec.size), "another place was prepared"
+        assert self._held.place == GroupPlace(spec.rank, spec.size), "another place was prepared"
         group = join_engines(spec, self._device, listener, shards=self._num_shards)
         self._steps.regroup()
-        self._share_experts(group.processes)
+        self._held.share_experts(group.processes)
         return group
 
     @property
@@ -218,14 +197,7 @@ class InProcessExecutor(GroupExecutor):
         for them they are freed and read again from the checkpoint's files.
         """
         self._runner = self._pipelined = None
-        if level > 1:
-            self._model = self._draft = self._vision = self._offloaded = None
-        elif self._device.type != "cpu" and self._model is not None and self._offloaded is None:
-            models = [self._model, self._draft, self._vision]
-            self._offloaded = offload(models, self._device)
-            if self._offloaded is None:
-                self._model = self._draft = self._vision = None
-        give_back_freed_memory(self._device)
+        self._held.sleep(level)
 
     def wake_up(self, *, kv_cache: bool = True) -> None:
         """Load the weights again if they are gone, and allocate the KV cache if it is wanted.
@@ -235,18 +207,14 @@ class InProcessExecutor(GroupExecutor):
         """
         if self._runner is not None:
             return
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
-        if self._model is None:
-            model, fingerprint = self._load()
-            self.info.check_unchanged(fingerprint)
-            self._model = model
-            if self._experts is not None:
-                self._share_experts(self._experts)
-        if not kv_cache:
-            return
-        self._run_with(self._model)
+        loaded = self._held.wake_up()
+        try:
+            self.info.check_unchanged(loaded.fingerprint)
+        except CannotDo:
+            self._held.free()
+            raise
+        if kv_cache:
+            self._run_with(loaded)
 
     def load_weights(self, model: str, revision: str | None) -> None:
         """Compute with another checkpoint from now on, with an empty KV cache.
@@ -276,7 +244,9 @@ class InProcessExecutor(GroupExecutor):
         Raises:
             CannotDo: it is not all that the model needs, or something else.
         """
-        sent = self.weight_transfer().take()
+        transfer = self.weight_transfer()
+        self._check_takes_weights()
+        sent = transfer.take()
         self._check_sent(sent)
         self._replace_weights(self._config.model, sent)
 
@@ -287,20 +257,27 @@ class InProcessExecutor(GroupExecutor):
             raise CannotDo("the weights before are not there any more")
         if self._leader is not None:
             self._leader.call(SettleWeights(back))
+        if kept is not None and back:
+            self._config, self.info = kept
+            self._runner = self._pipelined = None  # which holds the KV cache
+        self._held.settle(back=back)
         if back:
-            self._use(kept or {})
-        give_back_freed_memory(self._device)
+            self._run_with(self._loaded)
 
     def _check_takes_weights(self) -> None:
+        loaded = self._held.loaded
         reasons = {
-            "with --enable-expert-parallel": self._place is not None,
+            "with --enable-expert-parallel": self._held.place is not None,
             "with --pipeline-parallel-size": self._num_stages > 1,
-            "of a model that transformers computes": self._loader is None,
             "of a GGUF file": is_gguf(self._config.model.model),
-            "of a model that sees images": self._vision is not None,
-            "of a model that makes vectors": self._pooling is not None,
-            "with --speculative-model or --speculative-method mtp": self._draft is not None,
         }
+        if loaded is not None:  # a model that sleeps is asked again when weights are taken
+            reasons |= {
+                "of a model that transformers computes": loaded.loader is None,
+                "of a model that sees images": loaded.vision is not None,
+                "of a model that makes vectors": loaded.pooling is not None,
+                "with --speculative-model or --speculative-method mtp": loaded.draft is not None,
+            }
         for reason, holds in reasons.items():
             if holds:
                 raise CannotDo(f"a trainer cannot replace weights {reason}")
@@ -317,20 +294,21 @@ class InProcessExecutor(GroupExecutor):
 
     def _replace_weights(self, settings: ModelConfig, sent: SentTensors | None = None) -> None:
         """Load other weights; those before stay until they are settled, so both need memory."""
-        if self._runner is None or self._model is None:
+        if self._runner is None:
             raise CannotDo("the engine sleeps: wake it up before its weights are replaced")
-        before, kept = self._model, {name: self.__dict__[name] for name in _OF_WEIGHTS}
+        before, kept = self._loaded.model, (self._config, self.info)
         self._kept = None
         self._config = replace(self._config, model=settings)
         what = settings.model if sent is None else "what the trainer has sent"
         try:
             if sent is not None and self._leader is not None:
                 self._leader.take_weights(sent)
-            loaded, fingerprint = self._load(sent)
-            if loaded.spec != before.spec or loaded.dtype != before.dtype:
+            loaded = self._held.replace(sent)
+            if loaded.model.spec != before.spec or loaded.model.dtype != before.dtype:
                 raise CannotDo(f"{what} is a model of another shape")
         except Exception as error:
-            self.__dict__.update(kept)
+            self._config = kept[0]
+            self._held.settle(back=True)
             if sent is not None and self._leader is not None:
                 self._leader.call(SettleWeights(back=True))
             if isinstance(error, CannotDo):
@@ -339,17 +317,11 @@ class InProcessExecutor(GroupExecutor):
         finally:
             if sent is not None:
                 sent.tensors = {}  # the loader would keep them
-        info = replace(self.info, model_fingerprint=fingerprint)
-        self._use({"_model": loaded, "info": info})
+        self.info = replace(self.info, model_fingerprint=loaded.fingerprint)
+        self._runner = self._pipelined = None  # which holds the KV cache
+        self._run_with(loaded)
         self._kept = kept
         give_back_freed_memory(self._device)
-
-    def _use(self, weights: dict[str, Any]) -> None:
-        """Compute with a model that is loaded, with an empty KV cache."""
-        self._runner = self._pipelined = None  # which holds the KV cache
-        self.__dict__.update(weights)
-        assert self._model is not None, "it is among them"
-        self._run_with(self._model)
 
     def start_profile(self) -> None:
         """Begin to record what steps do; raises as `StepThread.start_profile`."""
@@ -369,35 +341,32 @@ class InProcessExecutor(GroupExecutor):
             self.adapters.shutdown()
         if self._transfer is not None:
             self._transfer.leave()
-        self._runner = self._pipelined = self._offloaded = self._kept = None
-        self._model = self._draft = self._vision = None
+        self._runner = self._pipelined = self._kept = None
+        self._held.close()
 
-    def _load(self, sent: TensorFiles | None = None) -> tuple[Decoder, str]:
-        """Load the weights, and a draft model's; return the first with their fingerprint."""
+    def _load(
+        self, place: GroupPlace | None, balance: ExpertBalance | None, sent: TensorFiles | None
+    ) -> LoadedModel:
+        """Load the weights, and a draft model's."""
         loaded = load_model(
             self._config,
             self._device,
             self._report,
-            place=self._place,
+            place=place,
             shard=self._shard,
             stage=self._num_stages - 1,
-            balance=self.expert_balance,
+            balance=balance,
             sees=True,
             sent=sent,
         )
-        if loaded.model.expert_group is not None:
-            self.expert_balance = loaded.model.expert_group.balance
-        self._loader = loaded.loader
-        self._pooling = loaded.pooling
-        self._vision = loaded.vision
-        self._is_batch_invariant = loaded.is_batch_invariant
         longest = model_length(loaded.model.spec, self._config.model)
-        self._draft = load_draft(self._config, loaded.model, longest, self._report)
-        return loaded.model, loaded.fingerprint
+        draft = load_draft(self._config, loaded.model, longest, self._report)
+        return replace(loaded, draft=draft)
 
-    def _size_cache(self, model: Decoder, fingerprint: str, processes: int) -> ExecutorInfo:
+    def _size_cache(self, loaded: LoadedModel, processes: int) -> ExecutorInfo:
         """Find how much the KV cache holds; `processes` share this node's memory."""
-        spec, pooling = model.spec, self._pooling
+        model, pooling = loaded.model, loaded.pooling
+        spec = model.spec
         max_model_len = model_length(spec, self._config.model)
         if pooling is not None and self._config.model.max_model_len is None:
             max_model_len = min(max_model_len, pooling.max_length or max_model_len)
@@ -412,7 +381,7 @@ class InProcessExecutor(GroupExecutor):
         shape = CacheShape(self._config.cache.block_size, windows, lookahead)
         in_16_bits = model.dtype.itemsize == 2 and self._config.model.quantization is None
         row = row_price(self._device, in_16_bits=in_16_bits)
-        draft = draft_price(self._draft, spec, model.dtype, self._config)
+        draft = draft_price(loaded.draft, spec, model.dtype, self._config)
         scheduling = self._config.scheduler
         if scheduling.max_draft_tokens:
             given = scheduling.speculative_row_price
@@ -421,22 +390,22 @@ class InProcessExecutor(GroupExecutor):
                 row if given is None else given,
                 draft,
             )
-        kept = 0 if self._vision is None else self._config.cache.encoder_cache_bytes
-        sizing = KvSizing(self._config, self._device, processes, self._leader, self._draft, kept)
+        kept = 0 if loaded.vision is None else self._config.cache.encoder_cache_bytes
+        sizing = KvSizing(self._config, self._device, processes, self._leader, loaded.draft, kept)
         return ExecutorInfo(
             num_kv_blocks=sizing.num_blocks(model, max_model_len, shape),
             max_model_len=max_model_len,
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
-            model_fingerprint=fingerprint,
+            model_fingerprint=loaded.fingerprint,
             pools=pooling is not None,
             in_one_step=in_one_step,
             cache_windows=windows,
             num_stages=self._num_stages,
-            is_batch_invariant=self._is_batch_invariant,
+            is_batch_invariant=loaded.is_batch_invariant,
             row_price=row,
             draft_price=draft,
-            vision=None if self._vision is None else self._vision.spec,
+            vision=None if loaded.vision is None else loaded.vision.spec,
             embedding_bytes=spec.hidden_size * model.dtype.itemsize,
         )
 
@@ -444,22 +413,14 @@ class InProcessExecutor(GroupExecutor):
     def _num_shards(self) -> int:
         return 1 if self._shard is None else self._shard.group.size
 
-    def _share_experts(self, group: Group) -> None:
-        """Have the experts' tokens go to these processes, if the model has spread experts."""
-        self._experts = group
-        if self._model is not None and self._model.expert_group is not None:
-            self._model.expert_group.join(group)
+    @property
+    def _loaded(self) -> LoadedModel:
+        assert self._held.loaded is not None, "the weights are here"
+        return self._held.loaded
 
-    def _spread_experts(self, model: Decoder, place: GroupPlace) -> None:
-        """Load from the files that the model came from, which the loader holds open."""
-        assert self._loader is not None, "only models of ours have places"
-        self._report(f"loading the experts of engine {place.position + 1} of {place.size}")
-        with torch.inference_mode():
-            self._loader.spread_experts(model, place)
-        give_back_freed_memory(self._device)
-
-    def _run_with(self, model: Decoder) -> None:
+    def _run_with(self, loaded: LoadedModel) -> None:
         """Allocate an empty KV cache, and have steps computed with it."""
+        model, pooling = loaded.model, loaded.pooling
         if self._leader is not None:
             self._leader.allocate(self.info.num_kv_blocks, self.info.model_fingerprint)
         self._runner = ModelRunner(
@@ -471,11 +432,11 @@ class InProcessExecutor(GroupExecutor):
             grammars=self.grammars,
             enforce_eager=self._config.executor.enforce_eager,
             max_head_threads=self._max_head_threads,
-            pooler=None if self._pooling is None else Pooler(self._pooling, model.classify),
+            pooler=None if pooling is None else Pooler(pooling, model.classify),
             adapters=self.adapters,
             earlier=None if self._leader is None else self._leader.earlier(model),
-            draft=self._draft,
-            vision=self._vision,
+            draft=loaded.draft,
+            vision=loaded.vision,
         )
         self._pipelined = None
         if self._num_stages > 1 and self._steps.pool is not None:

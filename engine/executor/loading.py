@@ -21,6 +21,7 @@ from engine.models.formats.checkpoint import Checkpoint
 from engine.models.formats.files import TensorFiles
 from engine.models.formats.fingerprint import computed_fingerprint
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
+from engine.models.heads.head import DraftHead
 from engine.models.hf_config import read_config, read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
 from engine.models.loading.invariance import is_batch_invariant
@@ -63,6 +64,8 @@ class LoadedModel(msgspec.Struct, frozen=True):
     is_batch_invariant: bool = False
     vision: VisionEncoder | None = None
     """None where images are refused."""
+    draft: Decoder | DraftHead | None = None
+    """Proposes tokens that the model verifies, where the settings name such a model."""
 
 
 def load_model(

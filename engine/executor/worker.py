@@ -24,9 +24,9 @@ from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import Transfer
 from engine.distributed.spec import GroupBroken, GroupSpec
+from engine.executor.held_model import HeldModel
 from engine.executor.layout import Layout
-from engine.executor.loading import load_model, set_threads, take_device
-from engine.executor.offloading import OffloadedWeights, offload
+from engine.executor.loading import LoadedModel, load_model, set_threads, take_device
 from engine.executor.step_thread import StepThread
 from engine.executor.team_messages import (
     Allocate,
@@ -50,13 +50,14 @@ from engine.executor.team_messages import (
 from engine.models.adapters import AdapterRows, LowRank
 from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import Decoder
-from engine.models.loading.decoder import DecoderLoader, Shard
+from engine.models.formats.files import TensorFiles
+from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.exchange import MirrorGroup
 from engine.models.parallel.experts import ExpertsLost
 from engine.models.step import ImageTokens, StepTokens
-from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
+from engine.runner.host_memory import keep_freed_memory
 from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_block
 from engine.runner.memory_profile import MemoryTrial
 from engine.runner.step_input import other_groups, plans_of
@@ -85,22 +86,14 @@ class Worker:
         self._is_last = self._stage == layout.stages - 1
         self._grid = grid
         self._device = device
-        self._place: GroupPlace | None = None
-        """The engine's among those that share the experts."""
-        if launch.config.parallel.enable_expert_parallel:
-            size = launch.config.parallel.data_parallel_size
-            self._place = GroupPlace(launch.engine % size, size)
-        self._balance: ExpertBalance | None = None
+        parallel, place = launch.config.parallel, None
+        if parallel.enable_expert_parallel:
+            size = parallel.data_parallel_size
+            place = GroupPlace(launch.engine % size, size)
         self._engines: EngineGroup | None = None
-        self._loader: DecoderLoader | None = None
-        self._model: Decoder | None = None
-        self._offloaded: OffloadedWeights | None = None
-        """The weights, while they are not on the device."""
-        self._fingerprint = ""
-        """Of the weights that were loaded last."""
-        self._kept: tuple[Decoder | None, DecoderLoader | None, str] | None = None
-        """Model, loader and fingerprint before the weights were replaced, until that is settled."""
-        self._load()
+        self._held = HeldModel(self._load, device, place, logger.debug)
+        # An engine alone has all experts in its own processes.
+        self._held.share_experts(grid.shards if parallel.data_parallel_size == 1 else None)
         self._cache: list[Tensor] = []
         self._steps = StepThread(device, own=False)
         self._trial: MemoryTrial | None = None
@@ -164,11 +157,12 @@ class Worker:
         """Do what an operator wants."""
         match command:
             case Sleep(level):
-                self._sleep(level)
+                self._cache = []
+                self._held.sleep(level)
             case TakeWeights():
                 self._take_weights(command)
             case SettleWeights(back):
-                self._settle_weights(back=back)
+                self._held.settle(back=back)
             case StartProfile():
                 self._steps.start_profile()
             case StopProfile(path):
@@ -176,26 +170,23 @@ class Worker:
 
     @property
     def _loaded(self) -> Decoder:
-        assert self._model is not None, "the worker sleeps"
-        return self._model
+        assert self._held.loaded is not None, "the worker sleeps"
+        return self._held.loaded.model
 
-    def _load(self, sent: SentTensors | None = None) -> None:
+    def _load(
+        self, place: GroupPlace | None, balance: ExpertBalance | None, sent: TensorFiles | None
+    ) -> LoadedModel:
         is_cut = self._config.parallel.tensor_parallel_size > 1
-        loaded = load_model(
+        return load_model(
             self._config,
             self._device,
             logger.debug,
-            place=self._place,
+            place=place,
             shard=Shard(self._grid.shards) if is_cut else None,
             stage=self._stage,
-            balance=self._balance,
+            balance=balance,
             sent=sent,
         )
-        if loaded.model.expert_group is not None:
-            self._balance = loaded.model.expert_group.balance
-        self._model, self._loader = loaded.model, loaded.loader
-        self._fingerprint = loaded.fingerprint
-        self._share_experts()
 
     def _take_weights(self, command: TakeWeights) -> None:
         coming = announced(command.names, command.types, command.shapes)
@@ -203,35 +194,20 @@ class Worker:
             name: self._grid.shards.broadcast(torch.empty_like(like, device=self._device)).cpu()
             for name, like in coming.items()
         }
-        kept, sent = (self._model, self._loader, self._fingerprint), SentTensors(tensors)
+        sent = SentTensors(tensors)
         try:
-            self._load(sent)
+            self._held.replace(sent)
         except Exception as error:
-            self._model, self._loader, self._fingerprint = kept
             raise CannotDo(f"worker {self._rank}: {error}") from error
         finally:
             sent.tensors = {}  # the loader would keep them
-        self._kept = kept
-
-    def _settle_weights(self, *, back: bool) -> None:
-        kept, self._kept = self._kept, None
-        if back and kept is not None:
-            self._model, self._loader, self._fingerprint = kept
-        give_back_freed_memory(self._device)
 
     def _prepare_group(self, place: GroupPlace) -> None:
         if self._engines is not None:
             self._engines.close()
             self._engines = None
-        before, self._place = self._place, place
-        if self._balance is not None:
-            self._balance.form(place.size * self._grid.shards.size)
-        is_new = place != before or self._balance is not None
-        if self._offloaded is not None and is_new:  # they are of another place
-            self._model = self._loader = self._offloaded = None
-        if self._model is not None and self._loader is not None and is_new:
-            self._loader.spread_experts(self._model, place)
-            give_back_freed_memory(self._device)
+            self._held.share_experts(None)
+        self._held.move(place, self._grid.shards.size)
 
     def _join_group(self, spec: GroupSpec) -> None:
         shards = self._grid.shards
@@ -239,20 +215,7 @@ class Worker:
             self._engines = join_engines(spec, self._device, shard=shards.rank, shards=shards.size)
         except GroupBroken as error:
             raise CannotDo(str(error)) from error
-        self._share_experts()
-
-    def _share_experts(self) -> None:
-        """Have the experts' tokens go to all processes that hold some, as far as these are known.
-
-        An engine alone has all experts in its own processes.
-        """
-        experts = None if self._model is None else self._model.expert_group
-        if experts is None:
-            return
-        if self._engines is not None:
-            experts.join(self._engines.processes)
-        elif self._config.parallel.data_parallel_size == 1:
-            experts.join(self._grid.shards)
+        self._held.share_experts(self._engines.processes)
 
     def _step(self, command: Forward | DummyStep) -> None:
         if isinstance(command, DummyStep):
@@ -267,12 +230,7 @@ class Worker:
             self._leaving.popleft().wait()
 
     def _allocate(self, num_blocks: int) -> None:
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
-        if self._model is None:
-            self._load()
-        model = self._loaded
+        model = self._held.wake_up().model
         self._cache = allocate_cache(
             model.spec,
             num_blocks,
@@ -282,7 +240,7 @@ class Worker:
         )
 
     def _check(self, fingerprint: str) -> None:
-        if fingerprint != self._fingerprint:
+        if self._held.loaded is None or fingerprint != self._held.loaded.fingerprint:
             raise CannotDo(
                 f"worker {self._rank} on {socket.gethostname()} has parts of other weights than "
                 f"the engine's own process: the files of {self._config.model.model} have to be "
@@ -298,8 +256,9 @@ class Worker:
         self._trial = MemoryTrial(self._device, self._processes)
         self._allocate(num_blocks)
         experts = self._loaded.expert_group
-        if experts is not None and self._place is not None:
-            experts.join(MirrorGroup(self._place.size * self._grid.shards.size))
+        place = self._held.place
+        if experts is not None and place is not None:
+            experts.join(MirrorGroup(place.size * self._grid.shards.size))
 
     def _end_trial(self) -> None:
         trial, self._trial = self._trial, None
@@ -310,17 +269,7 @@ class Worker:
         self._cache = []
         left = trial.left(peak, self._config.cache.gpu_memory_utilization)
         self.free_blocks = left // self._block_bytes
-        self._share_experts()
-
-    def _sleep(self, level: int) -> None:
-        self._cache = []
-        if level > 1:
-            self._model = self._loader = self._offloaded = None
-        elif self._device.type != "cpu" and self._model is not None and self._offloaded is None:
-            self._offloaded = offload([self._model], self._device)
-            if self._offloaded is None:
-                self._model = self._loader = None
-        give_back_freed_memory(self._device)
+        self._held.join_experts()
 
     def _own_name(self, path: Path) -> Path:
         """Return this rank's path for what all of them write."""

@@ -37,9 +37,9 @@ class PaddedDecode(msgspec.Struct, frozen=True):
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Return the numbers of rows to record: few while small, then every eighth."""
-    most = min(max_num_seqs, _LARGEST)
-    sizes = {size for size in _SMALL_SIZES if size < most} | set(range(_STRIDE, most, _STRIDE))
-    return (*sorted(sizes), most)
+    largest = min(max_num_seqs, _LARGEST)
+    sizes = {size for size in _SMALL_SIZES if size < largest}
+    return (*sorted(sizes | set(range(_STRIDE, largest, _STRIDE))), largest)
 
 
 def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:

@@ -25,19 +25,19 @@ rounds what is left over of a vector in its own way."""
 
 
 @torch.inference_mode()
-def keeps_bits(model: Decoder, most: int) -> bool:
-    """Whether `most` threads compute the logits of a model in float32 as those that there are."""
+def keeps_bits(model: Decoder, max_threads: int) -> bool:
+    """Whether float32 logits have the same bits with this many threads as with the usual number."""
     usual = torch.get_num_threads()
-    if most <= usual:
+    if max_threads <= usual:
         return True
-    if model.dtype != torch.float32 or model.spec.vocab_size % (_WHOLE_VALUES * most):
+    if model.dtype != torch.float32 or model.spec.vocab_size % (_WHOLE_VALUES * max_threads):
         return False
     probe = probe_rows(model.spec.hidden_size, torch.float32)
     try:
         for rows in _PROBED_ROWS:
             torch.set_num_threads(usual)
             alone = model.logits(probe[:rows])
-            torch.set_num_threads(most)
+            torch.set_num_threads(max_threads)
             if not torch.equal(model.logits(probe[:rows]), alone):
                 return False
     finally:
@@ -46,13 +46,13 @@ def keeps_bits(model: Decoder, most: int) -> bool:
 
 
 @contextmanager
-def head_threads(most: int, multiplications: int) -> Iterator[None]:
-    """Compute what follows with up to `most` threads if its products are this large."""
+def head_threads(max_threads: int, multiplications: int) -> Iterator[None]:
+    """Compute what follows with up to `max_threads` threads if its products are this large."""
     usual = torch.get_num_threads()
-    if most <= usual or multiplications < _WORTH_SHARING:
+    if max_threads <= usual or multiplications < _WORTH_SHARING:
         yield
         return
-    torch.set_num_threads(most)
+    torch.set_num_threads(max_threads)
     try:
         yield
     finally:

@@ -73,14 +73,14 @@ def _top(logprobs: Tensor, counts: IntArray) -> list[tuple[list[int], list[float
 
     `topk` leaves open which of equal values it takes, so it only says how small a value can be.
     """
-    most = min(int(counts.max()), logprobs.shape[1])
-    if most == 0:
+    count = min(int(counts.max()), logprobs.shape[1])
+    if count == 0:
         return [([], [])] * len(counts)
-    smallest = logprobs.topk(most, dim=-1).values[:, -1:]
+    smallest = logprobs.topk(count, dim=-1).values[:, -1:]
     found = (logprobs >= smallest).nonzero()  # in order of rows, then ids
     values = logprobs[found[:, 0], found[:, 1]].cpu().numpy()
     rows, ids = found.cpu().numpy().T
     order = np.lexsort((ids, -values, rows))
     first = np.searchsorted(rows, np.arange(len(counts)))
-    picked = [order[at : at + n] for at, n in zip(first, np.minimum(counts, most), strict=True)]
+    picked = [order[at : at + n] for at, n in zip(first, np.minimum(counts, count), strict=True)]
     return [(ids[row].tolist(), values[row].tolist()) for row in picked]

@@ -16,7 +16,7 @@ import pytest
 from llvmlite import ir
 
 from engine.kernels.cpu import amx, compiling
-from engine.kernels.cpu.avx512 import I64, VOID
+from engine.kernels.cpu.intrinsics import I64, VOID
 
 _TILES, _ROWS, _BYTES, _PALETTE = 8, 16, 64, 64
 

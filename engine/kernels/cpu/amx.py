@@ -16,18 +16,9 @@ import numpy.typing as npt
 import torch
 from numba import types
 
-from engine.kernels.cpu.avx512 import (
-    I8,
-    I64,
-    LINE,
-    VOID,
-    call,
-    instruction,
-    pointer_to,
-    prefetch,
-    stack_memory,
-)
+from engine.kernels.cpu.avx512 import LINE, prefetch, stack_memory
 from engine.kernels.cpu.compiling import compiles_for
+from engine.kernels.cpu.intrinsics import I8, I64, VOID, call, instruction, pointer_to
 
 TILE_ROWS, TILE_BYTES = 16, 64
 PATCH_BYTES = 4 * TILE_ROWS * TILE_BYTES

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
 from engine.kernels.cpu.compiling import compiled
+from engine.kernels.cpu.intrinsics import I16, I32, I64, instruction
 
 _NAN = np.uint16(0x7FC0)
 _ROUND, _ODD, _HALF_BITS = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
@@ -29,40 +29,38 @@ _ONE, _HALF = np.float32(1), np.float32(0.5)
 _BIAS, _MANTISSA = np.int32(127), np.int32(23)
 
 
-def _cast(source: Any, target: Any, as_llvm: Any) -> Any:
-    """Return an intrinsic that takes a number's bits for another type."""
+def _memory(kind: Any, as_llvm: Any) -> Any:
+    """Return a function that returns an array of a shape at an address."""
 
-    def cast(_typing: Any, _value: Any) -> Any:
-        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            return builder.bitcast(arguments[0], as_llvm)
+    @instruction(types.CPointer(kind), types.int64)
+    def pointer(builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, as_llvm.as_pointer())
 
-        return target(source), generate
+    @compiled
+    def values(address: int, shape: Any) -> Any:
+        return carray(pointer(address), shape)
 
-    return intrinsic(cast)
-
-
-def _pointer(target: Any, as_llvm: Any) -> Any:
-    """Return an intrinsic that makes a pointer of an address."""
-
-    def cast(_typing: Any, _address: Any) -> Any:
-        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], as_llvm.as_pointer())
-
-        return types.CPointer(target)(types.int64), generate
-
-    return intrinsic(cast)
+    return values
 
 
-float_of = _cast(types.uint32, types.float32, ir.FloatType())
-"""The float of 32 bits with these bits."""
-float_bits = _cast(types.float32, types.uint32, ir.IntType(32))
-"""The bits of a float of 32."""
-as_uint16 = _pointer(types.uint16, ir.IntType(16))
-"""Pointer to bfloat16, as its bits, at an address; the next are for the other types."""
-as_float32 = _pointer(types.float32, ir.FloatType())
-as_float64 = _pointer(types.float64, ir.DoubleType())
-as_int32 = _pointer(types.int32, ir.IntType(32))
-as_int64 = _pointer(types.int64, ir.IntType(64))
+bfloat16s = _memory(types.uint16, I16)
+"""As their bits."""
+int32s = _memory(types.int32, I32)
+int64s = _memory(types.int64, I64)
+float32s = _memory(types.float32, ir.FloatType())
+float64s = _memory(types.float64, ir.DoubleType())
+
+
+@instruction(types.float32, types.uint32)
+def float_of(builder: Any, bits: Any) -> Any:
+    """Return the float of 32 bits with these bits."""
+    return builder.bitcast(bits, ir.FloatType())
+
+
+@instruction(types.uint32, types.float32)
+def float_bits(builder: Any, value: Any) -> Any:
+    """Return the bits of a float of 32."""
+    return builder.bitcast(value, I32)
 
 
 @compiled
@@ -106,4 +104,4 @@ def silu(x: Any) -> Any:
 @compiled
 def bfloat16_row(address: int, row: int, width: int) -> Any:
     """Return one of rows that lie side by side."""
-    return carray(as_uint16(address + 2 * row * width), (width,))
+    return bfloat16s(address + 2 * row * width, width)

@@ -3,7 +3,6 @@
 Kernels load, compute and store vectors in Python as they do numbers. Addresses are integers.
 """
 
-import inspect
 import operator
 from collections.abc import Callable
 from functools import cache
@@ -13,16 +12,15 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core.datamodel import models, register_default
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
 from engine.kernels.cpu.compiling import compiles_for
+from engine.kernels.cpu.intrinsics import I8, I16, I32, I64, VOID, call, instruction, pointer_to
 
 LINE = 64
 """Bytes of a cache line, and of a vector."""
 LANES = 16
 
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-VOID, BYTES = ir.VoidType(), I8.as_pointer()
 _BITS, _HALVES, _INDEX = (ir.VectorType(ir.IntType(bits), LANES) for bits in (1, 16, 32))
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
@@ -69,37 +67,6 @@ def has_pairs() -> bool:
     return torch.cpu._is_avx512_bf16_supported() and compiles_for("avx512bf16")
 
 
-def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function for kernels of one that emits LLVM's instructions with a builder."""
-
-    def decorate(emit: Callable[..., Any]) -> Any:
-        def typing(_context: Any, *_given: Any) -> Any:
-            def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-                made = emit(builder, *values)
-                return context.get_dummy_value() if result is types.void else made
-
-            return result(*arguments), generate
-
-        typing.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
-        return intrinsic(typing)
-
-    return decorate
-
-
-def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """Call one of LLVM's intrinsics."""
-    function = builder.module.globals.get(name)
-    if function is None:
-        kind = ir.FunctionType(result, [each.type for each in arguments])
-        function = ir.Function(builder.module, kind, name)
-    return builder.call(function, arguments)
-
-
-def pointer_to(builder: Any, address: Any, offset: int = 0, kind: Any = I8) -> Any:
-    """Return a pointer to values of a kind at an address plus some bytes."""
-    return builder.inttoptr(builder.add(address, I64(offset)), kind.as_pointer())
-
-
 def load(builder: Any, address: Any, offset: int = 0, kind: Any = _FLOATS) -> Any:
     """Emit a load; like all loads and stores of vectors it need not be aligned."""
     return builder.load(pointer_to(builder, address, offset, kind), align=2)
@@ -143,27 +110,6 @@ def stack_memory(num_bytes: int) -> Any:
         return builder.ptrtoint(memory, I64)
 
     return address
-
-
-def in_function(name: str, emit: Callable[..., None]) -> Callable[..., None]:
-    """Return what calls a function of the kernel's own, which has these instructions.
-
-    LLVM takes much longer to optimize one large function than some small ones.
-    """
-
-    def emit_call(builder: Any, *arguments: Any) -> None:
-        function = builder.module.globals.get(name)
-        if function is None:
-            kind = ir.FunctionType(VOID, [each.type for each in arguments])
-            function = ir.Function(builder.module, kind, name)
-            function.linkage = "internal"
-            function.attributes.add("noinline")
-            inside = ir.IRBuilder(function.append_basic_block())
-            emit(inside, *function.args)
-            inside.ret_void()
-        builder.call(function, arguments)
-
-    return emit_call
 
 
 @instruction(FLOATS, types.int64)

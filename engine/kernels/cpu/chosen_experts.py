@@ -4,19 +4,17 @@ Each expert computes the tokens that chose it. Weights of an expert that none di
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
-from engine.kernels.cpu.arithmetic import as_float32, as_int64, bfloat16_row, narrow, silu
+from engine.kernels.cpu.arithmetic import bfloat16_row, float32s, int64s, narrow, silu
 from engine.kernels.cpu.avx512 import LANES, LINE, floats_at, stack_memory, store_rounded
 from engine.kernels.cpu.compiling import (
-    FIRST,
-    MAX_ARGUMENTS,
     Kernel,
+    arguments_of,
     compiled,
     own_shares,
     wait_for_others,
@@ -29,6 +27,40 @@ _scratch = stack_memory(2 * ROWS * SUMS_BYTES)
 _ZERO = np.float32(0)
 _SUMS_TOGETHER = 1 << 18
 """Bytes of sums that stay in a cache of the second level beside weights."""
+
+
+class _Arguments(NamedTuple):
+    """What the kernel takes; all but numbers are addresses, and values bfloat16 if not said."""
+
+    x: int
+    """[tokens, hidden]"""
+    gates: int
+    """[experts] int64: addresses of [inner / BLOCK, 2, hidden / 2, BLOCK, 2], each block of gates
+    before its ups."""
+    downs: int
+    """[experts] int64: addresses of [hidden / BLOCK, inner / 2, BLOCK, 2]."""
+    chosen: int
+    """[tokens, wanted] int64"""
+    weights: int
+    """[tokens, wanted] float32"""
+    target: int
+    """[tokens, hidden]"""
+    between: int
+    """Memory for [tokens * wanted, inner]."""
+    memory: int
+    """Some of each thread's own."""
+    tokens: int
+    wanted: int
+    hidden: int
+    inner: int
+    experts: int
+    thread_bytes: int
+    """Of a thread's own memory."""
+    blocks: int
+    """Of outputs, which are computed together (see `own_memory`)."""
+
+
+_arguments = arguments_of(len(_Arguments._fields))
 
 
 @compiled
@@ -52,24 +84,22 @@ def _sort(chosen: Any, firsts: Any, order: Any, pairs: int, experts: int) -> Non
 @compiled
 def _gather(own: Any, order: Any, first: int, rows: int, target: int) -> None:
     """Copy the inputs of some pairs next to each other."""
-    x, wanted, hidden = own[0], own[9], own[10]
     for row in range(rows):
-        source = bfloat16_row(x, order[first + row] // wanted, hidden)
-        copy = bfloat16_row(target, row, hidden)
-        for i in range(hidden):
+        source = bfloat16_row(own.x, order[first + row] // own.wanted, own.hidden)
+        copy = bfloat16_row(target, row, own.hidden)
+        for i in range(own.hidden):
             copy[i] = source[i]
 
 
 @compiled
 def _gate(own: Any, order: Any, first: int, rows: int, block: int, sums: int) -> None:
     """Store silu(gate) * up * weight of some pairs, one block of gates and ups being summed up."""
-    inner = own[11]
-    weights = carray(as_float32(own[4]), (own[8] * own[9],))
+    weights = float32s(own.weights, own.tokens * own.wanted)
     for row in range(rows):
         share = weights[order[first + row]]
-        gate = carray(as_float32(sums + row * SUMS_BYTES), (BLOCK,))
-        up = carray(as_float32(sums + (ROWS + row) * SUMS_BYTES), (BLOCK,))
-        out = bfloat16_row(own[6] + 2 * BLOCK * block, first + row, inner)
+        gate = float32s(sums + row * SUMS_BYTES, BLOCK)
+        up = float32s(sums + (ROWS + row) * SUMS_BYTES, BLOCK)
+        out = bfloat16_row(own.between + 2 * BLOCK * block, first + row, own.inner)
         for i in range(BLOCK):
             out[i] = narrow(silu(gate[i]) * up[i] * share)
 
@@ -77,9 +107,9 @@ def _gate(own: Any, order: Any, first: int, rows: int, block: int, sums: int) ->
 @compiled
 def _inner(own: Any, firsts: Any, order: Any, thread: int, threads: int, rows_at: int) -> None:
     """Compute this thread's part of what lies between the products of all experts."""
-    hidden, inner, experts = own[10], own[11], own[12]
-    addresses = carray(as_int64(own[1]), (experts,))
-    sums, blocks, size = _scratch(), inner // BLOCK, 2 * BLOCK * hidden
+    hidden, experts = own.hidden, own.experts
+    addresses = int64s(own.gates, experts)
+    sums, blocks, size = _scratch(), own.inner // BLOCK, 2 * BLOCK * hidden
     others = sums + ROWS * SUMS_BYTES
     total = 0
     for expert in range(experts):
@@ -107,10 +137,10 @@ def _inner(own: Any, firsts: Any, order: Any, thread: int, threads: int, rows_at
 @compiled
 def _outputs(own: Any, firsts: Any, order: Any, block: int, end_block: int, totals: int) -> None:
     """Compute some blocks of outputs of all tokens, which add up their experts in one order."""
-    tokens, wanted, hidden, inner, experts = own[8], own[9], own[10], own[11], own[12]
-    addresses = carray(as_int64(own[2]), (experts,))
+    tokens, inner, experts = own.tokens, own.inner, own.experts
+    addresses = int64s(own.downs, experts)
     sums, size = _scratch(), SUMS_BYTES * tokens
-    cleared = carray(as_float32(totals), ((end_block - block) * tokens * BLOCK,))
+    cleared = float32s(totals, (end_block - block) * tokens * BLOCK)
     for i in range(len(cleared)):
         cleared[i] = _ZERO
     for expert in range(experts):
@@ -119,48 +149,40 @@ def _outputs(own: Any, firsts: Any, order: Any, block: int, end_block: int, tota
             rows = min(ROWS, last - top)
             for each in range(block, end_block):
                 weights = addresses[expert] + 2 * BLOCK * each * inner
-                add_rows(own[6] + 2 * top * inner, 2 * inner, weights, inner // 2, sums, rows)
+                add_rows(own.between + 2 * top * inner, 2 * inner, weights, inner // 2, sums, rows)
                 for row in range(rows):
-                    token = order[top + row] // wanted
+                    token = order[top + row] // own.wanted
                     at = totals + (each - block) * size + SUMS_BYTES * token
-                    total = carray(as_float32(at), (BLOCK,))
-                    added = carray(as_float32(sums + row * SUMS_BYTES), (BLOCK,))
+                    total = float32s(at, BLOCK)
+                    added = float32s(sums + row * SUMS_BYTES, BLOCK)
                     for i in range(BLOCK):
                         total[i] += added[i]
     for each in range(block, end_block):
         for token in range(tokens):
             for i in range(0, BLOCK, LANES):
                 at = totals + (each - block) * size + SUMS_BYTES * token + 4 * i
-                target = own[5] + 2 * (token * hidden + each * BLOCK + i)
+                target = own.target + 2 * (token * own.hidden + each * BLOCK + i)
                 store_rounded(target, floats_at(at))
 
 
 def _compute(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    tokens, wanted, hidden, experts = own[8], own[9], own[10], own[12]
-    _, thread, threads = own_shares(arguments)
-    pairs = tokens * wanted
-    scratch = own[7] + thread * own[13]
-    rows_at = scratch + own[14] * SUMS_BYTES * tokens
+    own = _Arguments(*_arguments(pointer))
+    hidden, experts, pairs = own.hidden, own.experts, own.tokens * own.wanted
+    _, thread, threads = own_shares(pointer)
+    scratch = own.memory + thread * own.thread_bytes
+    rows_at = scratch + own.blocks * SUMS_BYTES * own.tokens
     sorted_at = rows_at + 2 * ROWS * hidden
-    firsts = carray(as_int64(sorted_at), (experts + 1,))
-    order = carray(as_int64(sorted_at + 8 * (experts + 1)), (pairs,))
-    _sort(carray(as_int64(own[3]), (pairs,)), firsts, order, pairs, experts)
+    firsts = int64s(sorted_at, experts + 1)
+    order = int64s(sorted_at + 8 * (experts + 1), pairs)
+    _sort(int64s(own.chosen, pairs), firsts, order, pairs, experts)
     _inner(own, firsts, order, thread, threads, rows_at)
-    wait_for_others(arguments)
+    wait_for_others(pointer)
     begin, end = part_of(hidden // BLOCK, thread, threads)
-    for block in range(begin, end, own[14]):
-        _outputs(own, firsts, order, block, min(end, block + own[14]), scratch)
+    for block in range(begin, end, own.blocks):
+        _outputs(own, firsts, order, block, min(end, block + own.blocks), scratch)
 
 
-compute = Kernel(_compute)
-"""Of bfloat16, where nothing else is said: x [tokens, hidden]; for each expert the addresses of
-[inner / BLOCK, 2, hidden / 2, BLOCK, 2], each block of gates before its ups, and of
-[hidden / BLOCK, inner / 2, BLOCK, 2]; chosen experts [tokens, wanted] in int64 and their weights in
-float32; target [tokens, hidden]; memory for [tokens * wanted, inner], and some of each thread's
-own; tokens, wanted, hidden, inner, experts; how many bytes are a thread's own, and how many blocks
-of outputs are computed together (see `own_memory`)."""
+compute = Kernel(_compute, len(_Arguments._fields))
 
 
 def own_memory(tokens: int, wanted: int, hidden: int, experts: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ A kernel is written in Python. Numba compiles it for this processor, to a functi
 64-bit integers: addresses of tensors, sizes, and floats as the bits that they have in 32.
 """
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -14,20 +15,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import numba
 import torch
-from llvmlite import ir
+from filelock import FileLock, Timeout
 from numba import types
-from numba.extending import intrinsic
 
-from engine.kernels.cpu.claims import claimed
+from engine.kernels.cpu.intrinsics import call_address, integers_at
 from engine.kernels.cpu.kept import kept_directory
 from engine.kernels.cpu.targets import compile_for_this_machine
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-FIRST = 4
-"""Index of a kernel's own arguments in the array; those before are for `own_shares` and
-`wait_for_others`."""
-MAX_ARGUMENTS = 24
+_TEAM = 4
+"""Numbers before a kernel's own arguments, for `own_shares` and `wait_for_others`."""
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _PATIENCE = 60.0
 """Seconds to wait for another process that compiles a kernel, before doing it as well."""
@@ -63,37 +61,35 @@ def compiled_apart(function: _Function) -> _Function:
     return result
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _ask(_typing: Any, _address: Any) -> Any:
-    """Call `int f(void)` at an address, or `void f(void)` for nothing that means anything."""
+def arguments_of(count: int) -> Any:
+    """Return a function that returns a kernel's own arguments, so many, for its body to call."""
+    return integers_at(_TEAM, count)
 
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        function = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        return builder.call(builder.inttoptr(arguments[0], function), [])
 
-    return types.int32(types.int64), generate
+_team = integers_at(0, _TEAM)
 
 
 @compiled
-def own_shares(arguments: Any) -> tuple[int, int, int]:
+def own_shares(pointer: Any) -> tuple[int, int, int]:
     """Return how many shares there are, the first one of this thread, and the step to its next.
 
     A team of threads may be smaller than what was asked for.
     """
-    return arguments[0], _ask(arguments[1]), _ask(arguments[2])
+    shares, thread, threads, _ = _team(pointer)
+    return shares, call_address(thread), call_address(threads)
 
 
 @compiled
-def own_rows(arguments: Any, rows: int) -> tuple[int, int]:
+def own_rows(pointer: Any, rows: int) -> tuple[int, int]:
     """Return the first of this thread's rows and the one behind its last."""
-    _, thread, threads = own_shares(arguments)
+    _, thread, threads = own_shares(pointer)
     return rows * thread // threads, rows * (thread + 1) // threads
 
 
 @compiled
-def wait_for_others(arguments: Any) -> None:
+def wait_for_others(pointer: Any) -> None:
     """Go on once all threads are here, and see what they have written."""
-    _ask(arguments[3])
+    call_address(_team(pointer)[3])
 
 
 class _OpenMp(NamedTuple):
@@ -129,9 +125,15 @@ def _openmp() -> _OpenMp:
 class Kernel:
     """A compiled function that computes its work in shares."""
 
-    def __init__(self, body: Callable[[Any], None]) -> None:
-        """Take the source, of a pointer to the arguments; it is compiled when it is first used."""
+    def __init__(self, body: Callable[[Any], None], arguments: int) -> None:
+        """Take the source; it is compiled when it is first used.
+
+        Args:
+            body: of a pointer, from which `arguments_of` and `own_shares` read.
+            arguments: how many it has of its own.
+        """
         self._body = body
+        self._packed = struct.Struct(f"{_TEAM + arguments}q").pack
 
     def compile_ahead(self) -> None:
         """Compile it now, unless another process does: then the first call waits for that.
@@ -139,23 +141,32 @@ class Kernel:
         Raises:
             numba.core.errors.NumbaError: it cannot be compiled.
         """
-        with claimed(self._claim, patience=0) as is_ours:
-            if is_ours and "_compiled" not in vars(self):
-                self._compiled = self._build()
+        if "_compiled" not in vars(self):
+            with contextlib.suppress(Timeout):
+                self._compiled = self._compile_alone(patience=0.0)
 
     @cached_property
     def _compiled(self) -> Any:
-        with claimed(self._claim, _PATIENCE):
-            return self._build()
+        # Without locks, or after a minute, several processes compile: the last one's is kept.
+        with contextlib.suppress(Timeout, NotImplementedError):
+            return self._compile_alone(_PATIENCE)
+        return self._compile()
 
-    @property
-    def _claim(self) -> str | None:
-        """What a process claims that compiles it, where others can load the result."""
+    def _compile_alone(self, patience: float) -> Any:
+        """Compile while no other process does that can load the result.
+
+        Raises:
+            filelock.Timeout: another one does for longer than these seconds.
+            NotImplementedError: the file system has no locks.
+        """
         directory = _kept_directory()
+        if directory is None:
+            return self._compile()
         name = f"{self._body.__module__}.{self._body.__qualname__}.lock"
-        return None if directory is None else os.path.join(directory, name)
+        with FileLock(os.path.join(directory, name), patience):
+            return self._compile()
 
-    def _build(self) -> Any:
+    def _compile(self) -> Any:
         pointer = types.CPointer(types.int64)
         kept = _kept_directory() is not None
         return numba.cfunc(types.void(pointer), cache=kept, **_OPTIONS)(self._body)
@@ -170,24 +181,14 @@ class Kernel:
         Raises:
             numba.core.errors.NumbaError: it cannot be compiled.
             OSError: there are no threads.
+            struct.error: these are not as many arguments as the kernel has.
         """
         openmp = _openmp()
-        given = _packer(len(arguments))(shares, *openmp.functions, *arguments)
+        given = self._packed(shares, *openmp.functions, *arguments)
         if shares == 1:
             self._entry(given)
         else:
             openmp.parallel(self._compiled.address, given, shares, 0)
-
-
-@cache
-def _packer(count: int) -> Callable[..., bytes]:
-    """Return what lays out so many arguments, in a third of the time of an array of ctypes.
-
-    Raises:
-        struct.error: they are more than a kernel has.
-    """
-    unused = 8 * (MAX_ARGUMENTS - FIRST - count)
-    return struct.Struct(f"{FIRST + count}q{unused}x").pack
 
 
 def threads_for(rows: int, values: int, enough: int) -> int:

@@ -7,10 +7,9 @@ row. Sums of chunks are added up in 64 bits.
 from typing import Any
 
 import numpy as np
-from numba import carray
 
-from engine.kernels.cpu.arithmetic import as_float32, as_float64, as_int32, as_int64
-from engine.kernels.cpu.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_rows
+from engine.kernels.cpu.arithmetic import float32s, float64s, int32s, int64s
+from engine.kernels.cpu.compiling import Kernel, arguments_of, compiled, own_rows
 from engine.kernels.cpu.logits import (
     LOWEST_ORDER,
     logit_of,
@@ -24,6 +23,7 @@ CHUNK = 128
 """Tokens whose weights are added up first."""
 
 _ZERO = np.float32(0)
+_arguments = arguments_of(9)
 
 
 @compiled
@@ -54,17 +54,14 @@ def _first_above(values: Any, count: int, before: float, target: float) -> tuple
 
 
 def _draw(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    logits, is_wide, scales, uniforms, target = own[0], own[1], own[2], own[3], own[4]
-    scratch, stride, rows, vocab = own[5], own[6], own[7], own[8]
-    scale, uniform = carray(as_float32(scales), (rows,)), carray(as_float64(uniforms), (rows,))
-    drawn = carray(as_int64(target), (rows,))
-    first_row, end = own_rows(arguments, rows)
+    logits, is_wide, scales, uniforms, target, scratch, stride, rows, vocab = _arguments(pointer)
+    scale, uniform = float32s(scales, rows), float64s(uniforms, rows)
+    drawn = int64s(target, rows)
+    first_row, end = own_rows(pointer, rows)
     chunks = (vocab + CHUNK - 1) // CHUNK
     held = scratch + 4 * stride * first_row
-    chunk, bits = carray(as_float32(held), (CHUNK,)), carray(as_int32(held), (CHUNK,))
-    sums = carray(as_float32(held + 4 * CHUNK), (chunks,))
+    chunk, bits = float32s(held, CHUNK), int32s(held, CHUNK)
+    sums = float32s(held + 4 * CHUNK, chunks)
     for row in range(first_row, end):
         values = row_at(logits, is_wide, vocab, row)
         largest = _largest(values, is_wide, vocab, chunk, bits)
@@ -83,7 +80,7 @@ def _draw(pointer: Any) -> None:
         drawn[row] = index * CHUNK + found
 
 
-draw = Kernel(_draw)
+draw = Kernel(_draw, 9)
 """Of logits [rows, vocab] in bfloat16, or in float32 if what follows is 1; scales [rows] in float32
 that they are multiplied with; uniform numbers [rows] in float64; target [rows] int64; scratch
 [rows, stride] in float32, of which each thread uses what begins at its first row; stride, at least

@@ -4,22 +4,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from engine.kernels.cpu.arithmetic import (
-    as_float32,
-    as_int64,
     bfloat16_row,
     exponential,
+    float32s,
+    int64s,
     narrow,
     silu,
     widen,
 )
 from engine.kernels.cpu.compiling import (
-    FIRST,
-    MAX_ARGUMENTS,
     Kernel,
+    arguments_of,
     compiled,
     own_rows,
     threads_for,
@@ -31,6 +29,8 @@ _SHARED_SCORES = 1 << 12
 """Scores from which on all threads choose."""
 _SHARED_VALUES = 1 << 15
 """Values from which on all threads gate."""
+
+_eight, _nine = arguments_of(8), arguments_of(9)
 
 
 @compiled
@@ -48,14 +48,10 @@ def _softmax(scores: Any, count: int, shares: Any) -> None:
 
 
 def _choose(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    scores, stride, rows, count = own[0], own[1], own[2], own[3]
-    wanted, normalizes, scratch = own[4], own[5], own[8]
-    chosen = carray(as_int64(own[6]), (rows, wanted))
-    weights = carray(as_float32(own[7]), (rows, wanted))
-    first, end = own_rows(arguments, rows)
-    shares = carray(as_float32(scratch + 4 * count * first), (count,))
+    scores, stride, rows, count, wanted, normalizes, experts, shares_of, scratch = _nine(pointer)
+    chosen, weights = int64s(experts, (rows, wanted)), float32s(shares_of, (rows, wanted))
+    first, end = own_rows(pointer, rows)
+    shares = float32s(scratch + 4 * count * first, count)
     for row in range(first, end):
         _softmax(bfloat16_row(scores, row, stride), count, shares)
         total = _ZERO
@@ -72,7 +68,7 @@ def _choose(pointer: Any) -> None:
                 weights[row, place] = weights[row, place] / total
 
 
-choose = Kernel(_choose)
+choose = Kernel(_choose, 9)
 """Of scores [rows, experts] in bfloat16: how many values rows are apart, rows, experts, how many of
 them are chosen, whether the weights of these are to add up to one; target experts [rows, chosen] in
 int64, the most likely first, and weights [rows, chosen] in float32; scratch [rows, experts] in
@@ -80,13 +76,9 @@ float32."""
 
 
 def _gate_chosen(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    source, target, rows, count = own[0], own[3], own[4], own[5]
-    inner, wanted = own[6], own[7]
-    chosen = carray(as_int64(own[1]), (rows, wanted))
-    weights = carray(as_float32(own[2]), (rows, wanted))
-    first, end = own_rows(arguments, rows)
+    source, experts, shares_of, target, rows, count, inner, wanted = _eight(pointer)
+    chosen, weights = int64s(experts, (rows, wanted)), float32s(shares_of, (rows, wanted))
+    first, end = own_rows(pointer, rows)
     for row in range(first, end):
         for expert in range(count):
             place = row * count + expert
@@ -105,7 +97,7 @@ def _gate_chosen(pointer: Any) -> None:
                 out[i] = narrow(silu(widen(gate[i])) * widen(up[i]) * share)
 
 
-gate_chosen = Kernel(_gate_chosen)
+gate_chosen = Kernel(_gate_chosen, 8)
 """Of bfloat16: source [rows, experts, 2 * inner]; experts [rows, chosen] in int64 and their weights
 in float32; target [rows, experts, inner], silu(gate) * up * weight of those that are chosen, else
 zero; rows, experts, inner, chosen."""

@@ -6,13 +6,12 @@ among the k largest. A cut is found by bisection of the orders of logits, with a
 candidates for each bit: nothing is sorted, and equal logits are cut off together.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray
 
-from engine.kernels.cpu.arithmetic import as_float32, as_float64, as_int32, as_int64
-from engine.kernels.cpu.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.kernels.cpu.arithmetic import float32s, float64s, int32s, int64s
+from engine.kernels.cpu.compiling import Kernel, arguments_of, compiled, own_shares
 from engine.kernels.cpu.logits import (
     LOWEST_ORDER,
     logit_of,
@@ -177,21 +176,49 @@ def _search(orders: Any, weights: Any, count: int, least: Any, uniform: float) -
     return found
 
 
+class _Arguments(NamedTuple):
+    """What the kernel takes; all but numbers are addresses."""
+
+    logits: int
+    """[rows, vocab] bfloat16, or float32 if it `is_wide`."""
+    is_wide: int
+    rows: int
+    vocab: int
+    scales: int
+    """[rows] float32, which logits are multiplied with."""
+    uniforms: int
+    """[rows] float64"""
+    top_k: int
+    """[rows] int64; 0 for all."""
+    top_p: int
+    """[rows] float64"""
+    depths: int
+    """[rows] float32: by how much a logit may be below the largest of its row."""
+    target: int
+    """[rows] int64: the tokens; -1 where the largest logit is no number."""
+    scratch: int
+    """[threads, stride] float32"""
+    stride: int
+    """At least `scratch_size`."""
+
+
+_arguments = arguments_of(len(_Arguments._fields))
+
+
 def _draw(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    logits, is_wide, rows, vocab = own[0], own[1], own[2], own[3]
-    scales, uniforms = carray(as_float32(own[4]), (rows,)), carray(as_float64(own[5]), (rows,))
-    top_k, top_p = carray(as_int64(own[6]), (rows,)), carray(as_float64(own[7]), (rows,))
-    depths, drawn = carray(as_float32(own[8]), (rows,)), carray(as_int64(own[9]), (rows,))
-    _, thread, threads = own_shares(arguments)
+    own = _Arguments(*_arguments(pointer))
+    logits, is_wide, rows, vocab = own.logits, own.is_wide, own.rows, own.vocab
+    scales, uniforms = float32s(own.scales, rows), float64s(own.uniforms, rows)
+    top_k, top_p = int64s(own.top_k, rows), float64s(own.top_p, rows)
+    depths, drawn = float32s(own.depths, rows), int64s(own.target, rows)
+    _, thread, threads = own_shares(pointer)
     chunks, room = (vocab + CHUNK - 1) // CHUNK, vocab + BLOCK
-    held = own[10] + 4 * own[11] * thread
-    chunk, bits = carray(as_float32(held), (CHUNK,)), carray(as_int32(held), (CHUNK,))
-    maxima = carray(as_int32(held + 4 * CHUNK), (chunks,))
+    held = own.scratch + 4 * own.stride * thread
+    chunk, bits = float32s(held, CHUNK), int32s(held, CHUNK)
+    maxima = int32s(held + 4 * CHUNK, chunks)
     held += 4 * (CHUNK + chunks)
-    orders, tokens = carray(as_int32(held), (room,)), carray(as_int32(held + 4 * room), (room,))
-    weights = carray(as_float32(held + 8 * room), (room,))
+    orders, tokens = int32s(held, room), int32s(held + 4 * room, room)
+    weights = float32s(held + 8 * room, room)
     for row in range(rows * thread // threads, rows * (thread + 1) // threads):
         values = row_at(logits, is_wide, vocab, row)
         high = _find_maxima(values, is_wide, vocab, chunk, bits, maxima)
@@ -225,12 +252,7 @@ def _draw(pointer: Any) -> None:
         drawn[row] = tokens[_search(orders, weights, count, least, uniforms[row])]
 
 
-draw = Kernel(_draw)
-"""Of logits [rows, vocab] in bfloat16, or in float32 if what follows is 1; rows, vocab; scales
-[rows] in float32 that logits are multiplied with; uniform numbers [rows] in float64; top-k [rows]
-in int64, 0 for all; top-p [rows] in float64; depths [rows] in float32, by how much a logit may be
-below the largest of its row; target [rows] in int64, -1 where the largest is no number; scratch
-[threads, stride] in float32; stride, at least `scratch_size`."""
+draw = Kernel(_draw, len(_Arguments._fields))
 
 
 def scratch_size(vocab: int) -> int:

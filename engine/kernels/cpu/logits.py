@@ -7,13 +7,12 @@ there is among floats that are no numbers.
 from typing import Any
 
 import numpy as np
-from numba import carray
 from torch import Tensor
 
 from engine.kernels.cpu.arithmetic import (
-    as_float32,
-    as_uint16,
+    bfloat16s,
     exponential,
+    float32s,
     float_bits,
     float_of,
     widen,
@@ -62,11 +61,11 @@ def row_at(logits: int, is_wide: int, vocab: int, row: int) -> int:
 def widen_chunk(row: int, is_wide: int, first: int, count: int, chunk: Any) -> None:
     """Copy logits of a row to float32."""
     if is_wide:
-        wide = carray(as_float32(row + 4 * first), (count,))
+        wide = float32s(row + 4 * first, count)
         for i in range(count):
             chunk[i] = wide[i]
     else:
-        narrow = carray(as_uint16(row + 2 * first), (count,))
+        narrow = bfloat16s(row + 2 * first, count)
         for i in range(count):
             chunk[i] = widen(narrow[i])
 

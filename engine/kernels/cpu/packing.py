@@ -4,9 +4,7 @@ Scores add up over pairs of a head's dimensions, so that keys are transposed; re
 pairs of keys, so that neighbours' values are interleaved.
 """
 
-from numba import carray
-
-from engine.kernels.cpu.arithmetic import as_int32, as_int64
+from engine.kernels.cpu.arithmetic import int32s, int64s
 from engine.kernels.cpu.avx512 import LANES, interleave, transposition
 from engine.kernels.cpu.compiling import compiled
 from engine.kernels.cpu.pair_sums import PAIR_BYTES, WIDTH
@@ -36,8 +34,8 @@ def find_keys(
         head: address of the head's first key in the cache
         row: bytes that are stored of a token
     """
-    found = carray(as_int64(addresses), (count + STRIP,))
-    blocks = carray(as_int32(table), (first // block_size + count + 1,))
+    found = int64s(addresses, count + STRIP)
+    blocks = int32s(table, first // block_size + count + 1)
     block, at = first // block_size, first % block_size
     here = head + (blocks[block] * block_size + at) * row
     for key in range(count):
@@ -70,13 +68,13 @@ def pack_keys(addresses: int, count: int, head_dim: int, packed: int) -> None:
 
 @compiled
 def pack_values(
-    addresses: int, behind: int, count: int, most: int, head_dim: int, packed: int
+    addresses: int, behind: int, count: int, room: int, head_dim: int, packed: int
 ) -> None:
-    """Interleave values, which lie `behind` the keys, to [head_dim / WIDTH, most / 2, WIDTH, 2]."""
-    found = carray(as_int64(addresses), (count + STRIP,))
+    """Interleave values, which lie `behind` the keys, to [head_dim / WIDTH, room / 2, WIDTH, 2]."""
+    found = int64s(addresses, count + STRIP)
     for key in range(0, count, 2):
         one, other = found[key] + behind, found[key + 1] + behind
         for chunk in range(head_dim // CHUNK):
             block, column = chunk * CHUNK // WIDTH, chunk * CHUNK % WIDTH
-            target = packed + PAIR_BYTES * (block * most + key) // 2 + 4 * column
+            target = packed + PAIR_BYTES * (block * room + key) // 2 + 4 * column
             interleave(one + 2 * chunk * CHUNK, other + 2 * chunk * CHUNK, target)

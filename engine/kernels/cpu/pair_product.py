@@ -7,13 +7,12 @@ next one is read ahead, into a cache of the second level.
 from typing import Any
 
 import numpy as np
-from numba import carray
 
-from engine.kernels.cpu.arithmetic import as_float32
+from engine.kernels.cpu.arithmetic import float32s
 from engine.kernels.cpu.avx512 import LINE, stack_memory
-from engine.kernels.cpu.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled_apart, own_shares
+from engine.kernels.cpu.compiling import Kernel, compiled_apart, own_shares
 from engine.kernels.cpu.pair_sums import GROUP, PAIR_BYTES, SUMS_BYTES, WIDTH, adder
-from engine.kernels.cpu.results import part_of, store_results
+from engine.kernels.cpu.results import Product, part_of, product_arguments, store_results
 
 BLOCK = WIDTH
 """Outputs whose weights lie together, [inputs / 2, BLOCK, 2]."""
@@ -44,7 +43,7 @@ def add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int
     if groups == 1:
         _add_alone(rows, x, stride, columns, pairs, sums, columns + _AHEAD)
         return
-    start = carray(as_float32(sums), (rows * WIDTH,))
+    start = float32s(sums, rows * WIDTH)
     for i in range(rows * WIDTH):
         start[i] = _ZERO
     each = (rows + groups - 1) // groups
@@ -68,23 +67,22 @@ def add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int
 
 
 def _product(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    x, weights, rows, inputs = own[0], own[1], own[6], own[7]
-    outputs, column_parts, row_parts = own[8], own[9], own[10]
-    num_shares, thread, threads = own_shares(arguments)
+    own = Product(*product_arguments(pointer))
+    rows, inputs, column_parts = own.rows, own.inputs, own.column_parts
+    num_shares, thread, threads = own_shares(pointer)
     sums = _scratch()
     for share in range(thread, num_shares, threads):
-        begin, end = part_of(outputs // BLOCK, share % column_parts, column_parts)
-        group, end_group = part_of((rows + GROUP - 1) // GROUP, share // column_parts, row_parts)
+        begin, end = part_of(own.outputs // BLOCK, share % column_parts, column_parts)
+        group, end_group = part_of(
+            (rows + GROUP - 1) // GROUP, share // column_parts, own.row_parts
+        )
         end_row = min(end_group * GROUP, rows)
         for block in range(begin, end):
-            of_block = weights + 2 * BLOCK * block * inputs
+            of_block = own.weights + 2 * BLOCK * block * inputs
             for top in range(group * GROUP, end_row, ROWS):
                 count = min(ROWS, end_row - top)
-                add_rows(x + 2 * top * inputs, 2 * inputs, of_block, inputs // 2, sums, count)
+                add_rows(own.x + 2 * top * inputs, 2 * inputs, of_block, inputs // 2, sums, count)
                 store_results(own, sums, SUMS_BYTES, top, count, block * BLOCK, BLOCK)
 
 
-product = Kernel(_product)
-"""See `engine.kernels.cpu.products`; weights are [outputs / BLOCK, inputs / 2, BLOCK, 2]."""
+product = Kernel(_product, len(Product._fields))

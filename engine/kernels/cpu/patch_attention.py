@@ -10,11 +10,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray
+from numba import types
 
-from engine.kernels.cpu.arithmetic import as_float32, as_int64, as_uint16, float_of
+from engine.kernels.cpu.arithmetic import bfloat16s, float32s, float_of, int64s
 from engine.kernels.cpu.avx512 import LANES, LINE
-from engine.kernels.cpu.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.kernels.cpu.compiling import Kernel, arguments_of, compiled, own_shares
+from engine.kernels.cpu.intrinsics import instruction
 from engine.kernels.cpu.packing import CHUNK, STRIP, find_keys, pack_keys, pack_values
 from engine.kernels.cpu.pair_sums import GROUP, SUMS_BYTES, WIDTH, adder
 from engine.kernels.cpu.softmax import (
@@ -38,6 +39,41 @@ _SCORES_BYTES = GROUP * SUMS_BYTES
 
 
 _add_up = adder()
+
+
+class _Arguments(NamedTuple):
+    """What the kernel takes; all but numbers are addresses."""
+
+    queries: int
+    """[tokens, group * kv_heads, head_dim] bfloat16, tokens `query_stride` values apart"""
+    cache: int
+    """[blocks, block_size, 2, kv_heads, head_dim] bfloat16, of a layer"""
+    target: int
+    """[tokens, group * kv_heads * head_dim] bfloat16"""
+    sinks: int
+    """[group * kv_heads] float32, divided by the scale of scores; or 0"""
+    tables: int
+    """[rows, table_width] int32"""
+    patches: int
+    """[patches, 4] int64: row, first token, its position, number of tokens"""
+    begins: int
+    """[shares + 1] int64: the first task of each share, and the end"""
+    memory: int
+    """[shares, share_bytes]"""
+    query_stride: int
+    table_width: int
+    block_size: int
+    share_bytes: int
+    window: int
+    """Keys that a query sees, its own among them; `NO_WINDOW` for all"""
+    scale: int
+    """Of scores, times the logarithm of e to base 2; of capped ones without their scale"""
+    cap: int
+    """What `softmax.cap_scores` asks for, as the next; or 0 and 0"""
+    power: int
+
+
+_arguments = arguments_of(len(_Arguments._fields))
 
 
 class _Shape(NamedTuple):
@@ -85,6 +121,18 @@ class _Memory(NamedTuple):
     """Of what was added up before."""
 
 
+_ADDRESSES = types.UniTuple(types.int64, len(_Memory._fields))
+
+
+@instruction(_ADDRESSES, types.int64, _ADDRESSES)
+def _places(builder: Any, start: Any, offsets: Any) -> Any:
+    """Return where each thing is in memory that begins somewhere."""
+    for i in range(len(_Memory._fields)):
+        place = builder.add(start, builder.extract_value(offsets, i))
+        offsets = builder.insert_value(offsets, place, i)
+    return offsets
+
+
 def fits(head_dim: int) -> bool:
     """Whether the kernel takes heads of this size."""
     return head_dim % CHUNK == 0
@@ -127,19 +175,19 @@ def _begin(at: Any, shape: Any, queries: int, stride: int, tokens: int, sinks: i
     """Copy the queries of a patch side by side; nothing is added up yet."""
     width, rows = shape.group * shape.head_dim, tokens * shape.group
     for token in range(tokens):
-        source = carray(as_uint16(queries + 2 * token * stride), (width,))
-        target = carray(as_uint16(at.queries + 2 * token * width), (width,))
+        source = bfloat16s(queries + 2 * token * stride, width)
+        target = bfloat16s(at.queries + 2 * token * width, width)
         for i in range(width):
             target[i] = source[i]
-    results = carray(as_float32(at.results), (rows * shape.padded,))
+    results = float32s(at.results, rows * shape.padded)
     for i in range(rows * shape.padded):
         results[i] = _ZERO
-    sums = carray(as_float32(at.sums), (rows * LANES,))
-    maximums = carray(as_float32(at.maximums), (rows * LANES,))
+    sums = float32s(at.sums, rows * LANES)
+    maximums = float32s(at.maximums, rows * LANES)
     for row in range(rows):
         maximum = _LOWEST
         if sinks:
-            maximum = carray(as_float32(sinks), (shape.group,))[row % shape.group]
+            maximum = float32s(sinks, shape.group)[row % shape.group]
         for lane in range(LANES):
             sums[row * LANES + lane] = _ZERO
             maximums[row * LANES + lane] = maximum
@@ -152,8 +200,8 @@ def _weigh(at: Any, query: int, slot: int, first: int, end: int, scale: Any) -> 
     """Make weights of the scores of a query, in its group's slot, for keys between two."""
     maximum, sums = at.maximums + LINE * query, at.sums + LINE * query
     scores, weights = at.scores + SUMS_BYTES * slot, at.weights + 2 * KEYS * slot
-    lanes = carray(as_float32(at.lanes), (LANES,))
-    known = carray(as_float32(maximum), (LANES,))
+    lanes = float32s(at.lanes, LANES)
+    known = float32s(maximum, LANES)
     for lane in range(LANES):
         lanes[lane] = known[lane]
     for here in range(0, end, WIDTH):
@@ -183,7 +231,7 @@ def _attend_group(
         own = position + (top + slot) // shape.group + 1 - tile
         end = max(0, min(seen, own))
         _weigh(at, top + slot, slot, max(0, own - score.window), end, score.scale)
-        weights = carray(as_uint16(at.weights + 2 * KEYS * slot), (KEYS,))
+        weights = bfloat16s(at.weights + 2 * KEYS * slot, KEYS)
         for i in range((end + WIDTH - 1) // WIDTH * WIDTH, (seen + 1) // 2 * 2):
             weights[i] = 0
     for chunk in range(shape.padded // WIDTH):
@@ -240,72 +288,33 @@ def _store(at: Any, shape: Any, tokens: int, heads: int, target: int) -> None:
 def patch_attention(group: int, head_dim: int, kv_heads: int) -> Kernel:
     """Return the kernel for a shape of heads: `group` query heads to each KV head.
 
-    A task is one KV head of one patch. Arguments, addresses first:
-
-    - queries [tokens, group * kv_heads, head_dim] bfloat16, the tokens' `query_stride` values apart
-    - the layer's KV cache [blocks, block_size, 2, kv_heads, head_dim] bfloat16
-    - result [tokens, group * kv_heads * head_dim] bfloat16
-    - sinks [group * kv_heads] float32, divided by the scale of scores, or 0
-    - block tables [rows, table_width] int32
-    - patches [patches, 4] int64: row, first token, its position, number of tokens
-    - the first task of each share, and the end, int64
-    - scratch memory, `scratch` bytes for each share
-    - query_stride, table_width, block_size, scratch
-    - keys that a query sees including its own, `NO_WINDOW` for all; scale of scores times the
-      logarithm of e to base 2, of capped ones without the scale; what `softmax.cap_scores` asks
-      for, or 0 and 0
+    Its arguments are `_Arguments`. A task is one KV head of one patch.
     """
     heads, (_, _, padded, row_bytes) = group * kv_heads, _shape(group, head_dim, kv_heads)
     sizes = _sizes(_shape(group, head_dim, kv_heads))
-    to = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+    offsets = tuple(sum(sizes[:i]) for i in range(len(sizes)))
 
     def attend(pointer: Any) -> None:
-        arguments = carray(pointer, (MAX_ARGUMENTS,))
-        own = arguments[FIRST:]
-        num_shares, thread, threads = own_shares(arguments)
-        begins = carray(as_int64(own[6]), (num_shares + 1,))
+        own = _Arguments(*_arguments(pointer))
+        num_shares, thread, threads = own_shares(pointer)
+        begins = int64s(own.begins, num_shares + 1)
         shape = _Shape(group, head_dim, padded, row_bytes)
-        scale, cap, power = own[13], own[14], own[15]
-        score = _Scores(
-            own[12],
-            float_of(np.uint32(scale)),
-            float_of(np.uint32(cap)),
-            float_of(np.uint32(power)),
-        )
+        score = _Scores(own.window, float_of(own.scale), float_of(own.cap), float_of(own.power))
         for share in range(thread, num_shares, threads):
-            held = own[7] + share * own[11]
-            at = _Memory(
-                held + to[0],
-                held + to[1],
-                held + to[2],
-                held + to[3],
-                held + to[4],
-                held + to[5],
-                held + to[6],
-                held + to[7],
-                held + to[8],
-                held + to[9],
-                held + to[10],
-                held + to[11],
-            )
+            at = _Memory(*_places(own.memory + share * own.share_bytes, offsets))
             for task in range(begins[share], begins[share + 1]):
                 head = task % kv_heads
-                patch = carray(as_int64(own[5] + 32 * (task // kv_heads)), (4,))
+                patch = int64s(own.patches + 32 * (task // kv_heads), 4)
                 row, token, position, tokens = patch[0], patch[1], patch[2], patch[3]
-                sinks = own[3] + 4 * head * group if own[3] else 0
-                asked = own[0] + 2 * (token * own[8] + head * group * head_dim)
-                _begin(at, shape, asked, own[8], tokens, sinks)
-                _attend_patch(
-                    at,
-                    shape,
-                    score,
-                    own[1] + 2 * head * head_dim,
-                    own[4] + 4 * row * own[9],
-                    own[10],
-                    position,
-                    tokens,
+                sinks = own.sinks + 4 * head * group if own.sinks else 0
+                asked = own.queries + 2 * (token * own.query_stride + head * group * head_dim)
+                _begin(at, shape, asked, own.query_stride, tokens, sinks)
+                keys, table = (
+                    own.cache + 2 * head * head_dim,
+                    own.tables + 4 * row * own.table_width,
                 )
+                _attend_patch(at, shape, score, keys, table, own.block_size, position, tokens)
                 at_head = token * heads + head * group
-                _store(at, shape, tokens, heads, own[2] + 2 * at_head * head_dim)
+                _store(at, shape, tokens, heads, own.target + 2 * at_head * head_dim)
 
-    return Kernel(attend)
+    return Kernel(attend, len(_Arguments._fields))

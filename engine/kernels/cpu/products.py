@@ -27,15 +27,10 @@ _agreed: dict[tuple[Kernel, int, int, bool], bool] = {}
 
 
 class ProductKernel(NamedTuple):
-    """A kernel, and what it asks of a product.
-
-    Its arguments are rows [rows, inputs], packed weights, bias [outputs] or 0, addends
-    [rows, outputs] or 0, target [rows, outputs], a palette of tiles; rows, inputs, outputs, in how
-    many parts columns and groups of rows are divided, and inputs that are added up at once. All
-    values are bfloat16.
-    """
+    """A kernel, and what it asks of a product."""
 
     compute: Kernel
+    """Its arguments are those of `engine.kernels.cpu.results.Product`."""
     block: int
     """Outputs whose weights lie together."""
     input_block: int

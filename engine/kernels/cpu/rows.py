@@ -4,22 +4,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from engine.kernels.cpu.arithmetic import (
-    as_float32,
-    as_int64,
     bfloat16_row,
+    float32s,
     float_of,
+    int64s,
     narrow,
     silu,
     widen,
 )
 from engine.kernels.cpu.compiling import (
-    FIRST,
-    MAX_ARGUMENTS,
     Kernel,
+    arguments_of,
     bits_of,
     own_rows,
     threads_for,
@@ -30,13 +28,13 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 _SHARED_VALUES = 1 << 15
 """Values from which on a kernel of rows has all threads: one takes some 10 us for as many."""
 
+_four, _six, _seven, _nine = (arguments_of(count) for count in (4, 6, 7, 9))
+
 
 def _rms_norm(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    source, weights, target, rows, width, eps = own[0], own[1], own[2], own[3], own[4], own[5]
-    weight = carray(as_float32(weights), (width,))
-    first, end = own_rows(arguments, rows)
+    source, weights, target, rows, width, eps = _six(pointer)
+    weight = float32s(weights, width)
+    first, end = own_rows(pointer, rows)
     for row in range(first, end):
         x, out = bfloat16_row(source, row, width), bfloat16_row(target, row, width)
         squares = _ZERO
@@ -44,18 +42,15 @@ def _rms_norm(pointer: Any) -> None:
             value = widen(x[i])
             squares += value * value
         mean = squares / np.float32(width)
-        scale = _ONE / np.sqrt(mean + float_of(np.uint32(eps)))
+        scale = _ONE / np.sqrt(mean + float_of(eps))
         for i in range(width):
             out[i] = narrow(widen(x[i]) * scale * weight[i])
 
 
 def _rms_norm_heads(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    source, weights, tokens, stride, heads = own[0], own[1], own[2], own[3], own[4]
-    dim, eps = own[5], float_of(np.uint32(own[6]))
-    weight = carray(as_float32(weights), (heads, dim))
-    first, end = own_rows(arguments, tokens)
+    source, weights, tokens, stride, heads, dim, eps = _seven(pointer)
+    weight = float32s(weights, (heads, dim))
+    first, end = own_rows(pointer, tokens)
     for token in range(first, end):
         for head in range(heads):
             x = bfloat16_row(source + 2 * (token * stride + head * dim), 0, dim)
@@ -63,16 +58,14 @@ def _rms_norm_heads(pointer: Any) -> None:
             for i in range(dim):
                 value = widen(x[i])
                 squares += value * value
-            scale = _ONE / np.sqrt(squares / np.float32(dim) + eps)
+            scale = _ONE / np.sqrt(squares / np.float32(dim) + float_of(eps))
             for i in range(dim):
                 x[i] = narrow(widen(x[i]) * scale * weight[head, i])
 
 
 def _swiglu(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    source, target, rows, inner = own[0], own[1], own[2], own[3]
-    first, end = own_rows(arguments, rows)
+    source, target, rows, inner = _four(pointer)
+    first, end = own_rows(pointer, rows)
     for row in range(first, end):
         gate, up = bfloat16_row(source, 2 * row, inner), bfloat16_row(source, 2 * row + 1, inner)
         out = bfloat16_row(target, row, inner)
@@ -81,13 +74,10 @@ def _swiglu(pointer: Any) -> None:
 
 
 def _rotate_and_store(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    source, cosines, sines, cache, slots = own[0], own[1], own[2], own[3], own[4]
-    tokens, heads, kv_heads, dim = own[5], own[6], own[7], own[8]
+    source, cosines, sines, cache, slots, tokens, heads, kv_heads, dim = _nine(pointer)
     half, first_kept, kept = dim // 2, heads * dim, 2 * kv_heads * dim
-    slot = carray(as_int64(slots), (tokens,))
-    first, end = own_rows(arguments, tokens)
+    slot = int64s(slots, tokens)
+    first, end = own_rows(pointer, tokens)
     for token in range(first, end):
         qkv = bfloat16_row(source, token, first_kept + kept)
         cos, sin = bfloat16_row(cosines, token, dim), bfloat16_row(sines, token, dim)
@@ -102,14 +92,14 @@ def _rotate_and_store(pointer: Any) -> None:
             stored[i] = qkv[first_kept + i]
 
 
-rms_norm = Kernel(_rms_norm)
+rms_norm = Kernel(_rms_norm, 6)
 """Of bfloat16: source, weights in float32, target, rows, width, eps."""
-rms_norm_heads = Kernel(_rms_norm_heads)
+rms_norm_heads = Kernel(_rms_norm_heads, 7)
 """Of bfloat16, in place: heads [tokens, heads, dim], weights [heads, dim] in float32, tokens, how
 many values tokens are apart, heads, dim, eps."""
-swiglu = Kernel(_swiglu)
+swiglu = Kernel(_swiglu, 4)
 """Of bfloat16: source [rows, 2 * inner], target [rows, inner], rows, inner."""
-rotate_and_store = Kernel(_rotate_and_store)
+rotate_and_store = Kernel(_rotate_and_store, 9)
 """Of bfloat16: queries, keys and values [tokens, (heads + 2 * kv_heads) * dim], of which the first
 two are rotated in place; cosines and sines [tokens, dim]; the layer's KV cache, which gets the last
 two; slots [tokens] int64; tokens, heads, kv_heads, dim."""

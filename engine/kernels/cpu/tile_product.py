@@ -5,8 +5,6 @@ Sums are added up in the order of the inputs, 32 at a time, whatever the number 
 
 from typing import Any
 
-from numba import carray
-
 from engine.kernels.cpu.amx import (
     PATCH_BYTES,
     TILE_ROWS,
@@ -22,8 +20,8 @@ from engine.kernels.cpu.amx import (
     store_tall,
     store_wide,
 )
-from engine.kernels.cpu.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
-from engine.kernels.cpu.results import part_of, store_results
+from engine.kernels.cpu.compiling import Kernel, compiled, own_shares
+from engine.kernels.cpu.results import Product, part_of, product_arguments, store_results
 
 BLOCK = 32
 """Outputs whose weights lie together, [inputs / 2, BLOCK, 2]; also inputs of one multiplication."""
@@ -43,7 +41,7 @@ def _tall(own: Any, patches: int, block: int, last: int, top: int, is_ahead: boo
 
     Rows come twice if they are not 32, with the same result.
     """
-    x, weights, rows, inputs, chunk = own[0], own[1], own[6], own[7], own[11]
+    x, rows, inputs, chunk = own.x, own.rows, own.inputs, own.chunk
     lower = min(top + TILE_ROWS, rows - TILE_ROWS)
     for first in range(0, inputs, chunk):
         end = min(first + chunk, inputs)
@@ -54,7 +52,7 @@ def _tall(own: Any, patches: int, block: int, last: int, top: int, is_ahead: boo
             else:
                 clear_patch()
             for i in range(first, end, BLOCK):
-                at = weights + 2 * BLOCK * (each * inputs + i)
+                at = own.weights + 2 * BLOCK * (each * inputs + i)
                 if is_ahead:
                     prefetch_weights(at + _AHEAD)
                 left = (end - i) // BLOCK - 1
@@ -74,17 +72,16 @@ def _tall(own: Any, patches: int, block: int, last: int, top: int, is_ahead: boo
 @compiled
 def _wide(own: Any, patches: int, block: int, last: int, is_ahead: bool) -> None:
     """Compute the last 16 rows, or all if they are fewer, of one or two blocks of outputs."""
-    x, weights, rows, inputs = own[0], own[1], own[6], own[7]
-    count = min(rows, TILE_ROWS)
-    top = rows - count
+    inputs, count = own.inputs, min(own.rows, TILE_ROWS)
+    top = own.rows - count
     clear_patch()
     for i in range(0, inputs, BLOCK):
-        one = weights + 2 * BLOCK * (block * inputs + i)
-        other = weights + 2 * BLOCK * (last * inputs + i)
+        one = own.weights + 2 * BLOCK * (block * inputs + i)
+        other = own.weights + 2 * BLOCK * (last * inputs + i)
         if is_ahead:
             prefetch_weights(one + _AHEAD)
             prefetch_weights(other + _AHEAD)
-        multiply_wide(x + 2 * (top * inputs + i), 2 * inputs, one, other)
+        multiply_wide(own.x + 2 * (top * inputs + i), 2 * inputs, one, other)
     store_wide(patches)
     for each in range(block, last + 1):
         sums = patches + 4 * BLOCK * (each - block)
@@ -92,17 +89,18 @@ def _wide(own: Any, patches: int, block: int, last: int, is_ahead: bool) -> None
 
 
 def _product(pointer: Any) -> None:
-    arguments = carray(pointer, (MAX_ARGUMENTS,))
-    own = arguments[FIRST:]
-    palette, rows, outputs, column_parts, row_parts = own[5], own[6], own[8], own[9], own[10]
-    num_shares, thread, threads = own_shares(arguments)
+    own = Product(*product_arguments(pointer))
+    rows, column_parts = own.rows, own.column_parts
+    num_shares, thread, threads = own_shares(pointer)
     patches = scratch()
     kept = patches + 2 * PATCH_BYTES
     keep_configuration(kept)
-    configure(palette)
+    configure(own.palette)
     for share in range(thread, num_shares, threads):
-        begin, end = part_of(outputs // BLOCK, share % column_parts, column_parts)
-        group, end_group = part_of((rows + GROUP - 1) // GROUP, share // column_parts, row_parts)
+        begin, end = part_of(own.outputs // BLOCK, share % column_parts, column_parts)
+        group, end_group = part_of(
+            (rows + GROUP - 1) // GROUP, share // column_parts, own.row_parts
+        )
         for block in range(begin, end, 2):
             last = min(block + 1, end - 1)
             for top in range(group * GROUP, min(end_group * GROUP, rows), GROUP):
@@ -114,5 +112,4 @@ def _product(pointer: Any) -> None:
     configure(kept)
 
 
-product = Kernel(_product)
-"""See `engine.kernels.cpu.products`; weights are [outputs / BLOCK, inputs / 2, BLOCK, 2]."""
+product = Kernel(_product, len(Product._fields))

@@ -36,7 +36,7 @@ to [tokens, heads * head_dim]."""
 
 
 class AttentionVariants(NamedTuple):
-    """AttentionVariants for several tokens to attend in one call."""
+    """The ways in which several tokens attend in one call."""
 
     by_token: Way
     """Each by itself: to [keys, parts, kv_heads, head_dim], with a mask [tokens, 1, 1, keys]."""

@@ -25,7 +25,7 @@ PROBED_KEYS = 2 * TILE
 
 
 class KeyWidths:
-    """Which numbers of keys are alike."""
+    """The numbers of keys for which products add up in the same order."""
 
     def __init__(self, alike: list[int]) -> None:
         """Take those up to a tile, which is one of them."""
@@ -39,11 +39,9 @@ class KeyWidths:
         found: npt.NDArray[np.bool_] = self._is_alike[keys % TILE]
         return found
 
-    def same_order_between(self, fewest: IntArray, most: IntArray) -> npt.NDArray[np.bool_]:
+    def same_order_between(self, low: IntArray, high: IntArray) -> npt.NDArray[np.bool_]:
         """Return whether all multiples of `FINE_STEP` between two numbers are alike."""
-        found: npt.NDArray[np.bool_] = self._num_unlike(most) == self._num_unlike(
-            fewest - FINE_STEP
-        )
+        found: npt.NDArray[np.bool_] = self._num_unlike(high) == self._num_unlike(low - FINE_STEP)
         return found
 
     def _num_unlike(self, keys: IntArray) -> IntArray:

@@ -19,16 +19,16 @@ class SharedTasks(msgspec.Struct, frozen=True):
     held: tuple[Any, ...]
 
 
-def shares_of(work: IntArray, least: int) -> IntArray:
+def shares_of(work: IntArray, min_work: int) -> IntArray:
     """Return the first task of each thread's share, and the end, so that work is about even.
 
     Args:
         work: of each task.
-        least: all work from which on threads share it.
+        min_work: total from which on threads share it.
     """
     total = np.cumsum(work)
     threads = min(torch.get_num_threads(), len(total))
-    if int(total[-1]) < least:
+    if int(total[-1]) < min_work:
         threads = 1
     bounds = total[-1] * np.arange(1, threads) / threads
     inner = np.searchsorted(total, bounds, side="left") + 1

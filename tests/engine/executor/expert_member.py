@@ -158,8 +158,7 @@ class Member:
 
     @property
     def _model(self) -> Decoder:
-        assert self.executor._model is not None
-        return self.executor._model
+        return self.executor._loaded.model
 
     def on_device(self) -> bool:
         """Return whether its KV cache is on the device that there is not."""
@@ -171,7 +170,7 @@ class Member:
         for level in (1, 2, 1):
             self.executor.sleep(level)
             if level == 1 and self.device == "cuda":
-                assert self.executor._offloaded is not None
+                assert self.executor._held._offloaded is not None
             self.executor.wake_up()
 
 

@@ -103,8 +103,7 @@ def test_the_kernel_attends_and_steps_are_recorded(block_size: int, checkpoint: 
             cache=CacheConfig(num_kv_blocks=100, block_size=block_size),
         )
     )
-    assert executor._model is not None
-    attention = executor._model.attention
+    attention = executor._loaded.model.attention
     assert isinstance(attention, CudaAttention)
     assert isinstance(attention.for_blocks(block_size), KernelAttention)
     assert executor._runner is not None

@@ -270,14 +270,14 @@ def test_weights_that_were_given_up_and_loaded_again_see_as_before(checkpoint: S
     )
     executor = InProcessExecutor(config)
     assert executor.info.vision == read_spec(directory).vision
-    before = executor._vision
+    before = executor._loaded.vision
     assert before is not None
     image = encoder_input(1, 0, num_tokens=4)
     embeddings = before.encode(image.pixels, 32, 32)
     executor.sleep(2)
-    assert executor._vision is None
+    assert executor._held.loaded is None
     executor.wake_up()
-    again = executor._vision
+    again = executor._loaded.vision
     assert again is not None
     assert torch.equal(again.encode(image.pixels, 32, 32), embeddings)
     executor.shutdown()

@@ -76,7 +76,6 @@ def test_prompts_attend_by_what_is_faster_unless_a_batch_must_not_matter(
 ) -> None:
     as_kind(name)
     executor = served(batch_invariant)
-    assert executor._model is not None
-    assert type(executor._model.attention) is expected
+    assert type(executor._loaded.model.attention) is expected
     assert executor.info.is_batch_invariant is (expected is PatchAttention)
     executor.shutdown()

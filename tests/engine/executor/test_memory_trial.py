@@ -117,7 +117,7 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
     team = Team(config, 0, 1)
     executor = MultiProcessExecutor(config, team)
     try:
-        served, device = executor._model, executor._device
+        served, device = executor._loaded.model, executor._device
         assert served is not None
         sizing = KvSizing(config, device, 2, executor._leader)
         blocks = sizing.blocks_after_trial(served, executor.info.max_model_len)
@@ -142,7 +142,7 @@ def test_the_share_of_a_device_holds_where_experts_are_spread_too(checkpoint: Sa
     for share in SHARES:
         config = settings(model.directory, share, data_parallel_size=2, enable_expert_parallel=True)
         executor = InProcessExecutor(config, rank=1)
-        loaded = executor._model
+        loaded = executor._loaded.model
         assert loaded is not None
         blocks = KvSizing(config, executor._device, 1).blocks_after_trial(
             loaded, executor.info.max_model_len
@@ -169,7 +169,7 @@ def test_an_engine_with_a_part_of_the_experts_tries_the_step_that_all_of_them_fi
     model = checkpoint("qwen3-moe")
     config = settings(model.directory, data_parallel_size=2, enable_expert_parallel=True)
     executor = InProcessExecutor(config, rank=1)
-    loaded = executor._model
+    loaded = executor._loaded.model
     assert loaded is not None
     assert loaded.expert_group is not None
     rows: list[int] = []

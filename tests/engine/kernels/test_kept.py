@@ -59,7 +59,7 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert kept_directory(TARGET) is None
-    kernel = Kernel(swiglu._body)
+    kernel = Kernel(swiglu._body, 4)
     x, out = torch.randn(2, 16).bfloat16(), torch.empty(2, 8, dtype=torch.bfloat16)
     kernel(1, x.data_ptr(), out.data_ptr(), 2, 8)
     assert torch.equal(out, CompiledKernels().swiglu(x))

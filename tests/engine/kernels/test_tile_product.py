@@ -11,6 +11,7 @@ from engine.kernels.cpu import tile_product
 from engine.kernels.cpu.amx import TILE_ROWS, has_tiles, palette
 from engine.kernels.cpu.compiling import Kernel, compiles_for
 from engine.kernels.cpu.products import CompiledProduct, ProductKernel
+from engine.kernels.cpu.results import Product
 from engine.models.products.dense import PackedLinear
 from tests.engine import matrix_unit
 from tests.engine.fixtures import AsKind
@@ -32,7 +33,7 @@ def kernel() -> Iterator[ProductKernel]:
     with pytest.MonkeyPatch.context() as patching:
         if not has_tiles():
             matrix_unit.emulate(patching)
-        compute = Kernel(tile_product._product)
+        compute = Kernel(tile_product._product, len(Product._fields))
         compute.compile_ahead()
         yield ProductKernel(
             compute,

@@ -182,7 +182,7 @@ def test_attention_that_cannot_be_compiled_is_left_to_stock_operators(
     def of_no_type(pointer: Any) -> None:
         pointer.attend()
 
-    monkeypatch.setattr(patches, "patch_attention", lambda *_shape: Kernel(of_no_type))
+    monkeypatch.setattr(patches, "patch_attention", lambda *_shape: Kernel(of_no_type, 1))
     engine = driver(checkpoint("llama").directory, dtype="bfloat16", fused=True)
     assert isinstance(engine.runner.model.attention, PagedAttention)
     assert "operators of attention are torch's own" in caplog.text

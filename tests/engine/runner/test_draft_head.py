@@ -285,7 +285,7 @@ def test_the_memory_of_the_cache_holds_the_heads_blocks_and_a_state_for_each(
 ) -> None:
     config = settings(target.directory, head, CacheConfig(kv_cache_memory_bytes=16 << 20))
     executor = InProcessExecutor(config)
-    model, runner = executor._model, executor._runner
+    model, runner = executor._loaded.model, executor._runner
     assert model is not None
     assert runner is not None
     assert runner._head is not None

@@ -1,18 +1,14 @@
 """One process compiles a kernel; the others wait for it, or compile another."""
 
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from engine.kernels.cpu import compiling, rows
 from engine.kernels.cpu import products as compiled
 from engine.kernels.cpu.amx import has_tiles
 from engine.kernels.cpu.avx512 import has_pairs
-from engine.kernels.cpu.claims import claimed
 from engine.kernels.cpu.compiling import TARGET, Kernel
 from engine.kernels.cpu.installed import Heads, kernels_for
 from engine.kernels.cpu.targets import X86_TARGETS
@@ -22,60 +18,54 @@ from engine.models.loading.kernels_ahead import compile_ahead
 from engine.shared.config import BUNDLED_MODEL
 from tests.engine.fixtures import AsKind, LoadDriver, MakePrompt, SaveModel
 
-HOLDER = """
-import sys
-from engine.kernels.cpu.claims import claimed
-with claimed(sys.argv[1], 0) as is_ours:
-    print(is_ours, flush=True)
-    sys.stdin.read()
-"""
-
 
 def needs(is_there: bool, feature: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not is_there, reason=f"needs {feature}")
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the claim on `claim`."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "claim")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stdout.readline() == "True\n"
-        yield process
-        process.kill()
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where kernels are kept."""
+    monkeypatch.setattr(compiling, "_kept_directory", lambda: str(tmp_path))
+    return tmp_path
 
 
-def test_what_nobody_holds_can_be_claimed_again_and_again(tmp_path: Path) -> None:
-    for _ in range(2):
-        with claimed(str(tmp_path / "claim"), 0) as is_ours:
-            assert is_ours
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """One whose compiled form is a word."""
+    monkeypatch.setattr(Kernel, "_compile", lambda _: "compiled")
+    return Kernel(rows._swiglu, 4)
 
 
-@pytest.mark.stack
-def test_what_another_process_holds_is_waited_for_no_longer_than_patience(
-    tmp_path: Path, holder: subprocess.Popen[str]
+def lock_of(kernel: Kernel, directory: Path) -> FileLock:
+    return FileLock(directory / f"{kernel._body.__module__}.{kernel._body.__qualname__}.lock")
+
+
+def test_what_another_process_compiles_is_left_to_it_until_it_is_called(
+    directory: Path, kernel: Kernel
 ) -> None:
-    for patience in (0.0, 0.1):
-        begun = time.monotonic()
-        with claimed(str(tmp_path / "claim"), patience) as is_ours:
-            assert not is_ours
-        assert time.monotonic() - begun >= patience
+    with lock_of(kernel, directory):
+        kernel.compile_ahead()
+        assert "_compiled" not in vars(kernel)
+    assert kernel._compiled == "compiled"
 
 
-@pytest.mark.stack
-def test_a_claim_ends_with_its_process(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    threading.Timer(0.05, holder.kill).start()
-    with claimed(str(tmp_path / "claim"), 60) as is_ours:
-        assert is_ours
+def test_a_process_that_compiles_for_too_long_is_not_waited_for(
+    directory: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_PATIENCE", 0.1)
+    with lock_of(kernel, directory):
+        assert kernel._compiled == "compiled"
 
 
-@pytest.mark.parametrize("path", [None, "missing/claim"])
-def test_where_nothing_can_be_claimed_everybody_goes_on(path: str | None, tmp_path: Path) -> None:
-    with claimed(path and str(tmp_path / path), 0) as is_ours:
-        assert is_ours
+def test_without_locks_everybody_compiles(
+    directory: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise NotImplementedError("no locks here")
+
+    monkeypatch.setattr(FileLock, "acquire", fail)
+    assert kernel._compiled == "compiled"
 
 
 @pytest.mark.parametrize(

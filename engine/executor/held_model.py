@@ -1,0 +1,129 @@
+"""What a process has loaded of a model: its weights come, wait in the host's memory, and go."""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.distributed.group import Group
+from engine.executor.loading import LoadedModel
+from engine.executor.offloading import OffloadedWeights, offload
+from engine.models.formats.files import TensorFiles
+from engine.models.loading.mlps import GroupPlace
+from engine.models.parallel.balance import ExpertBalance
+from engine.runner.host_memory import give_back_freed_memory
+
+Load = Callable[[GroupPlace | None, ExpertBalance | None, TensorFiles | None], LoadedModel]
+"""Loads the experts of a place, or all; goes on with what is known of their load; from the files,
+or from what a trainer has sent."""
+
+
+class HeldModel:
+    """The part of a model that this process computes."""
+
+    def __init__(
+        self,
+        load: Load,
+        device: torch.device,
+        place: GroupPlace | None,
+        report: Callable[[str], None],
+    ) -> None:
+        """Load it.
+
+        Args:
+            place: the engine's among those that share the experts; None: it has all.
+            report: is told what happens now, in words for people.
+        """
+        self._load = load
+        self._device = device
+        self._report = report
+        self.place = place
+        self.balance: ExpertBalance | None = None
+        """What is known of the experts' load, if it is measured."""
+        self._experts: Group | None = None
+        """All processes that hold experts, as far as these are known."""
+        self._offloaded: OffloadedWeights | None = None
+        """The weights, while they are not on the device."""
+        self._replaced: LoadedModel | None = None
+        """What was here before the weights were replaced, until that is settled."""
+        self.loaded: LoadedModel | None = self._new()
+        """None while the weights are gone."""
+
+    def share_experts(self, group: Group | None) -> None:
+        """Have the experts' tokens go to these processes, if the model has spread experts."""
+        self._experts = group
+        self.join_experts()
+
+    def join_experts(self) -> None:
+        """Have them go there again, after a trial or in a model that was loaded anew."""
+        experts = None if self.loaded is None else self.loaded.model.expert_group
+        if experts is not None and self._experts is not None:
+            experts.join(self._experts)
+
+    @torch.inference_mode()
+    def move(self, place: GroupPlace, shards: int) -> None:
+        """Hold the experts of another place, of whose engines each has so many shards."""
+        before, self.place = self.place, place
+        if self.balance is not None:
+            self.balance.form(place.size * shards)
+        if place == before and self.balance is None:
+            return
+        if self._offloaded is not None:  # they are of the place before
+            self.free()
+        if self.loaded is None or self.loaded.loader is None:
+            return
+        self._report(f"loading the experts of engine {place.position + 1} of {place.size}")
+        self.loaded.loader.spread_experts(self.loaded.model, place)
+        give_back_freed_memory(self._device)
+
+    def free(self) -> None:
+        """Let the weights go."""
+        self.loaded = self._offloaded = None
+
+    def sleep(self, level: int) -> None:
+        """Free the weights at level 2; at level 1 those of an accelerator wait in the host's
+        memory, and are freed where that has no room for them."""
+        loaded = self.loaded
+        if level > 1:
+            self.free()
+        elif self._device.type != "cpu" and loaded is not None and self._offloaded is None:
+            models = [loaded.model, loaded.draft, loaded.vision]
+            self._offloaded = offload(models, self._device)
+            if self._offloaded is None:
+                self.free()
+        give_back_freed_memory(self._device)
+
+    def wake_up(self) -> LoadedModel:
+        """Have the weights on the device; load them again if they are gone."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+        if self.loaded is None:
+            self.loaded = self._new()
+            self.join_experts()
+        return self.loaded
+
+    def replace(self, sent: TensorFiles | None) -> LoadedModel:
+        """Load other weights; those before stay until `settle`, so both need memory."""
+        self._replaced = None
+        before, self.loaded = self.loaded, self._new(sent)
+        self._replaced = before
+        self.join_experts()
+        return self.loaded
+
+    def settle(self, *, back: bool) -> None:
+        """Free the weights that were replaced last or, if they are there, have them `back`."""
+        replaced, self._replaced = self._replaced, None
+        if back and replaced is not None:
+            self.loaded = replaced
+        give_back_freed_memory(self._device)
+
+    def close(self) -> None:
+        """Free all."""
+        self._replaced = None
+        self.free()
+
+    def _new(self, sent: TensorFiles | None = None) -> LoadedModel:
+        loaded = self._load(self.place, self.balance, sent)
+        if loaded.model.expert_group is not None:
+            self.balance = loaded.model.expert_group.balance
+        return loaded
