@@ -45,8 +45,8 @@ class Split:
             answers: the engine that would be chosen to answer.
             cached_tokens: what that is known to have cached of it.
         """
-        message, tokens = request.message, len(request.output_token_ids)
-        uncached = message.num_tokens + tokens - cached_tokens
+        message = request.message
+        uncached = message.num_tokens + len(request.output_token_ids) - cached_tokens
         if (
             answers.kv_role not in ("decode", "both")
             or uncached < self._min_tokens
@@ -54,12 +54,20 @@ class Split:
             or message.offers_blocks
             or message.kv_source is not None
             or message.pooling is not None
-            or message.sampling.prompt_logprobs is not None
+            or (message.sampling.prompt_logprobs is not None and not draws_one_token(request))
         ):
             return []
         return [
             route for route in usable if route.kv_role == "prefill" and _are_alike(route, answers)
         ]
+
+
+def draws_one_token(request: RoutedRequest) -> bool:
+    """Whether nothing follows the token that computing the prompt gives.
+
+    Who computes the prompt answers such a request: a step of a beam search, or a prompt's scores.
+    """
+    return request.message.sampling.max_tokens - len(request.output_token_ids) == 1
 
 
 def _are_alike(one: Route, other: Route) -> bool:

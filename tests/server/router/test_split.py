@@ -97,6 +97,19 @@ def test_what_is_not_worth_it_or_cannot_be_handed_on_goes_to_the_answering_engin
     assert not message_of(stream, cluster.engines[1]).offers_blocks
 
 
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+def test_a_prefill_engine_answers_what_asks_for_one_token(prompt_logprobs: int | None) -> None:
+    cluster = cluster_of("pdd")
+    one = replace(GREEDY, max_tokens=1, prompt_logprobs=prompt_logprobs)
+    stream = cluster.shell.submit(AddRequest(0, "r", 0, 0, LONG, one))
+    prefill = cluster.engines[0]
+    assert message_of(stream, prefill).sampling == one
+    assert not message_of(stream, prefill).offers_blocks
+    cluster.tell(prefill, RequestOutput(stream.id, [7], "length"))
+    assert stream.request.output_token_ids == [7]
+    assert not cluster.router.delivery.in_flight
+
+
 def test_a_request_for_one_engine_is_computed_there() -> None:
     cluster = cluster_of("pd")
     stream = cluster.submit("r", prompt=LONG, pinned_rank=0)
