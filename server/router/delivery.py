@@ -178,10 +178,14 @@ class Delivery:
         engines = self._split.prefilling(request, usable, route, known)
         if not engines:
             return None
+        loads = with_cached(self._loads.of(engines), cached)
+        rank = self._choose_by(self._split.policy, loads, request).rank
+        chosen = next(load for load in loads if load.rank == rank)
+        if not self._split.keeps_up(request, chosen, *self._loads.of([route])):
+            return None
         if not draws_one_token(request):
             request.prefill = Prefill.RUNS
-        loads = with_cached(self._loads.of(engines), cached)
-        return Choice(self._choose_by(self._split.policy, loads, request).rank, "prefill")
+        return Choice(rank, "prefill")
 
     def _choose_by(
         self, policy: RoutingPolicy, loads: Sequence[EngineLoad], request: RoutedRequest

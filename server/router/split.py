@@ -12,7 +12,13 @@ import msgspec
 from engine.shared.messages import AddRequest, KvSource, SamplingParams
 from server.router.request import RoutedRequest
 from server.router.route import Route
-from server.router.routing import RoutingPolicy
+from server.router.routing import EngineLoad, RoutingPolicy
+
+MAX_QUEUED = 8
+"""Prompts of the shortest split length that a prefill engine may have queued before the next one,
+beyond what the answering engine has."""
+MAX_QUEUED_LIKE_IT = 2
+"""Prompts as long as the next one that it may have queued, if that is more."""
 
 
 class Split:
@@ -60,6 +66,12 @@ class Split:
         return [
             route for route in usable if route.kv_role == "prefill" and _are_alike(route, answers)
         ]
+
+    def keeps_up(self, request: RoutedRequest, prefill: EngineLoad, answers: EngineLoad) -> bool:
+        """Whether a prompt does not wait so long in a prefill engine that answers had better."""
+        queued = prefill.prefill_tokens - answers.prefill_tokens
+        longest = MAX_QUEUED_LIKE_IT * request.message.num_tokens
+        return queued <= max(MAX_QUEUED * self._min_tokens, longest)
 
 
 def draws_one_token(request: RoutedRequest) -> bool:
