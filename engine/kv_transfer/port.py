@@ -157,11 +157,6 @@ class BlockPort:
 
     # -- other threads ---------------------------------------------------------------------------
 
-    @property
-    def offered_bytes(self) -> int:
-        """What waits for its readers."""
-        return self._offers.num_bytes
-
     def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
         """Offer a block to one reader; `read` returns its content, if it is not there yet."""
         now = self._clock()
