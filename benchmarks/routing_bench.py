@@ -6,6 +6,8 @@ they share and the policies are those of production; only the model and the cloc
 python -m benchmarks.routing_bench
 python -m benchmarks.routing_bench --engines 16 --requests 4000 --markdown
 python -m benchmarks.routing_bench --workloads chats agents --policies prefix-aware least-loaded
+python -m benchmarks.routing_bench --engines 64 --workloads documents --policies least-loaded \
+    --prefill-engines 0 16 24 32 --prefill-split-lengths 128 512 2048
 """
 
 import argparse
@@ -15,16 +17,20 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product, takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
 from engine.core.engine_core import EngineCore
+from engine.core.events import PrerequisitesSettled
 from engine.core.front_ends import CoreStep
 from engine.executor.simulated import SimulatedExecutor
+from engine.kv_tiers.tiers import BlockName, KvTiers
+from engine.kv_transfer.messages import pack
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -38,20 +44,21 @@ from engine.shared.messages import (
     EngineEntry,
     EngineStats,
     KvBlocksWanted,
+    KvSource,
+    RequestOutput,
     RouteHello,
     SamplingParams,
+    StepOutputs,
 )
 from server.router.block_index import BlockIndex
+from server.router.delivery import Delivery
+from server.router.events import Deliver, Send
 from server.router.load import Loads
 from server.router.load_table import LoadTable, create_load_table
 from server.router.members import Members
-from server.router.routing import (
-    POLICIES,
-    EngineLoad,
-    PrefixAware,
-    RoutingPolicy,
-    with_cached,
-)
+from server.router.request import RoutedRequest
+from server.router.routing import POLICIES, PrefixAware, RoutingPolicy
+from server.router.split import Split
 
 HOP = 0.0002
 """Seconds from a front end to an engine."""
@@ -68,6 +75,8 @@ FOLLOW_INTERVAL = 0.1
 INDEX_BLOCKS = 2_000_000
 
 STEP_US, TOKEN_US = 2000, 100
+MOVED_TOKEN_US = 10
+"""Of each token whose keys and values another engine reads: 128 KiB with 100 Gbit/s."""
 VOCABULARY = 32_000
 
 
@@ -192,6 +201,24 @@ def agents(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
         yield Spec(at, task, rng.randint(40, 90), branch)
 
 
+def documents(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
+    """Short questions, and three in ten about a long text: most of the work is prompts."""
+    at = 0.0
+    for _ in range(count):
+        at += rng.expovariate(5.0 * engines)
+        length = rng.randint(1500, 3500) if rng.random() < 0.3 else rng.randint(50, 400)
+        yield Spec(at, _tokens(rng, length), rng.randint(50, 250))
+
+
+def stories(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
+    """Prompts of all lengths and long answers: half of the work is answers."""
+    at = 0.0
+    for _ in range(count):
+        at += rng.expovariate(3.5 * engines)
+        length = min(3000, int(rng.lognormvariate(5.8, 1.1)) + 1)
+        yield Spec(at, _tokens(rng, length), rng.randint(200, 800))
+
+
 def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(count)]
 
@@ -203,6 +230,8 @@ WORKLOADS: dict[str, Workload] = {
     "chats": chats,
     "few-shot": few_shot,
     "agents": agents,
+    "documents": documents,
+    "stories": stories,
 }
 
 
@@ -211,6 +240,8 @@ class Result:
     """What one policy did with one workload; times in seconds."""
 
     first_token: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    """Between tokens of an answer."""
     total: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     """Per engine."""
@@ -233,11 +264,20 @@ class FrontEnd:
         table: LoadTable,
         view: ClusterView,
         blocks: BlockIndex | None = None,
+        split: Split | None = None,
     ) -> None:
         self._members = Members(index + 1, _GRACE)
         self._loads = Loads(index, index + 1, _GRACE, table)
-        self._policy = policy
         self.blocks = blocks
+        self._delivery = Delivery(
+            front_end=index,
+            first_id=index << 32,
+            members=self._members,
+            loads=self._loads,
+            policy=policy,
+            index=blocks,
+            split=split,
+        )
         self._members.take_view(view, 0.0)
         for engine in view.engines:
             hello = RouteHello(engine.rank, engine.incarnation, 1)
@@ -256,23 +296,49 @@ class FrontEnd:
         routes = self._members.routes.values()
         return [(int(to), question) for to, question in self.blocks.follow(routes, now)]
 
-    def send(self, request: AddRequest) -> EngineLoad:
-        """Choose an engine, count the request as sent there, and return what it was chosen for."""
-        routes = self._members.routes
-        loads = self._loads.of(routes.values())
-        if self.blocks is not None:
-            engines = [route.engine for route in routes.values()]
-            loads = with_cached(loads, self.blocks.cached_tokens(engines, request, []))
-        unseen = self._members.unseen_front_ends(self._loads.num_front_ends)
-        rank = self._policy.choose(loads, request.prompt_token_ids, unseen).rank
-        self._loads.sent(routes[rank], request.num_tokens)
-        return next(load for load in loads if load.rank == rank)
+    def begin(self, request: RoutedRequest, now: float) -> Send:
+        """Choose an engine for a new request; return what it is sent."""
+        self._delivery.begin(request)
+        return self._send(request, now)
+
+    def take(
+        self, outputs: list[RequestOutput], stats: EngineStats, now: float
+    ) -> tuple[list[tuple[RoutedRequest, RequestOutput]], list[Send]]:
+        """Return the outputs that clients see, and what is sent next of requests."""
+        actions = self._delivery.outputs(StepOutputs(stats, outputs), 0, now)
+        shown = [
+            each for action in actions if isinstance(action, Deliver) for each in action.outputs
+        ]
+        sent = []
+        for request in self._delivery.take_prefilled():
+            self._delivery.renumber(request, now)
+            sent.append(self._send(request, now))
+        return shown, sent
+
+    def _send(self, request: RoutedRequest, now: float) -> Send:
+        send = self._delivery.send(request, now)[0]
+        assert isinstance(send, Send)
+        return send
 
 
 class _Engine:
-    """One engine: core, inbox, and when its step ends."""
+    """One engine: core, inbox, and when its step ends. It reads KV blocks of others, in `engines`.
 
-    def __init__(self, rank: int, front_ends: int) -> None:
+    Args:
+        after: calls the second argument so many seconds later.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        front_ends: int,
+        role: Literal["", "prefill", "decode"],
+        engines: "Sequence[_Engine]",
+        after: Callable[[float, Callable[[float], None]], None],
+        wake: Callable[[float], None],
+    ) -> None:
+        self._engines, self._after, self._wake = engines, after, wake
+        self._offered: set[bytes] = set()
         config = EngineConfig(
             model=ModelConfig(max_model_len=4096),
             cache=CacheConfig(num_kv_blocks=2048),
@@ -280,16 +346,61 @@ class _Engine:
             executor=ExecutorConfig(simulated_step_us=STEP_US, simulated_token_us=TOKEN_US),
         )
         self.executor = SimulatedExecutor(config, vocab_size=VOCABULARY, timing="virtual")
-        self.core = EngineCore(config, self.executor, rank=rank, incarnation=rank + 1)
+        tiers = KvTiers((), "all", lambda _: b"", lambda *_: None, peers=self)
+        self.core = EngineCore(
+            config,
+            self.executor,
+            rank=rank,
+            incarnation=rank + 1,
+            tiers=tiers,
+            kv_role=role,
+            kv_address=str(rank) if role == "prefill" else "",
+        )
         for index in range(front_ends):
             self.core.front_end_joined(index, index + 1)
-        self.inbox: list[AddRequest | KvBlocksWanted] = []
+        self.inbox: list[AddRequest | KvBlocksWanted | PrerequisitesSettled] = []
         self.stepping = False
         self.stats: EngineStats | None = None
 
+    # As `engine.kv_tiers.tiers.Peers`; there is memory for all copies.
+
+    def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
+        self._offered.add(key)
+
+    def pull(
+        self,
+        source: KvSource,
+        model: bytes,
+        wanted: Sequence[BlockName],
+        take: Callable[[BlockName, bytes], bool],
+        over: Callable[[bool], None],
+    ) -> None:
+        offered = self._engines[int(source.address)]._offered
+        found = list(takewhile(lambda name: model + pack(name) in offered, wanted))
+        tokens = len(found) * self.core.setup.block_size
+
+        def arrived(now: float) -> None:
+            for name in found:
+                take(name, b"")
+            over(len(found) == len(wanted))
+            self._wake(now)
+
+        self._after(2 * HOP + tokens * MOVED_TOKEN_US / 1e6, arrived)
+
+    def clear(self) -> None:
+        self._offered.clear()
+
+    def shutdown(self) -> None:
+        pass
+
 
 class Simulation:
-    """Serves one workload under one policy."""
+    """Serves one workload under one policy.
+
+    Args:
+        prefill_engines: how many engines compute prompts for the others.
+        split_length: of how many prompt tokens on.
+    """
 
     def __init__(
         self,
@@ -298,12 +409,24 @@ class Simulation:
         front_ends: int,
         nodes: int,
         directory: Path,
+        *,
+        prefill_engines: int = 0,
+        split_length: int = 512,
     ) -> None:
         per_node = -(-front_ends // nodes)
         for node in range(nodes):
             create_load_table(directory / f"loads-{node}", per_node)
         self.result = Result(busy=[0.0] * engines)
-        self._engines = [_Engine(rank, front_ends) for rank in range(engines)]
+        self._now = 0.0
+        self._engines: list[_Engine] = []
+        for rank in range(engines):
+            role: Literal["", "prefill", "decode"] = ""
+            if prefill_engines:
+                role = "prefill" if rank < prefill_engines else "decode"
+            settled = partial(self._receive, rank, PrerequisitesSettled())
+            self._engines.append(
+                _Engine(rank, front_ends, role, self._engines, self._after, settled)
+            )
         entries = [
             EngineEntry(rank, rank + 1, True, "node", 0, engine.core.setup, None)
             for rank, engine in enumerate(self._engines)
@@ -316,6 +439,7 @@ class Simulation:
                 LoadTable(table, place),
                 view,
                 BlockIndex(index, INDEX_BLOCKS) if policy is PrefixAware else None,
+                Split(split_length, policy(index)) if prefill_engines else None,
             )
             for index in range(front_ends)
             for node, place in [divmod(index, per_node)]
@@ -326,7 +450,8 @@ class Simulation:
         self._tokens: dict[int, list[int]] = {}
         """Of requests that others follow."""
         self._arrived: dict[int, float] = {}
-        self._begun: set[int] = set()
+        self._told_at: dict[int, float] = {}
+        """When each request's newest token was there."""
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_events = 0
 
@@ -339,9 +464,9 @@ class Simulation:
                 first = FOLLOW_INTERVAL * place / len(self._front_ends)
                 self._at(first, partial(self._follow, front_end))
         while self._num_open:
-            now, _, event = heapq.heappop(self._events)
-            event(now)
-        self.result.ended = now
+            self._now, _, event = heapq.heappop(self._events)
+            event(self._now)
+        self.result.ended = self._now
         self.result.cached = sum(
             engine.core.stats().counters.prefix_cache_hits for engine in self._engines
         )
@@ -363,6 +488,9 @@ class Simulation:
         self._num_events += 1
         heapq.heappush(self._events, (when, self._num_events, event))
 
+    def _after(self, seconds: float, event: Callable[[float], None]) -> None:
+        self._at(self._now + seconds, event)
+
     def _publish(self, now: float) -> None:
         for engine in self._engines:
             if engine.stats is not None:
@@ -373,16 +501,21 @@ class Simulation:
     def _arrive(self, index: int, spec: Spec, now: float) -> None:
         sender = index % len(self._front_ends)
         sampling = SamplingParams(max_tokens=spec.output_tokens, seed=index, ignore_eos=True)
-        request = AddRequest(index, "", sender, 0, spec.prompt, sampling)
-        chosen = self._front_ends[sender].send(request)
+        request = RoutedRequest(AddRequest(0, str(index), sender, 0, spec.prompt, sampling))
+        self._send(self._front_ends[sender].begin(request, now))
         self._arrived[index] = now
         self.result.prompt_tokens += len(spec.prompt)
-        self.result.expected += chosen.cached_tokens
+        self.result.expected += request.expected_cached or 0
         if spec.then is not None:
             self._tokens[index] = list(spec.prompt)
-        self._at(now + HOP, partial(self._receive, chosen.rank, request))
 
-    def _receive(self, rank: int, message: AddRequest | KvBlocksWanted, now: float) -> None:
+    def _send(self, send: Send) -> None:
+        assert isinstance(send.message, AddRequest)
+        self._after(HOP, partial(self._receive, send.rank, send.message))
+
+    def _receive(
+        self, rank: int, message: AddRequest | KvBlocksWanted | PrerequisitesSettled, now: float
+    ) -> None:
         engine = self._engines[rank]
         engine.inbox.append(message)
         if not engine.stepping:
@@ -404,26 +537,35 @@ class Simulation:
         engine.stats = step.stats
         for front_end, outputs in step.outputs.items():
             self._front_ends[front_end].observe(step.stats, now)
-            for output in outputs:
-                waited = now - self._arrived[output.id]
-                self.result.output_tokens += len(output.token_ids)
-                if output.id not in self._begun:
-                    self._begun.add(output.id)
-                    self.result.first_token.append(waited)
-                if output.id in self._tokens:
-                    self._tokens[output.id] += output.token_ids
-                if output.finish_reason is not None:
-                    self.result.total.append(waited)
-                    self._num_open -= 1
-                    then = self._specs[output.id].then
-                    if then is not None:
-                        self._expect(then(now, self._tokens.pop(output.id)))
+            shown, sent = self._front_ends[front_end].take(outputs, step.stats, now)
+            for send in sent:
+                self._send(send)
+            for request, output in shown:
+                self._show(int(request.message.request_id), output, now)
         for front_end, blocks in step.blocks:
             index = self._front_ends[front_end].blocks
             if index is not None:
                 index.take(blocks)
         if engine.inbox or engine.core.has_work:
             self._begin(rank, engine, now)
+
+    def _show(self, index: int, output: RequestOutput, now: float) -> None:
+        result, waited = self.result, now - self._arrived[index]
+        result.output_tokens += len(output.token_ids)
+        before = self._told_at.get(index)
+        if before is None:
+            result.first_token.append(waited)
+        else:
+            result.gaps.append(now - before)
+        self._told_at[index] = now
+        if index in self._tokens:
+            self._tokens[index] += output.token_ids
+        if output.finish_reason is not None:
+            result.total.append(waited)
+            self._num_open -= 1
+            then = self._specs[index].then
+            if then is not None:
+                self._expect(then(now, self._tokens.pop(index)))
 
 
 def compare(
@@ -435,29 +577,44 @@ def compare(
     *,
     workloads: Sequence[str] = (),
     policies: Sequence[str] = (),
+    prefill_engines: Sequence[int] = (0,),
+    split_lengths: Sequence[int] = (512,),
 ) -> dict[str, dict[str, Result]]:
-    """Return a result for every workload and policy; all policies serve the same requests.
+    """Return a result for every workload, policy and split; all serve the same requests.
 
     What follows an answer differs: it comes when the answer is there.
     """
     results: dict[str, dict[str, Result]] = {}
     workloads, policies = workloads or list(WORKLOADS), policies or list(POLICIES)
     with Progress(transient=True) as progress, tempfile.TemporaryDirectory() as directory:
-        task = progress.add_task("simulating", total=len(workloads) * len(policies))
-        for workload in workloads:
-            results[workload] = {}
-            for name in policies:
-                progress.update(task, description=f"{workload}, {name}")
-                specs = list(WORKLOADS[workload](random.Random(seed), requests, engines))
-                simulation = Simulation(POLICIES[name], engines, front_ends, nodes, Path(directory))
-                results[workload][name] = simulation.run(specs)
-                progress.advance(task)
+        splits = [
+            (count, length)
+            for count in prefill_engines
+            for length in (split_lengths if count else split_lengths[:1])
+        ]
+        ways = list(product(workloads, policies, splits))
+        task = progress.add_task("simulating", total=len(ways))
+        for workload, policy, (count, length) in ways:
+            name = f"{policy} {count}:{engines - count} from {length}" if count else policy
+            progress.update(task, description=f"{workload}, {name}")
+            specs = list(WORKLOADS[workload](random.Random(seed), requests, engines))
+            simulation = Simulation(
+                POLICIES[policy],
+                engines,
+                front_ends,
+                nodes,
+                Path(directory),
+                prefill_engines=count,
+                split_length=length,
+            )
+            results.setdefault(workload, {})[name] = simulation.run(specs)
+            progress.advance(task)
     return results
 
 
 HEADINGS = (
-    "policy", "TTFT p50 ms", "TTFT p99 ms", "request p50 s", "request p99 s", "output tok/s",
-    "busiest / mean", "prompt cached", "expected",
+    "policy", "TTFT p50 ms", "TTFT p99 ms", "gap p50 ms", "gap p99 ms", "request p50 s",
+    "request p99 s", "output tok/s", "busiest / mean", "prompt cached", "expected",
 )  # fmt: skip
 
 
@@ -468,6 +625,8 @@ def row(policy: str, result: Result) -> list[str]:
         policy,
         f"{1000 * percentile(result.first_token, 0.5):.0f}",
         f"{1000 * percentile(result.first_token, 0.99):.0f}",
+        f"{1000 * percentile(result.gaps, 0.5):.0f}",
+        f"{1000 * percentile(result.gaps, 0.99):.0f}",
         f"{percentile(result.total, 0.5):.2f}",
         f"{percentile(result.total, 0.99):.2f}",
         f"{result.output_tokens / result.ended:.0f}",
@@ -512,6 +671,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=())
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=())
+    parser.add_argument(
+        "--prefill-engines", nargs="+", type=int, default=(0,), help="0: all do everything"
+    )
+    parser.add_argument("--prefill-split-lengths", nargs="+", type=int, default=(512,))
     parser.add_argument("--markdown", action="store_true", help="tables for documents")
     options = parser.parse_args()
     results = compare(
@@ -522,6 +685,8 @@ def main() -> None:
         options.seed,
         workloads=options.workloads,
         policies=options.policies,
+        prefill_engines=options.prefill_engines,
+        split_lengths=options.prefill_split_lengths,
     )
     show(results, markdown=options.markdown)
 

@@ -23,7 +23,9 @@ from engine.executor.team_messages import (
     Forward,
     LoadAdapter,
     Logits,
+    ReadBlock,
     TakeWeights,
+    WriteBlock,
 )
 from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
 from engine.models.attention.rows import AttentionRows
@@ -99,6 +101,25 @@ class TeamLeader:
         for each in tensors:
             self.group.broadcast(each.to(self._device).contiguous())
         self.wait()
+
+    def read_block(self, block_id: int, own: bytes) -> bytes:
+        """Return what a KV block holds in all processes of this stage, in their order."""
+        self._team.tell(ReadBlock(block_id), self._layout.mates)
+        coming = [
+            self.group.begin_receive(torch.empty(len(own), dtype=torch.uint8), rank)
+            for rank in self._layout.mates
+        ]
+        return own + b"".join([_bytes(each.wait()) for each in coming])
+
+    def write_block(self, block_id: int, content: bytes) -> bytes:
+        """Have them replace what a KV block holds by their parts; return that of this process."""
+        self._team.tell(WriteBlock(block_id), self._layout.mates)
+        parts = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        own, *others = parts.chunk(self.group.size)
+        leaving = [self.group.begin_send(part, rank) for rank, part in enumerate(others, 1)]
+        for each in leaving:
+            each.wait()
+        return _bytes(own)
 
     def earlier(self, model: Decoder) -> EarlierStages | None:
         """Return the stages before this one, whose part of the model is given; None if none."""

@@ -1,6 +1,7 @@
 """Runs a model that is divided over several processes: this one leads, workers follow."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from socket import socket
 
@@ -143,6 +144,27 @@ class MultiProcessExecutor(InProcessExecutor):
         """Raise CannotDo."""
         raise CannotDo("weights are replaced in engines of one process only")
 
+    @property
+    def block_format(self) -> str:
+        """Shape and type of a process's part of a block, and how many parts there are."""
+        return f"{self._leader.group.size} parts of {super().block_format}"
+
+    def read_block(self, block_id: int) -> bytes:
+        """Return what a block holds, the processes' parts one after the other.
+
+        It waits for the steps in flight.
+
+        Raises:
+            WorkerFailed: a worker has died.
+        """
+        content = super().read_block(block_id)
+        return self._between_steps(partial(self._leader.read_block, block_id, content))
+
+    def write_block(self, block_id: int, content: bytes) -> None:
+        """Replace what a block holds in all processes; waits and raises as `read_block` does."""
+        own = self._between_steps(partial(self._leader.write_block, block_id, content))
+        super().write_block(block_id, own)
+
     def start_profile(self) -> None:
         """Begin to record what steps do, in all processes.
 
@@ -161,6 +183,13 @@ class MultiProcessExecutor(InProcessExecutor):
         """End the workers and free the model and the KV cache."""
         super().shutdown()
         self._end_team()
+
+    def _between_steps(self, exchange: Callable[[], bytes]) -> bytes:
+        """Call a function that tells the workers something, which steps do too."""
+        try:
+            return self._steps.call(exchange)
+        except GroupBroken as error:
+            raise self._team.failure() from error
 
     def _join(self, layout: Layout, device: torch.device) -> Grid:
         spec = GroupSpec(self._team.address, 0, self._team.size, 0, GROUP_TIMEOUT)

@@ -5,12 +5,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo
+
+Result = TypeVar("Result")
 
 
 class StepProfiler:
@@ -83,12 +86,9 @@ class StepThread:
         self._in_group = True
         self._loss = None
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], Result]) -> Result:
         """Call a function between two steps, and wait for it; raises what it raises."""
-        if self.pool is None:
-            function()
-        else:
-            self.pool.submit(function).result()
+        return function() if self.pool is None else self.pool.submit(function).result()
 
     def start_profile(self) -> None:
         """Begin to record what steps do.

@@ -111,6 +111,18 @@ class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     level: int
 
 
+class ReadBlock(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Send the leader what a KV block holds here."""
+
+    block_id: int
+
+
+class WriteBlock(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Replace what a KV block holds here by what the leader sends next."""
+
+    block_id: int
+
+
 class TakeWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Load this part of weights of a trainer, and keep those before; answered.
 
@@ -149,6 +161,8 @@ Command = (
     | BeginTrial
     | EndTrial
     | Sleep
+    | ReadBlock
+    | WriteBlock
     | TakeWeights
     | SettleWeights
     | StartProfile

@@ -39,6 +39,7 @@ from engine.executor.team_messages import (
     LoadAdapter,
     Logits,
     PrepareGroup,
+    ReadBlock,
     SettleWeights,
     Sleep,
     StartProfile,
@@ -46,6 +47,7 @@ from engine.executor.team_messages import (
     TakeWeights,
     WorkerLaunch,
     WorkerReply,
+    WriteBlock,
 )
 from engine.models.adapters import AdapterRows, LowRank
 from engine.models.attention.rows import AttentionRows
@@ -58,7 +60,14 @@ from engine.models.parallel.exchange import MirrorGroup
 from engine.models.parallel.experts import ExpertsLost
 from engine.models.step import ImageTokens, StepTokens
 from engine.runner.host_memory import keep_freed_memory
-from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_block
+from engine.runner.kv_memory import (
+    allocate_cache,
+    as_bytes,
+    available_memory,
+    bytes_per_block,
+    read_block,
+    write_block,
+)
 from engine.runner.memory_profile import MemoryTrial
 from engine.runner.step_input import other_groups, plans_of
 from engine.shared.end_signals import end_signals
@@ -142,6 +151,14 @@ class Worker:
                     num_rows, model.spec.hidden_size, dtype=model.dtype, device=model.device
                 )
                 model.logits(self._grid.shards.broadcast(states), self._rows(adapters))
+            case ReadBlock(block_id):
+                content = read_block(as_bytes(self._cache), block_id)
+                part = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                self._grid.shards.begin_send(part, 0).wait()
+            case WriteBlock(block_id):
+                part = torch.empty(self._block_bytes, dtype=torch.uint8)
+                part = self._grid.shards.begin_receive(part, 0).wait()
+                write_block(as_bytes(self._cache), block_id, part.numpy().tobytes())
             case Allocate(num_blocks, fingerprint):
                 self._allocate(num_blocks)
                 self._check(fingerprint)
@@ -151,7 +168,8 @@ class Worker:
                 self._end_trial()
             case _:
                 self._operate(command)
-        return not isinstance(command, Forward | DummyStep | Logits | LoadAdapter)
+        unanswered = Forward | DummyStep | Logits | LoadAdapter | ReadBlock | WriteBlock
+        return not isinstance(command, unanswered)
 
     def _operate(self, command: Command) -> None:
         """Do what an operator wants."""

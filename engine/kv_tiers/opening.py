@@ -49,7 +49,6 @@ def check_tiers(config: EngineConfig, *, pools: bool) -> None:
     parallel = config.parallel
     refused = {
         "leave out --no-enable-prefix-caching": not config.cache.enable_prefix_caching,
-        "leave --tensor-parallel-size at 1": parallel.tensor_parallel_size > 1,
         "leave --pipeline-parallel-size at 1": parallel.pipeline_parallel_size > 1,
         "leave out --enable-expert-parallel": parallel.enable_expert_parallel,
         "leave out --speculative-model and --speculative-method": (

@@ -126,11 +126,10 @@ class KvTiers:
         self._unsettled: deque[Fetch] = deque()
         self._is_over = False
         self._warned_at = -_SECONDS_BETWEEN_WARNINGS
+        runs = [self._write_blocks, self._end_late_fetches, *[self._read_blocks] * _NUM_READERS]
         self._threads = [
             threading.Thread(target=run, name=f"kv-tiers-{number}", daemon=True)
-            for number, run in enumerate(
-                [self._write_blocks, self._end_late_fetches, *[self._read_blocks] * _NUM_READERS]
-            )
+            for number, run in enumerate(runs if stores else ())
         ]
         for thread in self._threads:
             thread.start()
@@ -162,6 +161,8 @@ class KvTiers:
         if self._peers is not None:
             self._peers.clear()
         self._recent.clear()
+        if not self._stores:
+            return
         with self._changed:
             self._unwritten.append((self.model, None))
             self._changed.notify_all()

@@ -37,12 +37,6 @@ class Offers:
         self.num_bytes = 0
         """Of all contents."""
 
-    @property
-    def next_end(self) -> float | None:
-        """When `expire` has something to do."""
-        firsts = [next(iter(each.values())) for each in (self._once, self._again) if each]
-        return min((first.until for first in firsts), default=None)
-
     def renew(self, key: bytes, now: float) -> bool:
         """Offer a block to one reader more; False if it is not there."""
         offer = self._once.pop(key, None) or self._again.pop(key, None)

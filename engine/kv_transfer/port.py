@@ -10,7 +10,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -103,6 +103,7 @@ class BlockPort:
         block_bytes: length of every content.
         max_offered_bytes: limit for the contents that wait for their readers.
         counters: of the engine.
+        clock: the time in seconds.
 
     Raises:
         OSError, ValueError, zmq.ZMQError: it cannot be bound.
@@ -117,7 +118,10 @@ class BlockPort:
         block_bytes: int,
         max_offered_bytes: int,
         counters: EngineCounters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
+        self._next_look = clock()
         self._transport = transport
         self._incarnation = incarnation
         self._block_bytes = block_bytes
@@ -153,14 +157,9 @@ class BlockPort:
 
     # -- other threads ---------------------------------------------------------------------------
 
-    @property
-    def offered_bytes(self) -> int:
-        """What waits for its readers."""
-        return self._offers.num_bytes
-
     def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
         """Offer a block to one reader; `read` returns its content, if it is not there yet."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             if self._offers.renew(key, now):
                 return
@@ -205,24 +204,9 @@ class BlockPort:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_look = time.monotonic()
         try:
-            while True:
-                readable = dict(self._poller.poll(self._wait_ms(next_look)))
-                if self._wakeup in readable and not self._take_orders():
-                    return
-                if self._bound is not None and self._bound in readable:
-                    self._answer_some(self._bound)
-                for source, link in list(self._links.items()):
-                    if link.socket in readable:
-                        self._receive(link)
-                    if link.monitor in readable and _is_lost(link.monitor):
-                        self._lose(source)
-                now = time.monotonic()
-                if now >= next_look:
-                    next_look = now + _MEND_INTERVAL
-                    self._look(now)
-                self._go_on(now)
+            while self.turn(dict(self._poller.poll(self.wait_ms))):
+                pass
         finally:
             with self._lock:
                 self._is_over = True
@@ -235,9 +219,29 @@ class BlockPort:
             if self._bound is not None:
                 self._bound.close(linger=0)
 
-    def _wait_ms(self, next_look: float) -> int:
+    def turn(self, readable: Container[object]) -> bool:
+        """Read what sockets have and do what is due; False when it is to end."""
+        if self._wakeup in readable and not self._take_orders():
+            return False
+        if self._bound is not None and self._bound in readable:
+            self._answer_some(self._bound)
+        for source, link in list(self._links.items()):
+            if link.socket in readable:
+                self._receive(link)
+            if link.monitor in readable and _is_lost(link.monitor):
+                self._lose(source)
+        now = self._clock()
+        if now >= self._next_look:
+            self._next_look = now + _MEND_INTERVAL
+            self._look(now)
+        self._go_on(now)
+        return True
+
+    @property
+    def wait_ms(self) -> int:
+        """For how long nothing is due."""
         ends = [each.pull.ends_at for link in self._links.values() for each in link.pulls.values()]
-        return max(0, int(1000 * (min([next_look, *ends]) - time.monotonic())) + 1)
+        return max(0, int(1000 * (min([self._next_look, *ends]) - self._clock())) + 1)
 
     def _look(self, now: float) -> None:
         """Do what is due now and then."""
@@ -292,7 +296,7 @@ class BlockPort:
                 return True
             if order is None:
                 return False
-            now = time.monotonic()
+            now = self._clock()
             self._num_pulls += 1
             deadline = now + DEADLINE
             pull = Pull(order.wanted, window=self._window, patience=PATIENCE, deadline=deadline)
@@ -337,7 +341,7 @@ class BlockPort:
                 self._take(running, found, content)
 
     def _take(self, running: _Running, found: BlockFound, content: bytes) -> None:
-        order, now = running.order, time.monotonic()
+        order, now = running.order, self._clock()
         is_good = bool(found.digest)
         if is_good and (
             len(content) != self._block_bytes
@@ -397,13 +401,13 @@ class BlockPort:
             self._end(running)
 
     def _end(self, running: _Running) -> None:
-        self._counters.kv_transfer_seconds += time.monotonic() - running.began_at
+        self._counters.kv_transfer_seconds += self._clock() - running.began_at
         self._counters.kv_transfer_failures += not running.pull.is_complete
         running.order.over(running.pull.is_complete)
 
     def _warn(self, message: str, *arguments: object) -> None:
         """Log one of these a minute."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._warned_at >= _SECONDS_BETWEEN_WARNINGS:
             self._warned_at = now
             logger.warning(message, *arguments)

@@ -1,9 +1,11 @@
 """How many KV blocks an engine gets, and their memory."""
 
 import os
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,6 +114,26 @@ def allocate_cache(
     else:
         shared = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
     return [shared[place] for place in spec.cache_groups.places(spec.num_layers)]
+
+
+def as_bytes(cache: Sequence[Tensor]) -> list[Tensor]:
+    """Return a cache on the CPU as bytes [num_blocks, block_size, ...], of each tensor once."""
+    different = {each.data_ptr(): each for each in cache}  # groups of layers share tensors
+    return [each.view(torch.uint8) for each in different.values()]
+
+
+def read_block(cache: Sequence[Tensor], block_id: int) -> bytes:
+    """Return what a block of a cache `as_bytes` holds, of all layers; no step may write to it."""
+    return b"".join([each[block_id].numpy().data for each in cache])
+
+
+def write_block(cache: Sequence[Tensor], block_id: int, content: bytes) -> None:
+    """Replace what a block of a cache `as_bytes` holds; no step may use it."""
+    source, start = np.frombuffer(content, np.uint8), 0
+    for each in cache:
+        target = each[block_id].numpy()
+        target[...] = source[start : start + target.size].reshape(target.shape)
+        start += target.size
 
 
 def _layers_of_block(spec: ModelSpec) -> int:

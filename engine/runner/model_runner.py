@@ -27,7 +27,7 @@ from engine.runner.filters import WITH_TORCH, Drawing
 from engine.runner.head_threads import head_threads
 from engine.runner.image_embeddings import ImageEmbeddings
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
-from engine.runner.kv_memory import allocate_cache
+from engine.runner.kv_memory import allocate_cache, as_bytes, read_block, write_block
 from engine.runner.logprobs import token_logprobs
 from engine.runner.pooler import Pooler
 from engine.runner.sampler import sample
@@ -119,10 +119,8 @@ class ModelRunner:
         self._cache = allocate_cache(
             model.spec, num_kv_blocks + on_cuda, block_size, model.kv_format, model.device
         )
-        # Groups of layers share tensors.
-        different = {each.data_ptr(): each for each in self._cache if not on_cuda}
-        self._blocks = [each.view(torch.uint8) for each in different.values()]
-        """The same as bytes, [num_blocks, block_size, ...], where the CPU can read them."""
+        self._blocks = [] if on_cuda else as_bytes(self._cache)
+        """The same as bytes, where the CPU can read them."""
         self._table = SlotTable(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -310,15 +308,11 @@ class ModelRunner:
 
     def read_block(self, block_id: int) -> bytes:
         """Return what a block of the KV cache holds, of all layers; no step may write to it."""
-        return b"".join([each[block_id].numpy().data for each in self._blocks])
+        return read_block(self._blocks, block_id)
 
     def write_block(self, block_id: int, content: bytes) -> None:
         """Replace what a block holds by what another one held; no step may use it."""
-        source, start = np.frombuffer(content, np.uint8), 0
-        for each in self._blocks:
-            target = each[block_id].numpy()
-            target[...] = source[start : start + target.size].reshape(target.shape)
-            start += target.size
+        write_block(self._blocks, block_id, content)
 
     @property
     def block_format(self) -> str:

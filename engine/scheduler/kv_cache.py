@@ -48,7 +48,7 @@ class KVCacheManager:
         self._log: BlockLog | None = None
         """For front ends, once one has asked."""
         self._followed = self._keeping[0] if self._keeping else 0
-        """The group of layers whose blocks are told: one that keeps all positions, if any does."""
+        """The group of layers whose blocks count: one that keeps all positions, if any does."""
         stores_evicted = tiers is not None and tiers.stores_evicted
         is_plain = self.num_groups == 1 and not stores_evicted and events is None
         self._pool = BlockPool(
@@ -216,7 +216,7 @@ class KVCacheManager:
                 self._pool.keep(ids[0])
                 self._tell_stored(group, table, index_of[digest], token_ids)
                 taken += ids
-                if group:
+                if group != self._followed:
                     continue
                 if (group, digest) in fetch.pulled:
                     self._tiers.counters.kv_transfer_hits += self.block_size

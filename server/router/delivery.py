@@ -16,7 +16,7 @@ from server.router.members import Members
 from server.router.request import Prefill, RoutedRequest
 from server.router.route import Engine, Route
 from server.router.routing import Choice, EngineLoad, RoutingPolicy, with_adapter, with_cached
-from server.router.split import Split, answer_of, prefill_of
+from server.router.split import Split, answer_of, draws_one_token, prefill_of
 
 
 class Delivery:
@@ -171,16 +171,21 @@ class Delivery:
         answers: Choice,
         cached: dict[int, int],
     ) -> Choice | None:
-        """Return the engine that computes a request's prompt first, if one should."""
+        """Return the engine that computes a request's prompt, if another than answers should."""
         if self._split is None:
             return None
         route, known = self._members.routes[answers.rank], cached.get(answers.rank, 0)
         engines = self._split.prefilling(request, usable, route, known)
         if not engines:
             return None
-        request.prefill = Prefill.RUNS
         loads = with_cached(self._loads.of(engines), cached)
-        return Choice(self._choose_by(self._split.policy, loads, request).rank, "prefill")
+        rank = self._choose_by(self._split.policy, loads, request).rank
+        chosen = next(load for load in loads if load.rank == rank)
+        if not self._split.keeps_up(request, chosen, *self._loads.of([route])):
+            return None
+        if not draws_one_token(request):
+            request.prefill = Prefill.RUNS
+        return Choice(rank, "prefill")
 
     def _choose_by(
         self, policy: RoutingPolicy, loads: Sequence[EngineLoad], request: RoutedRequest

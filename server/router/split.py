@@ -12,7 +12,13 @@ import msgspec
 from engine.shared.messages import AddRequest, KvSource, SamplingParams
 from server.router.request import RoutedRequest
 from server.router.route import Route
-from server.router.routing import RoutingPolicy
+from server.router.routing import EngineLoad, RoutingPolicy
+
+MAX_QUEUED = 8
+"""Prompts of the shortest split length that a prefill engine may have queued before the next one,
+beyond what the answering engine has."""
+MAX_QUEUED_LIKE_IT = 2
+"""Prompts as long as the next one that it may have queued, if that is more."""
 
 
 class Split:
@@ -45,8 +51,8 @@ class Split:
             answers: the engine that would be chosen to answer.
             cached_tokens: what that is known to have cached of it.
         """
-        message, tokens = request.message, len(request.output_token_ids)
-        uncached = message.num_tokens + tokens - cached_tokens
+        message = request.message
+        uncached = message.num_tokens + len(request.output_token_ids) - cached_tokens
         if (
             answers.kv_role not in ("decode", "both")
             or uncached < self._min_tokens
@@ -54,12 +60,26 @@ class Split:
             or message.offers_blocks
             or message.kv_source is not None
             or message.pooling is not None
-            or message.sampling.prompt_logprobs is not None
+            or (message.sampling.prompt_logprobs is not None and not draws_one_token(request))
         ):
             return []
         return [
             route for route in usable if route.kv_role == "prefill" and _are_alike(route, answers)
         ]
+
+    def keeps_up(self, request: RoutedRequest, prefill: EngineLoad, answers: EngineLoad) -> bool:
+        """Whether a prompt does not wait so long in a prefill engine that answers had better."""
+        queued = prefill.prefill_tokens - answers.prefill_tokens
+        longest = MAX_QUEUED_LIKE_IT * request.message.num_tokens
+        return queued <= max(MAX_QUEUED * self._min_tokens, longest)
+
+
+def draws_one_token(request: RoutedRequest) -> bool:
+    """Whether nothing follows the token that computing the prompt gives.
+
+    Who computes the prompt answers such a request: a step of a beam search, or a prompt's scores.
+    """
+    return request.message.sampling.max_tokens - len(request.output_token_ids) == 1
 
 
 def _are_alike(one: Route, other: Route) -> bool:

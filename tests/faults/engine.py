@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import PendingResult
+from engine.core.events import PrerequisitesSettled
 from engine.core.front_ends import CoreStep
 from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
 from engine.core.loop import EngineLoop
 from engine.core.sender import LATE_INTERVAL, Sender
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch
+from engine.kv_tiers.block_store import MODEL_SIZE
+from engine.kv_tiers.tiers import KvTiers
 from engine.lockstep.group_connection import GroupConnection
 from engine.process.receiver import Receiver
 from engine.process.reception import Leave, Serve, WantNothingNew
@@ -29,10 +32,12 @@ from engine.shared.messages import (
     EngineDead,
     EngineInput,
     GroupOrder,
+    KvRole,
     UtilityCall,
     UtilityValue,
     encode,
 )
+from tests.faults.blocks import Blocks
 from tests.faults.network import Process
 from tests.faults.oracle import EOS, MAX_MODEL_LEN, POISON, VOCABULARY
 from tests.faults.parts import DRAIN_TIMEOUT, HEARTBEAT, STEP_TIMEOUT, TIMEOUT
@@ -102,8 +107,22 @@ class Engine(Process):
         config = _config(world)
         executor = _Poisoned(config, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
         parts = world.parts
+        self.blocks: Blocks | None = None
+        """Its port for KV blocks, where they travel."""
+        self.tiers: KvTiers | None = None
+        role: KvRole = ""
+        if world.plan.splits:
+            role = "decode" if rank else "prefill"
+            if world.plan.prefix_caching:
+                self._open_port(executor, offers=role == "prefill")
         self.core = parts.core(
-            config, executor, rank=rank, incarnation=incarnation, **_split(world, rank)
+            config,
+            executor,
+            rank=rank,
+            incarnation=incarnation,
+            tiers=self.tiers,
+            kv_role=role,
+            kv_address="" if self.blocks is None else self.blocks.address,
         )
         identity = Identity(
             kind="engine", index=rank, incarnation=incarnation, host="node", pid=1,
@@ -145,6 +164,14 @@ class Engine(Process):
         )
         self._loop.engine = self
         self.after(0.0, self._ticked)
+
+    def _open_port(self, executor: CheckedExecutor, *, offers: bool) -> None:
+        self.blocks = Blocks(self, executor, offers=offers)
+        self.tiers = self.world.parts.tiers(
+            (), "all", executor.read_block, executor.write_block, peers=self.blocks
+        )
+        self.tiers.model = bytes(MODEL_SIZE)
+        self.tiers.on_settled = lambda: self.put(PrerequisitesSettled())
 
     # -- the receiver's thread -------------------------------------------------------------------
 
@@ -317,15 +344,6 @@ class Engine(Process):
     def leave(self) -> None:
         """End in order."""
         self._receiver.tell(Leave())
-
-
-def _split(world: World, rank: int) -> dict[str, Any]:
-    """Return what the engine says of its role; blocks do not travel, and are computed."""
-    if not world.plan.splits:
-        return {}
-    if rank:
-        return {"kv_role": "decode"}
-    return {"kv_role": "prefill", "kv_address": "ipc://blocks"}
 
 
 def _config(world: World) -> EngineConfig:

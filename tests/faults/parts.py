@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop
+from engine.kv_tiers.tiers import KvTiers
+from engine.kv_transfer.port import BlockPort
 from engine.process.links import FrontEndLinks
 from engine.process.reception import Reception
 from engine.shared.membership import Membership
@@ -34,6 +36,8 @@ class Parts:
     delivery: type[Delivery] = Delivery
     failover: type[Failover] = Failover
     index: type[BlockIndex] = BlockIndex
+    tiers: type[KvTiers] = KvTiers
+    port: type[BlockPort] = BlockPort
 
     def router(
         self, index: int, incarnation: int, max_resumes: int, *, prefix_caching: bool

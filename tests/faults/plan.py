@@ -62,8 +62,10 @@ KINDS = {
     "halt all engines": 1,
     "lose control messages": 3,
     "delay control messages": 2,
+    "cut engine from engine": 0,
 }
-"""Faults, and how often each is drawn in proportion to the others."""
+"""Faults, and how often each is drawn in proportion to the others; the last takes the place of some
+where engines read each other's KV blocks."""
 
 
 class Plan(NamedTuple):
@@ -131,18 +133,29 @@ def draw_plan(seed: int) -> Plan:
     if engines > 1 and rng.random() < 0.2:
         faults[0] = faults[0]._replace(kind="cut engine from front end", seconds=LONG_CUT)
         faults = [fault for fault in faults if fault.kind != "retire engine"]
+    front_ends, max_resumes = rng.choice((1, 1, 2)), rng.choice((1, 1, 2, 3))
+    loading, prefix_caching = rng.uniform(0.1, 0.8), rng.random() < 0.7
+    by_priority, async_scheduling = rng.random() < 0.3, rng.random() < 0.3
+    splits = engines > 1 and rng.random() < 0.4
+    if splits and prefix_caching:
+        faults = [
+            fault._replace(kind="cut engine from engine")
+            if fault.which >= 9 and fault.seconds < LONG_CUT
+            else fault
+            for fault in faults
+        ]
     return Plan(
         seed=seed,
         engines=engines,
-        front_ends=rng.choice((1, 1, 2)),
+        front_ends=front_ends,
         asks=sorted(asks, key=lambda ask: ask.at),
         faults=sorted(faults),
-        max_resumes=rng.choice((1, 1, 2, 3)),
-        loading=rng.uniform(0.1, 0.8),
-        prefix_caching=rng.random() < 0.7,
-        by_priority=rng.random() < 0.3,
-        async_scheduling=rng.random() < 0.3,
-        splits=engines > 1 and rng.random() < 0.4,
+        max_resumes=max_resumes,
+        loading=loading,
+        prefix_caching=prefix_caching,
+        by_priority=by_priority,
+        async_scheduling=async_scheduling,
+        splits=splits,
     )
 
 

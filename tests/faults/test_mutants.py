@@ -16,6 +16,8 @@ from engine.core.engine_core import EngineCore
 from engine.core.events import CoreEvent
 from engine.core.inbox import Drain, InboxItem
 from engine.core.loop import EngineLoop
+from engine.kv_tiers.tiers import Fetch, KvTiers
+from engine.kv_transfer.port import BlockPort
 from engine.process.links import FrontEndLinks, LinkChanges
 from engine.process.reception import Action as ReceptionAction
 from engine.process.reception import Reception
@@ -25,6 +27,7 @@ from engine.shared.messages import (
     EngineStats,
     FrontEndEntry,
     KvBlocksWanted,
+    KvSource,
 )
 from server.router.block_index import BlockIndex
 from server.router.delivery import Delivery
@@ -223,6 +226,35 @@ class TakesSuccessorsForThem(BlockIndex):
         return super().follow(routes, now)
 
 
+# -- the engine: KV blocks of others --------------------------------------------------------------
+
+
+class ForgetsWhoWaitsForBlocks(BlockPort):
+    """Does not say that nothing comes any more when a connection is lost."""
+
+    def _lose(self, source: KvSource) -> None:
+        self._links[source].pulls.clear()
+        super()._lose(source)
+
+
+class WaitsForTheSilent(BlockPort):
+    """Asks an engine that has vanished until it answers."""
+
+    def _take_orders(self) -> bool:
+        goes_on = super()._take_orders()
+        for link in self._links.values():
+            for running in link.pulls.values():
+                running.pull._patience = running.pull._deadline = 1e9
+        return goes_on
+
+
+class KeepsWhatNobodyReads(KvTiers):
+    """Counts blocks that were read, or came too late, as memory in use for ever."""
+
+    def discard(self, fetch: Fetch) -> None:
+        fetch.settled = True
+
+
 MUTANTS = [
     Parts(delivery=StartsOver),
     Parts(delivery=KeepsTheId),
@@ -238,6 +270,9 @@ MUTANTS = [
     Parts(loads=CountsTheLost),
     Parts(members=GivesUpForGood),
     Parts(members=BelievesHalfOfIt),
+    Parts(port=ForgetsWhoWaitsForBlocks),
+    Parts(port=WaitsForTheSilent),
+    Parts(tiers=KeepsWhatNobodyReads),
     Parts(core=WorksForTheDead),
     Parts(core=TriesInCompany),
     Parts(links=GreetsOnce),

@@ -3,8 +3,10 @@
 import pytest
 
 from tests.faults.oracle import answer
+from tests.faults.parts import Parts
 from tests.faults.plan import KINDS, draw_plan
 from tests.faults.run import run_seeds
+from tests.faults.world import World
 
 SCHEDULES = 300
 """As many as every test run can afford; `python -m tests.faults.run` runs ten thousand and more."""
@@ -18,6 +20,19 @@ CHUNK = 50
 def test_every_promise_is_kept_in_every_schedule(first: int) -> None:
     failures = run_seeds(range(first, first + CHUNK))
     assert not failures, "\n".join(map(str, failures[:10]))
+
+
+def test_blocks_travel_and_some_do_not_arrive() -> None:
+    hits = failures = 0
+    for seed in [each for each in range(60) if draw_plan(each).splits]:
+        world = World(draw_plan(seed), Parts())
+        world.run()
+        for engine in world._all_engines.values():
+            if engine.blocks is not None and engine.tiers is not None:
+                hits += engine.tiers.counters.kv_transfer_hits
+                failures += engine.blocks.port._counters.kv_transfer_failures
+    assert hits > 100
+    assert failures > 3
 
 
 def test_a_schedule_is_the_same_in_every_run() -> None:

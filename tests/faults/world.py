@@ -69,6 +69,7 @@ class World:
         self.engines: dict[int, Engine] = {}
         self.fronts: dict[int, Front] = {}
         self._all_fronts: dict[int, Front] = {}
+        self._all_engines: dict[int, Engine] = {}
         self._incarnations = 0
         self._restarts: defaultdict[str, Restarts] = defaultdict(Restarts)
         self._remote: set[str] = set()
@@ -142,12 +143,16 @@ class World:
     def _start_engine(self, rank: int) -> None:
         engine = Engine(self, rank, self._new_incarnation())
         self._tell("%s (%d) starts", engine.name, engine.incarnation)
-        self.engines[rank] = engine
+        self.engines[rank] = self._all_engines[engine.incarnation] = engine
         self.senders[engine.name.encode()] = engine
 
     def front_process(self, incarnation: int) -> Front:
         """Return a front-end process, living or not."""
         return self._all_fronts[incarnation]
+
+    def engine_process(self, incarnation: int) -> Engine:
+        """Return an engine process, living or not."""
+        return self._all_engines[incarnation]
 
     # -- ways to the coordinator -----------------------------------------------------------------
 
@@ -213,6 +218,9 @@ class World:
             for line in engine.links.values():
                 self.clock.at(self.clock.now + 0.001, setattr, line, "up", False)
             self.clock.at(self.clock.now + 0.01, self._report, "engine", engine)
+            for other in self.engines.values():
+                if other.blocks is not None:
+                    other.blocks.lose(engine)
         if engine.rank not in self._retired:
             wait = self._restarts[engine.name].wait_after(1.0, was_ready=True)
             assert wait is not None
@@ -279,6 +287,8 @@ class World:
                 self.network.lossy_until = self.clock.now + fault.seconds
             case ["delay", "control", "messages"]:
                 self.network.slow_until = self.clock.now + fault.seconds
+            case ["cut", "engine", "from", "engine"]:
+                self._cut_engines(engines, fault)
             case [_, "front", "end"] | ["cut", "front", *_]:
                 if front is not None:
                     self._strike_front(front, fault)
@@ -338,6 +348,17 @@ class World:
         self.network.cut(one, other, fault.seconds, resets=resets)
         if resets and other == self.hub.name:
             self.clock.at(self.clock.now + fault.seconds + 0.1, self._subscribe_again, one)
+
+    def _cut_engines(self, engines: list[Engine], fault: Fault) -> None:
+        """Cut the way that KV blocks take from engine 0; nobody else notices."""
+        prefill = self.engines.get(0)
+        others = [each for each in engines if each.rank]
+        if prefill is None or not others:
+            return
+        other = others[fault.which % len(others)]
+        self._cut(prefill.name, other.name, fault)
+        if fault.which % 2 == 0 and other.blocks is not None:
+            other.blocks.lose(prefill)
 
     def _subscribe_again(self, name: str) -> None:
         for each in self._members():
@@ -451,6 +472,9 @@ class World:
         core._scheduler.check_integrity()
         gauges = core._scheduler.gauges()
         assert tuple(gauges) == (0, 0, 0.0, 0), f"{engine.name} leaks: {gauges}"
+        if engine.blocks is not None and engine.tiers is not None:
+            engine.blocks.check()
+            assert engine.tiers._fetched_bytes == 0, f"{engine.name} keeps blocks of nobody"
         fronts = {index: line.front.incarnation for index, line in engine.links.items()}
         there = {index: front.incarnation for index, front in self.fronts.items()}
         assert fronts == there, f"{engine.name} is connected to {fronts}, not {there}"

@@ -4,6 +4,7 @@ Its memory holds (token or part of an image, position) in place of keys and valu
 it compares what attention would read with what it ought to read.
 """
 
+import struct
 from typing import Any, Literal
 
 import msgspec
@@ -63,6 +64,14 @@ class CheckedExecutor(SimulatedExecutor):
         self._encoded.clear()
         assert not self._memory.slots_in_flight, "a step in flight uses the memory"
         self._memory = _Memory(*self._shape)
+
+    def read_block(self, block_id: int) -> bytes:
+        """Return what a block holds, without images."""
+        return self._memory.read_block(block_id)
+
+    def write_block(self, block_id: int, content: bytes) -> None:
+        """Replace what a block holds by what another one held."""
+        self._memory.write_block(block_id, content)
 
     def _apply_changes(self, plan: BatchPlan) -> None:
         super()._apply_changes(plan)
@@ -161,6 +170,16 @@ class _Memory:
                 self._contents[block_id][offset] = content
                 self._positions[block_id][offset] = position
         self.slots_in_flight[slot] = step
+
+    def read_block(self, block_id: int) -> bytes:
+        values = [*self._contents[block_id], *self._positions[block_id]]
+        return b"".join(struct.pack("q", value) for value in values)
+
+    def write_block(self, block_id: int, content: bytes) -> None:
+        assert block_id not in self._writers, f"a step in flight writes block {block_id}"
+        values = list(struct.unpack(f"{2 * self._block_size}q", content))
+        self._contents[block_id][:] = values[: self._block_size]
+        self._positions[block_id][:] = values[self._block_size :]
 
     def done(self, step: int) -> None:
         """The result of a step has been fetched."""

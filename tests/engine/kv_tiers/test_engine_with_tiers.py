@@ -110,7 +110,7 @@ def test_another_model_does_not_read_them(
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "--tensor-parallel-size"),
+        ({"parallel": ParallelConfig(enable_expert_parallel=True)}, "--enable-expert-parallel"),
         ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "--pipeline-parallel-size"),
         ({"scheduler": SchedulerConfig(speculative_model="x")}, "--speculative-model"),
         ({"executor": ExecutorConfig(executor="simulated")}, "--executor simulated"),

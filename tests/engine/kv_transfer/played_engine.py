@@ -10,25 +10,37 @@ import zmq
 from engine.core.engine_core import EngineCore
 from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
-from engine.kv_tiers.opening import open_tiers
+from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team
+from engine.kv_tiers.opening import check_tiers, open_tiers
 from engine.kv_transfer.opening import open_port
 from engine.shared.config import (
     CacheConfig,
     ClusterConfig,
     EngineConfig,
     ExecutorConfig,
+    LoraConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
-from engine.shared.messages import AddRequest, EngineCounters, KvSource, RequestOutput
+from engine.shared.messages import (
+    AdapterEntry,
+    AdapterSheet,
+    AddRequest,
+    EngineCounters,
+    KvSource,
+    RequestOutput,
+)
 from engine.shared.transport import make_context
 from tests.support.waiting import PATIENCE
 
 
 class PlayedEngine:
-    """Takes requests one after the other. It has to be closed.
+    """Takes requests. It has to be closed.
 
     Args:
+        shards: processes that the model is cut over.
         sockets: directory of the sockets; None: there are none, and no role.
     """
 
@@ -41,8 +53,10 @@ class PlayedEngine:
         role: Literal["prefill", "decode", "both"] = "both",
         kv_cache_dtype: Literal["auto", "fp8"] = "auto",
         num_blocks: int = 200,
+        shards: int = 1,
         cluster: ClusterConfig | None = None,
         tiers: dict[str, Any] | None = None,
+        lora: LoraConfig | None = None,
         **scheduling: Any,
     ) -> None:
         self.config = EngineConfig(
@@ -59,10 +73,17 @@ class PlayedEngine:
                 max_num_batched_tokens=48,
                 **{"speculative_row_price": 0.0} | scheduling,
             ),
-            executor=ExecutorConfig(threads=1, batch_invariant=True),
+            executor=ExecutorConfig(threads=1, batch_invariant=shards == 1),
+            parallel=ParallelConfig(data_parallel_size=1, tensor_parallel_size=shards),
+            lora=lora or LoraConfig(),
             cluster=cluster or ClusterConfig(coordinator=f"ipc://{sockets}/coordinator"),
         )
-        self._executor = InProcessExecutor(self.config)
+        check_tiers(self.config, pools=False)
+        self._executor = (
+            InProcessExecutor(self.config)
+            if shards == 1
+            else MultiProcessExecutor(self.config, Team(self.config, 0, 1))
+        )
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         counters = EngineCounters()
         opened = open_port(
@@ -94,6 +115,13 @@ class PlayedEngine:
     def counters(self) -> EngineCounters:
         return self.core.stats().counters
 
+    def load_adapters(self, names: list[str]) -> list[str]:
+        """Load adapters of the directory; return their versions."""
+        entries = [AdapterEntry(serial, name, name) for serial, name in enumerate(names, 1)]
+        self.core.adapters.take(AdapterSheet(1, entries))
+        assert self.core.adapters.wait() == []
+        return [self.core.adapters.versions()[name] for name in names]
+
     def answer(self, request: AddRequest, **fields: Any) -> list[int]:
         """Return the tokens of a request's answer."""
         outputs = self.outputs(request, **fields)
@@ -102,7 +130,12 @@ class PlayedEngine:
 
     def outputs(self, request: AddRequest, **fields: Any) -> list[RequestOutput]:
         """Run a request to its end."""
-        self.core.handle(msgspec.structs.replace(request, **fields))
+        return self.outputs_of_all([msgspec.structs.replace(request, **fields)])
+
+    def outputs_of_all(self, requests: list[AddRequest]) -> list[RequestOutput]:
+        """Run requests to their ends, all at once."""
+        for each in requests:
+            self.core.handle(each)
         outputs: list[RequestOutput] = []
         while self.core.has_requests:
             if self._settled.is_set() or not self.core.has_work:

@@ -4,16 +4,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from engine.kv_transfer import port as module
-from engine.shared.config import ClusterConfig
+from engine.shared.config import BUNDLED_MODEL, ClusterConfig, LoraConfig
 from engine.shared.messages import AbortRequests, KvSource
+from tests.engine.executor.test_images import show, text
 from tests.engine.fixtures import MakePrompt, SaveModel
 from tests.engine.kv_transfer.played_engine import PlayedEngine
-from tests.engine.serving import request
+from tests.engine.serving import every_kind, request
+from tests.support.adapter_files import write_adapter
 from tests.support.waiting import PATIENCE, until
 
 Start = Callable[..., PlayedEngine]
@@ -47,6 +49,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         ("mistral-window", {}),
         ("gemma3", {}),
         ("deepseek3", {}),
+        ("llama", {"shards": 2}),
+        ("llama", {"shards": 2, "async_scheduling": True, "kv_cache_dtype": "fp8"}),
+        ("gemma3", {"shards": 2}),
+        ("deepseek3", {"shards": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value), "plain"),
 )
@@ -69,6 +75,89 @@ def test_tokens_are_the_same_with_and_without_blocks_of_another_engine(
     assert decode.counters.kv_transfer_failures == 0
     assert decode.counters.kv_transfer_hits > 90
     assert decode.counters.kv_transfer_bytes == prefill.counters.kv_transfer_sent_bytes > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"speculative_ngram": 3}])
+def test_requests_of_every_kind_are_answered_alike_while_some_are_preempted(
+    options: dict[str, Any], checkpoint: SaveModel, start: Start
+) -> None:
+    directory, asked = checkpoint("llama").directory, every_kind()
+    alone = start(directory, None, **options)
+    expected = {each.id: alone.outputs_of_all([each]) for each in asked}
+    prefill = start(directory, role="prefill", num_blocks=40, **options)
+    decode = start(directory, role="decode", num_blocks=40, **options)
+    sources = [prefill.prefill(each) for each in asked]
+    outputs = decode.outputs_of_all(
+        [replace(each, kv_source=source) for each, source in zip(asked, sources, strict=True)]
+    )
+    for each in asked:
+        answers = expected[each.id], [output for output in outputs if output.id == each.id]
+        told, found = (
+            [
+                ([token for output in answer for token in output.token_ids]),
+                [entry for output in answer for entry in output.logprobs or []],
+                [entry for output in answer for entry in output.prompt_logprobs or []],
+                answer[-1].finish_reason,
+            ]
+            for answer in answers
+        )
+        assert told == found, each.sampling
+    assert decode.counters.preemptions
+    assert decode.counters.kv_transfer_hits > 100
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "gemma3-vision"])
+def test_an_image_whose_blocks_travel_is_encoded_once(
+    name: str, checkpoint: SaveModel, start: Start
+) -> None:
+    directory = checkpoint(name).directory
+    first = show(1, text(5), 1, text(30), 2, text(40), name=name)
+    second = show(2, text(5), 3, text(30), 2, text(40), name=name)
+    alone = start(directory, None)
+    expected = [alone.answer(each) for each in (first, second)]
+    prefill, decode = start(directory, role="prefill"), start(directory, role="decode")
+    for each, tokens in zip((first, second), expected, strict=True):
+        assert decode.answer(each, kv_source=prefill.prefill(each)) == tokens
+    assert expected[0] != expected[1]
+    assert prefill.counters.encoded_images == 3
+    assert decode.counters.encoded_images == 0
+    assert decode.counters.kv_transfer_failures == 0
+    assert decode.counters.kv_transfer_hits > 90
+
+
+def test_salts_and_adapters_are_told_apart(
+    prompt: MakePrompt, start: Start, tmp_path: Path
+) -> None:
+    root = tmp_path / "adapters"
+    for seed, adapter in enumerate(("art", "law")):
+        write_adapter(root / adapter, seed=seed, rank=4, size=0.3)
+    lora = LoraConfig(enable_lora=True, lora_dir=str(root), max_loras=1, max_lora_rank=4)
+    alone, prefill, decode = (
+        start(BUNDLED_MODEL, sockets, lora=lora) for sockets in (None, tmp_path, tmp_path)
+    )
+    versions = [engine.load_adapters(["art", "law"]) for engine in (alone, prefill, decode)]
+    assert versions[0] == versions[1] == versions[2]
+    plain = request(1, prompt(90), max_tokens=20, temperature=0.0)
+    salted = [replace(plain, id=2 + n, cache_root=bytes([1 + n]) * 16) for n in range(2)]
+    adapted = [replace(plain, id=4 + n, adapter=each) for n, each in enumerate(versions[0])]
+    for count, each in enumerate([plain, *salted, *adapted], 1):
+        expected = alone.answer(each)
+        assert decode.answer(each, kv_source=prefill.prefill(each)) == expected
+        assert decode.counters.kv_transfer_hits == 88 * count, "it has its own blocks"
+        other = replace(each, id=100 + count, cache_root=b"z" * 16)
+        assert decode.answer(other, kv_source=prefill.source) == expected
+        assert decode.counters.kv_transfer_hits == 88 * count, "they are nobody else's"
+
+
+def test_blocks_of_a_model_that_is_cut_otherwise_are_not_read(
+    checkpoint: SaveModel, prompt: MakePrompt, start: Start
+) -> None:
+    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    expected = start(directory, None).answer(asked)
+    cut, whole = start(directory, shards=2), start(directory)
+    assert whole.answer(asked, kv_source=cut.prefill(asked)) == expected
+    assert whole.counters.kv_transfer_hits == 0
+    assert whole.counters.kv_transfer_failures == 1
 
 
 def test_another_process_in_its_place_offers_nothing_of_it(
@@ -151,7 +240,7 @@ def test_a_request_that_is_dropped_while_its_blocks_travel_leaves_nothing(
     silent = decode._context.socket(zmq.ROUTER)
     silent.bind(f"ipc://{tmp_path}/silent")
     source = KvSource(f"ipc://{tmp_path}/silent", 1)
-    decode.core.handle(msgspec.structs.replace(asked, kv_source=source))
+    decode.core.handle(replace(asked, kv_source=source))
     assert silent.poll(int(1000 * PATIENCE)), "it has asked"
     assert decode.core.has_requests
     decode.core.handle(AbortRequests([asked.id]))
@@ -163,11 +252,13 @@ def test_a_request_that_is_dropped_while_its_blocks_travel_leaves_nothing(
     silent.close(linger=0)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 def test_a_tier_has_what_a_dead_peer_has_not(
-    checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
+    shards: int, checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
 ) -> None:
     directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
-    decode = start(directory, tiers={"kv_disk_tier_dir": str(tmp_path / "tier")})
+    tier = {"kv_disk_tier_dir": str(tmp_path / "tier")}
+    decode = start(directory, tiers=tier, shards=shards)
     expected = decode.answer(asked)
     until(lambda: len(list(tmp_path.rglob("*.kv"))) >= 11, "its blocks are stored")
     decode.core._scheduler.reset_prefix_cache()

@@ -99,7 +99,7 @@ def test_all_blocks_come_in_their_order_and_are_gone_then(ports: Ports) -> None:
     assert pulled.is_over.wait(PATIENCE)
     assert pulled.has_all
     assert pulled.blocks == [(name, content_of(name)) for name in NAMES]
-    assert giving.offered_bytes == 0
+    assert giving._offers.num_bytes == 0
 
 
 def test_many_pulls_at_once_all_end_and_none_gets_what_another_asked_for(ports: Ports) -> None:
@@ -158,7 +158,7 @@ def test_offers_without_readers_are_forgotten(
     monkeypatch.setattr(module, "OFFER_SECONDS", 0.1)
     giving = ports.open(1)
     offer(giving, NAMES)
-    until(lambda: giving.offered_bytes == 0, "they are forgotten")
+    until(lambda: giving._offers.num_bytes == 0, "they are forgotten")
     assert ports.counters[1].kv_transfer_dropped_blocks == len(NAMES)
 
 

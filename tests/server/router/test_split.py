@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from engine.shared.messages import AddRequest, KvSource, PoolingParams, RequestOutput, RequestTiming
 from server.router.routing import LeastLoaded
-from server.router.split import Split
+from server.router.split import MAX_QUEUED, Split
 from server.router.token_stream import RequestStream
 from tests.server.router.played_cluster import GREEDY, SETUP, Cluster, Played
 
@@ -95,6 +95,33 @@ def test_what_is_not_worth_it_or_cannot_be_handed_on_goes_to_the_answering_engin
     stream = cluster.shell.submit(message)
     assert cluster.runs(stream) is cluster.engines[1]
     assert not message_of(stream, cluster.engines[1]).offers_blocks
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+def test_a_prefill_engine_answers_what_asks_for_one_token(prompt_logprobs: int | None) -> None:
+    cluster = cluster_of("pdd")
+    one = replace(GREEDY, max_tokens=1, prompt_logprobs=prompt_logprobs)
+    stream = cluster.shell.submit(AddRequest(0, "r", 0, 0, LONG, one))
+    prefill = cluster.engines[0]
+    assert message_of(stream, prefill).sampling == one
+    assert not message_of(stream, prefill).offers_blocks
+    cluster.tell(prefill, RequestOutput(stream.id, [7], "length"))
+    assert stream.request.output_token_ids == [7]
+    assert not cluster.router.delivery.in_flight
+
+
+def test_prompts_that_a_prefill_engine_has_no_time_for_go_to_the_answering_engine() -> None:
+    cluster = cluster_of("pd")
+    prefill, decode = cluster.engines.values()
+    streams = [cluster.submit("r", prompt=LONG) for _ in range(8)]
+    few = MAX_QUEUED * MIN_TOKENS // len(LONG) + 1
+    assert [cluster.runs(each) for each in streams[: few + 1]] == [prefill] * few + [decode]
+    longer = cluster.submit("r", prompt=LONG * 4)
+    assert cluster.runs(longer) is prefill
+    for stream in streams:
+        if cluster.runs(stream) is prefill:
+            end_prefill(cluster, stream)
+        assert answer(cluster, stream) == ANSWER
 
 
 def test_a_request_for_one_engine_is_computed_there() -> None:
