@@ -137,3 +137,5 @@ class BatchResult(msgspec.Struct, frozen=True, array_like=True):
     """By slot: microseconds that its masks took, where that is much."""
     pooled: dict[int, bytes] = {}
     """By row: the vector of a sequence that gets one instead of tokens, as float32 numbers."""
+    mask_wait_us: int = 0
+    """Microseconds that the step waited for masks."""

@@ -307,7 +307,10 @@ class SimulatedExecutor(GroupExecutor):
                 ]
         scores = logprobs if has_logprobs else None
         mask_us = {} if grammars is None else grammars.mask_us
-        return BatchResult(drawn, scores, prompt_logprobs, accepted, ends, stalls, mask_us)
+        waited_us = 0 if grammars is None else grammars.waited_us
+        return BatchResult(
+            drawn, scores, prompt_logprobs, accepted, ends, stalls, mask_us, mask_wait_us=waited_us
+        )
 
     def _draw(self, state: SlotStart, proposed: list[int], choices: list[list[int]]) -> list[int]:
         """Replace the proposed tokens at the end of a slot by those that are right and one more."""

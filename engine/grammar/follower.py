@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch.batch import RULED_OUT
+from engine.batch.batch import RULED_OUT, SlotStart
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.grammar.mask_threads import MAX_SECONDS
 from engine.shared.matchers import leads_nowhere, told_briefly
@@ -43,13 +43,14 @@ class GrammarFollower:
     ) -> None:
         self.grammar = grammar
         self._compiler = compiler
+        self._sampling = sampling
         self._matcher: LLMatcher | None = None
         self._marker = sampling.grammar_after.encode()
         self._seen = b""
         self._opening: tuple[int, ...] = ()
         """What is left of the opening, while the output may still turn out to begin with it."""
         self._budget = sampling.grammar_budget
-        self._num_tokens = 0
+        self._output: list[int] = []
         self.error: str | None = None
         """Why the output cannot go on."""
         self.stalled: str | None = None
@@ -63,8 +64,14 @@ class GrammarFollower:
     def copy(self) -> "GrammarFollower":
         """Return a copy at the same place."""
         other = copy.copy(self)
+        other._output = self._output.copy()
         other._matcher = None if self._matcher is None else self._matcher.deep_copy()
         return other
+
+    def is_at(self, grammar: CompiledGrammar, start: SlotStart) -> bool:
+        """Whether it has followed what a sequence with this grammar has as output."""
+        same = self.grammar is grammar and self._sampling == start.sampling
+        return same and self._output == start.token_ids[start.num_prompt_tokens :]
 
     @property
     def ended(self) -> bool:
@@ -94,7 +101,7 @@ class GrammarFollower:
             self.error = TOO_SLOW
 
     def _follow(self, token_id: int) -> None:
-        self._num_tokens += 1
+        self._output.append(token_id)
         if self._opening:
             self._follow_opening(token_id)
         elif self._matcher is None:
@@ -106,7 +113,7 @@ class GrammarFollower:
         """Whether one of this many next masks is neither that of the grammar nor of none."""
         if self._opening:
             return True
-        due = self._num_tokens + ahead > self._budget > 0
+        due = len(self._output) + ahead > self._budget > 0
         return due and self._matcher is None
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
@@ -116,8 +123,8 @@ class GrammarFollower:
         token_id = self._opening[0] if self._opening else None
         if self._matcher is not None:
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        elif token_id is None and self._num_tokens >= self._budget > 0:
-            written = min(self._num_tokens - self._budget, len(self._ending) - 1)
+        elif token_id is None and len(self._output) >= self._budget > 0:
+            written = min(len(self._output) - self._budget, len(self._ending) - 1)
             token_id = self._ending[written]
         if token_id is not None:
             if self._matcher is None:

@@ -13,8 +13,11 @@ MAX_SECONDS = 0.05
 """Processor time of one sequence's masks in a step; one that needs more ends with an error."""
 STEP_SECONDS = 0.06
 """What a step waits for all its masks together."""
-_HELP_SECONDS = 0.01
-"""After this time another thread begins with the grammars that wait behind a slow one."""
+PATIENCE = 0.004
+"""Processor time of one mask for which a step of others waits; what takes more is for a later step.
+"""
+_LOOK_SECONDS = PATIENCE
+"""After this time other threads begin with the grammars that wait behind a slow one."""
 _THREADS = 4
 """As many masks may take long at a time; then grammars wait for them."""
 
@@ -58,11 +61,22 @@ class MaskJob:
         self.following.running = None
 
     @property
-    def is_over(self) -> bool:
-        """Whether it takes, or has taken, more than it may, or waits for one that does."""
+    def has_begun(self) -> bool:
+        """Whether a thread computes it, or has."""
+        return self._thread != 0
+
+    @property
+    def taken(self) -> float | None:
+        """Processor time that it took, or has taken so far; None if it has not begun."""
         seconds = self.seconds
         if seconds is None and self._thread:
             seconds = _thread_seconds(self._thread) - self._began
+        return seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it takes, or has taken, more than it may, or waits for one that does."""
+        seconds = self.taken
         if seconds is None:
             running = self.following.running
             return running is not None and running.is_over
@@ -74,17 +88,31 @@ class MaskThreads:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, "masks")
+        self._left: list[MaskJob] = []
+        """Jobs that their steps have not waited for, and that still run."""
 
-    def run(self, jobs: Iterable[MaskJob], seconds: float = STEP_SECONDS) -> None:
-        """Run jobs, and wait for them; those that are not done then will be, or are dropped."""
+    def run(self, jobs: Iterable[MaskJob], patience: float, seconds: float = STEP_SECONDS) -> None:
+        """Run jobs, and wait for them; those that have begun then will be done, others are dropped.
+
+        Args:
+            jobs: the masks of a step.
+            patience: processor time of a job for which the step waits.
+            seconds: what it waits at most.
+        """
         round_ = _Round(jobs)
-        ends = time.monotonic() + seconds
-        while (left := ends - time.monotonic()) > 0 and round_.has_more:
-            self._pool.submit(round_.work)
-            if round_.done.wait(min(left, _HELP_SECONDS)):
+        self._left = [job for job in self._left if job.seconds is None]
+        free = _THREADS - len(self._left)
+        ends, helpers = time.monotonic() + seconds, 1
+        while free > 0 and (left := ends - time.monotonic()) > 0:
+            for _ in range(min(helpers, round_.num_waiting)):
+                self._pool.submit(round_.work)
+            if round_.done.wait(min(left, _LOOK_SECONDS)):
                 return
-        round_.done.wait(max(0.0, ends - time.monotonic()))
+            if not round_.is_worth_waiting(free, patience):
+                break
+            helpers = free - 1
         round_.is_over = True
+        self._left += round_.running()
 
     def shutdown(self) -> None:
         """Begin nothing more; idempotent."""
@@ -104,6 +132,7 @@ class _Round:
             by_grammar.setdefault(id(job.following), []).append(job)
         self._groups = sorted(by_grammar.values(), key=lambda group: group[0].following.seconds)
         self._groups.reverse()  # the last ones are the cheapest, and taken first
+        self._begun: list[list[MaskJob]] = []
         self._num_left = len(self._groups)
         self._lock = threading.Lock()
         self.done = threading.Event()
@@ -111,9 +140,24 @@ class _Round:
         """Nobody waits any more: what has not begun is dropped."""
 
     @property
-    def has_more(self) -> bool:
-        """Whether no thread has begun with some of the grammars."""
-        return bool(self._groups)
+    def num_waiting(self) -> int:
+        """Grammars that no thread has begun with."""
+        return len(self._groups)
+
+    def running(self) -> list[MaskJob]:
+        """Return the jobs that threads are busy with."""
+        with self._lock:
+            begun = [job for group in self._begun for job in group]
+        return [job for job in begun if job.has_begun and job.seconds is None]
+
+    def is_worth_waiting(self, threads: int, patience: float) -> bool:
+        """Whether a thread does, or is about to do, what does not take long as far as is known.
+
+        Time in which a thread waited for a processor does not count.
+        """
+        running = self.running()
+        slow = sum((job.taken or 0.0) > patience for job in running)
+        return slow < len(running) or slow < min(threads, self._num_left)
 
     def work(self) -> None:
         """Run jobs until none is left."""
@@ -122,12 +166,14 @@ class _Round:
                 if not self._groups:
                     return
                 group = self._groups.pop()
+                self._begun.append(group)
             if group[0].following.lock.acquire(blocking=False):
                 try:
                     self._run(group)
                 finally:
                     group[0].following.lock.release()
             with self._lock:
+                self._begun.remove(group)
                 self._num_left -= 1
                 if not self._num_left:
                     self.done.set()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from engine.batch.batch import SlotStart
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.grammar.follower import TOO_SLOW, GrammarFollower
-from engine.grammar.mask_threads import MaskJob, MaskThreads
+from engine.grammar.mask_threads import MAX_SECONDS, PATIENCE, MaskJob, MaskThreads
 from engine.shared.messages import GrammarSpec
 
 IntArray = npt.NDArray[np.int64]
@@ -24,6 +24,8 @@ MUCH_NS = 200_000
 """Nanoseconds from which on the time of a slot's masks is reported."""
 ADVANCE_SECONDS = 0.03
 """What a step may take to follow all its tokens; sequences that are left over draw again."""
+MAX_KEPT, KEPT_SECONDS = 8, 5.0
+"""Late masks that are kept for sequences that draw again, and for how long."""
 _NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
@@ -67,6 +69,17 @@ class Ends(NamedTuple):
     grammar has to be compiled anew before they are drawn, and what it failed for."""
 
 
+class _Late(NamedTuple):
+    """A mask that was not ready in time, and will be."""
+
+    follower: GrammarFollower
+    """Nobody asks it anything before the job is done."""
+    job: MaskJob
+    bits: npt.NDArray[np.int32]
+    """[words] that the job fills."""
+    since: float
+
+
 class GrammarTable:
     """The followers of all slots, and the masks of their next tokens.
 
@@ -94,11 +107,18 @@ class GrammarTable:
         self._threads = MaskThreads()
         self._late: set[int] = set()
         """Slots whose masks are not ready, so that what is drawn for them does not count."""
+        self._kept: list[_Late] = []
+        """Late masks of sequences that have no slot, the oldest first."""
+        self._resumed: dict[int, _Late] = {}
+        """Those of sequences that have a slot again."""
         self.mask_us: dict[int, int] = {}
         """By slot: microseconds that the newest masks took, where that is much."""
+        self.waited_us = 0
+        """Microseconds that the newest step waited for its masks."""
 
     def ask(self, spec: GrammarSpec, tenant: int = 0) -> CompiledGrammar:
         """Return the grammar, compiled or not; it is kept while the answer is."""
+        self._forget_late()  # they may take the room that this one needs
         return self._compiler.ask(spec, tenant)
 
     def assign(self, slot: int, grammar: CompiledGrammar) -> None:
@@ -114,6 +134,12 @@ class GrammarTable:
             return
         if grammar is None:  # nobody compiled it before the step
             grammar = self._compiler.compiled(sampling.grammar)
+        for late in self._kept:
+            if late.follower.is_at(grammar, start):
+                self._kept = [each for each in self._kept if each is not late]
+                self._resumed[start.slot] = late
+                self._followers[start.slot] = late.follower
+                return
         follower = GrammarFollower(grammar, self._compiler, sampling)
         if grammar.following.lock.locked():
             self._late.add(start.slot)
@@ -126,6 +152,7 @@ class GrammarTable:
     def release(self, slot: int) -> None:
         """No step in flight uses the slot and none will, until a sequence takes it again."""
         self._followers.pop(slot, None)
+        self._resumed.pop(slot, None)
         self._late.discard(slot)
 
     def masks(
@@ -140,7 +167,7 @@ class GrammarTable:
             proposed: by slot, tokens that may follow its output. Such a slot has as many rows
                 more, one after the other: each draws what follows one more of these tokens.
         """
-        self.mask_us = {}
+        self.mask_us, self.waited_us = {}, 0
         if not self._followers:
             return None
         masked: list[_Rows] = []
@@ -148,7 +175,11 @@ class GrammarTable:
             follower = self._followers.get(slot)
             if follower is not None and (row == 0 or slots[row - 1] != slot):
                 masked.append(_Rows(slot, row, follower, proposed.get(slot, ())))
-        return self._masks(masked) if masked else None
+        if not masked:
+            return None
+        grammars = {id(each.follower.grammar) for each in masked}
+        alone = len(grammars) == 1 and sum(1 + len(each.proposed) for each in masked) == len(slots)
+        return self._masks(masked, MAX_SECONDS if alone else PATIENCE)
 
     def choices(
         self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
@@ -194,19 +225,34 @@ class GrammarTable:
         self._threads.shutdown()
         self._compiler.shutdown()
 
-    def _masks(self, masked: list["_Rows"]) -> TokenMasks:
+    def _masks(self, masked: list["_Rows"], patience: float) -> TokenMasks:
         rows = [np.arange(each.first, each.first + 1 + len(each.proposed)) for each in masked]
         bits = np.empty((sum(map(len, rows)), self._words), np.int32)
         bits[:] = self._free
         places = np.cumsum([0, *map(len, rows)]).tolist()
-        jobs = [
-            MaskJob(each.follower.grammar.following, partial(self._fill_rows, bits, each, place))
-            for each, place in zip(masked, places, strict=False)
-        ]
-        began = [job for job, each in zip(jobs, masked, strict=True) if each.slot not in self._late]
-        self._threads.run(began)
-        for each, job, row, place in zip(masked, jobs, rows, places, strict=False):
-            self._settle(each, job)
+        for each in masked:
+            late = self._resumed.get(each.slot)
+            if late is not None and late.job.seconds is not None and each.proposed:
+                del self._resumed[each.slot]  # it is for the next token alone
+        resumed = {
+            self._resumed[each.slot].job.following for each in masked if each.slot in self._resumed
+        }
+        jobs, fresh = [], []
+        for each, place in zip(masked, places, strict=False):
+            late = self._resumed.get(each.slot)
+            fill = partial(self._fill_rows, bits, each, place)
+            job = late.job if late else MaskJob(each.follower.grammar.following, fill)
+            jobs.append(job)
+            if each.slot not in self._late and job.following not in resumed:
+                fresh.append(job)  # none that would keep those from being followed
+        began = time.monotonic()
+        self._threads.run(fresh, patience)
+        self.waited_us = int((time.monotonic() - began) * 1e6)
+        done, filled = [job.seconds for job in jobs], bits
+        if None in done:
+            bits = bits.copy()  # some of the other may still be written
+        for each, job, seconds, row, place in zip(masked, jobs, done, rows, places, strict=False):
+            self._settle(each, job, seconds, filled[place], bits[place])
             if each.slot in self._late or not each.follower.mask_computed():
                 bits[place : place + len(row)] = self._free  # what is drawn does not count
         endings = {
@@ -216,22 +262,49 @@ class GrammarTable:
         }
         return TokenMasks(np.concatenate(rows), bits, endings, self._eos)
 
-    def _settle(self, rows: "_Rows", job: MaskJob) -> None:
-        """Take note of how long the masks of one slot took, or of their being late."""
-        follower, seconds = rows.follower, job.seconds
+    def _settle(
+        self,
+        rows: "_Rows",
+        job: MaskJob,
+        seconds: float | None,
+        filled: npt.NDArray[np.int32],
+        bits: npt.NDArray[np.int32],
+    ) -> None:
+        """Take note of how long the masks of one slot took, or of their being late.
+
+        Args:
+            rows: of the slot.
+            job: begun in this step, which fills `filled`, or in an earlier one.
+            seconds: what it took, None if it was not done.
+            filled: [words].
+            bits: [words], for what a job of an earlier step has filled.
+        """
+        follower = rows.follower
         self._late.discard(rows.slot)
+        late = self._resumed.pop(rows.slot, None)
+        if job.following.lock.locked() or (late is not None and rows.proposed):
+            seconds = None  # to follow its tokens now would take as long as what holds the lock
+        elif late is not None and seconds is not None:
+            bits[:] = late.bits
         if job.is_over:
             follower.error = TOO_SLOW
-            if seconds is None:  # others that follow this grammar would wait for the same thread
+            if job.seconds is None:  # others of this grammar would wait for the same thread
                 follower.grammar.error = TOO_SLOW
                 self._compiler.forget(follower.grammar)
         elif seconds is None and follower.grammar.error is not None:
             follower.error = follower.grammar.error
         elif seconds is None:
             self._late.add(rows.slot)
+            if job.has_begun:
+                self._forget_late()
+                self._kept.append(late or _Late(follower, job, filled, time.monotonic()))
             seconds = max(follower.grammar.following.seconds, MUCH_NS * 1e-9)
         if seconds is not None and seconds >= MUCH_NS * 1e-9:
             self.mask_us[rows.slot] = int(seconds * 1e6)
+
+    def _forget_late(self) -> None:
+        until = time.monotonic() - KEPT_SECONDS
+        self._kept = [late for late in self._kept[-MAX_KEPT:] if late.since >= until]
 
     def _fill_rows(self, bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> None:
         """Compute the masks of one slot."""

@@ -235,6 +235,7 @@ class ModelRunner:
             grammar_ends=ends.reasons,
             grammar_stalls=ends.stalls,
             mask_us={} if grammars is None else grammars.mask_us,
+            mask_wait_us=0 if grammars is None else grammars.waited_us,
         )
 
     def _pooled(self, pooler: Pooler, begun: BegunStep) -> BatchResult:

@@ -112,4 +112,5 @@ def verified(
         ends.reasons,
         ends.stalls,
         mask_us={} if grammars is None else grammars.mask_us,
+        mask_wait_us=0 if grammars is None else grammars.waited_us,
     )

@@ -480,7 +480,7 @@ class Scheduler:
             return  # what rows cost cannot be told from it
         prefill = entry.num_prefill_tokens - sum(plan.counts[row] for row in plan.proposed)
         rows = plan.num_tokens - prefill
-        self._costs.observe(rows, prefill, seconds, sum(result.mask_us.values()))
+        self._costs.observe(rows, prefill, seconds, result.mask_wait_us)
 
     def check_integrity(self) -> None:
         """Check that slots, blocks and gauges agree with the requests.

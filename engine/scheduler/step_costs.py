@@ -56,16 +56,18 @@ class StepCosts:
         self._seen: dict[int, _Seen] = {}
         self._num_steps = 0
 
-    def observe(self, rows: int, prefill_tokens: int, seconds: float, mask_us: int = 0) -> None:
+    def observe(
+        self, rows: int, prefill_tokens: int, seconds: float, mask_wait_us: int = 0
+    ) -> None:
         """Take a step with this many decodes that is over.
 
         Args:
             rows: decodes, drafts included.
             prefill_tokens: tokens computed beside them.
             seconds: from its plan, or from the end of the step before, to its result.
-            mask_us: what of that went into masks of grammars.
+            mask_wait_us: what of that it waited for masks of grammars.
         """
-        seconds -= mask_us * 1e-6
+        seconds -= mask_wait_us * 1e-6
         if seconds <= 0:
             return
         self._num_steps += 1

@@ -520,10 +520,11 @@ class SlowMasks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, spec: GrammarSpec) -> None:
         self.release = threading.Event()
         self.spins = False
-        self.num_begun = 0
+        self.num_begun = self.num_asked = 0
         original = GrammarFollower.ahead
 
         def slow(follower: GrammarFollower, proposed: Any) -> Any:
+            self.num_asked += follower.grammar.spec == spec
             if follower.grammar.spec == spec and not self.release.is_set():
                 self.num_begun += 1
                 while self.spins and not self.release.is_set():
@@ -581,6 +582,30 @@ def test_others_go_on_while_a_mask_is_late_and_nothing_is_lost(
     assert engine.tokens[1] == alone.tokens[1]
     assert re.fullmatch(SLOW.pattern, engine.text(1))
     assert re.fullmatch(WORDS.pattern, engine.text(2))
+    engine.assert_nothing_is_left()
+
+
+def test_a_late_mask_is_there_when_its_sequence_draws_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "MAX_LATE", PATIENCE)
+    monkeypatch.setattr("engine.grammar.masks.KEPT_SECONDS", PATIENCE)
+    monkeypatch.setattr(mask_threads, "MAX_SECONDS", PATIENCE)
+    slow = SlowMasks(monkeypatch, SLOW)
+    slow.spins = True
+    engine = make()
+    engine.add(1, SLOW)
+    engine.add(2, max_tokens=100, ignore_eos=True)
+    engine.wait()
+    while not slow.num_begun:
+        engine.step()
+    engine.step()
+    slow.release.set()
+    while not engine.tokens[1]:
+        engine.step()
+    assert slow.num_asked == 1
+    engine.run()
+    assert re.fullmatch(SLOW.pattern, engine.text(1))
     engine.assert_nothing_is_left()
 
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from engine.grammar.mask_threads import Following, MaskJob, MaskThreads
+from engine.grammar.mask_threads import PATIENCE, Following, MaskJob, MaskThreads
 
 
 def test_a_job_may_be_asked_at_any_moment_whether_it_takes_too_long() -> None:
@@ -18,7 +18,7 @@ def test_a_job_may_be_asked_at_any_moment_whether_it_takes_too_long() -> None:
     threads = MaskThreads()
     try:
         job = MaskJob(Asked(), computed.set)
-        threads.run([job], seconds=60)
+        threads.run([job], 60, seconds=60)
     finally:
         threads.shutdown()
     assert computed.is_set()
@@ -32,10 +32,41 @@ def test_a_job_that_waits_for_another_of_its_grammar_is_late_when_that_one_is() 
     busy = MaskJob(following, lambda: _burn_until(go_on))
     waiting = MaskJob(following, lambda: None)
     try:
-        threads.run([busy, waiting], seconds=0.3)
+        threads.run([busy, waiting], 60, seconds=0.3)
         while not busy.is_over:
             pass
         assert waiting.is_over
+    finally:
+        go_on.set()
+        threads.shutdown()
+
+
+def test_a_step_does_not_wait_for_one_mask_that_takes_long_once_all_others_are_done() -> None:
+    go_on, threads = threading.Event(), MaskThreads()
+    busy = [MaskJob(Following(), lambda: _burn_until(go_on)) for _ in range(2)]
+    quick = [MaskJob(Following(), lambda: None) for _ in range(8)]
+    try:
+        threads.run([*busy, *quick], PATIENCE, seconds=3600)
+        assert [job.seconds is not None for job in (*busy, *quick)] == [False] * 2 + [True] * 8
+        again = MaskJob(Following(), lambda: None)
+        threads.run([again], PATIENCE, seconds=3600)
+        assert again.seconds is not None, "there are threads left"
+        go_on.set()
+        while any(job.seconds is None for job in busy):
+            pass
+    finally:
+        go_on.set()
+        threads.shutdown()
+
+
+def test_a_step_waits_for_nothing_if_all_threads_are_busy_with_what_takes_long() -> None:
+    go_on, threads = threading.Event(), MaskThreads()
+    busy = [MaskJob(Following(), lambda: _burn_until(go_on)) for _ in range(8)]
+    later = MaskJob(Following(), lambda: None)
+    try:
+        threads.run(busy, PATIENCE, seconds=3600)
+        threads.run([later], PATIENCE, seconds=3600)
+        assert not later.has_begun
     finally:
         go_on.set()
         threads.shutdown()
