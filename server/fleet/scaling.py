@@ -31,7 +31,7 @@ LOOK_INTERVAL = 0.5
 
 
 REPLACED_OF = 16
-"""Of so many engines one is replaced at a time, so that 15 of 16 serve; of fewer, one."""
+"""One engine in 16, and at least one, is replaced at a time, so that the others keep serving."""
 
 
 class EngineScaler:

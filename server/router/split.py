@@ -15,10 +15,10 @@ from server.router.route import Route
 from server.router.routing import EngineLoad, RoutingPolicy
 
 MAX_QUEUED = 8
-"""Prompts of the shortest split length that a prefill engine may have queued before the next one,
-beyond what the answering engine has."""
+"""In minimum split lengths: queued tokens that a prefill engine may have more than the answering
+engine."""
 MAX_QUEUED_LIKE_IT = 2
-"""Prompts as long as the next one that it may have queued, if that is more."""
+"""In lengths of the prompt: the same, if that is more."""
 
 
 class Split:
@@ -68,7 +68,7 @@ class Split:
         ]
 
     def keeps_up(self, request: RoutedRequest, prefill: EngineLoad, answers: EngineLoad) -> bool:
-        """Whether a prompt does not wait so long in a prefill engine that answers had better."""
+        """Whether a prefill engine's queue is short enough for the split to be worth it."""
         queued = prefill.prefill_tokens - answers.prefill_tokens
         longest = MAX_QUEUED_LIKE_IT * request.message.num_tokens
         return queued <= max(MAX_QUEUED * self._min_tokens, longest)

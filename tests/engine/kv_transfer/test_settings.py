@@ -69,7 +69,6 @@ def test_two_ways_to_say_it_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "--tensor-parallel-size"),
         ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "--pipeline-parallel-size"),
         ({"parallel": ParallelConfig(enable_expert_parallel=True)}, "--enable-expert-parallel"),
         ({"scheduler": SchedulerConfig(speculative_model="x")}, "--speculative-model"),
