@@ -55,7 +55,7 @@ def test_every_family_describes_weights_of_its_own_spec() -> None:
     moe |= {**LATENT, "n_group": 2, "topk_group": 1}
     grid = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
     for architecture, family in FAMILIES.items():
-        described = spec(architecture, **moe, **(grid if "_VL" in architecture else {}))
+        described = spec(architecture, **moe, **(grid if "VL" in architecture else {}))
         assert described.architecture == architecture
         weights = family.weights(described)
         assert weights["model.embed_tokens.weight"].shape == (100, 64)
