@@ -48,7 +48,10 @@ HARMLESS = {
 """Faults of engines after which none of these may be taken for dead."""
 
 
-UNHEARD = {"stop engine", "cut engine from front end", "cut engine from coordinator"}
+UNHEARD = {
+    "stop engine", "cut engine from front end", "cut engine from coordinator",
+    "reset engine and front end",
+}  # fmt: skip
 """Faults after which an engine may have requests that have long moved on."""
 
 
