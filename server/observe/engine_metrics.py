@@ -309,12 +309,12 @@ def shown_on(host: str, view: ClusterView) -> frozenset[int]:
 
     Those of the node itself, and a share of those whose nodes have no API servers.
     """
-    hosts = {each.host for each in view.processes if each.name.startswith("api ")}
-    nodes = sorted(hosts | {host})
+    serving = {host} | {each.host for each in view.processes if each.name.startswith("api ")}
+    nodes = sorted(serving)
     return frozenset(
         each.rank
         for each in view.engines
-        if (each.host if each.host in nodes else nodes[each.rank % len(nodes)]) == host
+        if (each.host if each.host in serving else nodes[each.rank % len(nodes)]) == host
     )
 
 
