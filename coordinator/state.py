@@ -71,11 +71,11 @@ MISSING_INTERVAL = 10.0
 
 
 EXPIRY_LOOKS = 50
-"""How often silent members are looked for within the time that they may be silent."""
+"""Number of checks for silent members within the time that a member may be silent."""
 
 BURST_ENGINES, BURST_INTERVAL = 20, 0.001
-"""Seconds between views by which a burst of joins is slowed down, for so many engines each: a view
-costs as much as there are engines."""
+"""Urgent views are at least BURST_INTERVAL seconds apart for every BURST_ENGINES engines: what a view
+costs grows with the engines, and a burst of joins is told together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a process has loaded of a model: its weights come, wait in the host's memory, and go."""
+"""The part of a model that one process has loaded: loads, offloads, replaces and frees it."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ from engine.models.parallel.balance import ExpertBalance
 from engine.runner.host_memory import give_back_freed_memory
 
 Load = Callable[[GroupPlace | None, ExpertBalance | None, TensorFiles | None], LoadedModel]
-"""Loads the experts of a place, or all; goes on with what is known of their load; from the files,
-or from what a trainer has sent."""
+"""Loads the model with the experts of a place, or with all; keeps what was measured of their load.
+Weights come from the files, or from what a trainer has sent."""
 
 
 class HeldModel:
@@ -49,19 +49,19 @@ class HeldModel:
         """None while the weights are gone."""
 
     def share_experts(self, group: Group | None) -> None:
-        """Have the experts' tokens go to these processes, if the model has spread experts."""
+        """Send the experts' tokens to these processes, if the model has spread experts."""
         self._experts = group
         self.join_experts()
 
     def join_experts(self) -> None:
-        """Have them go there again, after a trial or in a model that was loaded anew."""
+        """Send them there again, after a trial or after the model was loaded again."""
         experts = None if self.loaded is None else self.loaded.model.expert_group
         if experts is not None and self._experts is not None:
             experts.join(self._experts)
 
     @torch.inference_mode()
     def move(self, place: GroupPlace, shards: int) -> None:
-        """Hold the experts of another place, of whose engines each has so many shards."""
+        """Hold the experts of another place, where each engine has `shards` processes."""
         before, self.place = self.place, place
         if self.balance is not None:
             self.balance.form(place.size * shards)
@@ -111,7 +111,7 @@ class HeldModel:
         return self.loaded
 
     def settle(self, *, back: bool) -> None:
-        """Free the weights that were replaced last or, if they are there, have them `back`."""
+        """Free the weights that were replaced last, or use them again if `back`."""
         replaced, self._replaced = self._replaced, None
         if back and replaced is not None:
             self.loaded = replaced

@@ -1,4 +1,4 @@
-"""Functions for kernels that are made of LLVM's instructions, for what Numba has no words for.
+"""Functions for kernels made of LLVM instructions that Numba does not offer.
 
 Kernels call them like functions in Python. Addresses are integers.
 """

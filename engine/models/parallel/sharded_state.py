@@ -1,7 +1,7 @@
 """Checkpoints that are cut ahead: a file for each process of --tensor-parallel-size.
 
-Files are called as vLLM calls them, and hold tensors by the decoder's names, as one process has
-them. What has to be equal on all processes, the digest of the whole checkpoint, is beside them.
+Files have vLLM's names and hold one process's tensors under the decoder's names. Their metadata has
+the digest of the whole checkpoint, which must be equal in all processes.
 """
 
 import shutil
