@@ -74,8 +74,8 @@ EXPIRY_LOOKS = 50
 """Number of checks for silent members within the time that a member may be silent."""
 
 BURST_ENGINES, BURST_INTERVAL = 20, 0.001
-"""Urgent views are at least BURST_INTERVAL seconds apart for every BURST_ENGINES engines: what a view
-costs grows with the engines, and a burst of joins is told together."""
+"""Urgent views are at least BURST_INTERVAL seconds apart for every BURST_ENGINES engines: a
+view costs more with more engines, and a burst of joins is told together."""
 
 
 @dataclass(frozen=True, kw_only=True)
