@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
@@ -91,6 +91,15 @@ CASES = (
         "requests/s", ">= 3x", engines=(1, 2), stream=False,
     ),
 )  # fmt: skip
+DETAILS = {
+    "p50_ttft_ms": "TTFT p50, ms",
+    "p99_ttft_ms": "p99",
+    "p50_itl_ms": "ITL p50, ms",
+    "p99_itl_ms": "p99",
+    "cpu_ms_per_token": "processor ms per token",
+}
+"""Of a run beside its value, where answers are streamed, and their headings. Processor time is
+that of all processes of the server, per output token."""
 WARM_UPS = {"0.4b": 16, "2-layer": 64}
 """Requests to each server before what is measured."""
 
@@ -103,6 +112,8 @@ class Run(msgspec.Struct, frozen=True):
     engines: int
     round: int
     value: float
+    details: dict[str, float] = {}
+    """Of `DETAILS`: what else was measured."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -162,8 +173,8 @@ def start_server(side: str, model: Path, engines: int, options: argparse.Namespa
     )  # fmt: skip
 
 
-def measure(case: Case, url: str, seed: int) -> float:
-    """Load a server; return the case's figure.
+def measure(case: Case, url: str, seed: int) -> dict[str, Any]:
+    """Load a server; return what `swell bench` found.
 
     Raises:
         StackFailed: not every request was answered in full.
@@ -177,7 +188,7 @@ def measure(case: Case, url: str, seed: int) -> float:
     )  # fmt: skip
     if found["completed"] != case.requests:
         raise StackFailed(f"{found['completed']} of {case.requests} requests: {found['errors']}")
-    return float(found[case.metric])
+    return found
 
 
 def visit(
@@ -193,12 +204,17 @@ def visit(
             started = f"{side}, {model.name}, {engines} engine(s), ready {server.ready_after:.1f} s"
             print(f"round {number + 1}: {started}")
             top = psutil.Process(server.process.pid)
+            processes = [top, *top.children(recursive=True)]
             for case in cases:
                 # A seed that no run before had: no server can have seen the prompts.
-                value = measure(case, server.url, time.time_ns() % (1 << 30))
+                used = _cpu_seconds(processes)
+                found = measure(case, server.url, time.time_ns() % (1 << 30))
+                used = _cpu_seconds(processes) - used
+                found["cpu_ms_per_token"] = 1000 * used / found["total_output_tokens"]
+                details = {name: found[name] for name in DETAILS if name in found}
+                value = float(found[case.metric])
                 print(f"  {case.name}: {value:,.1f} {case.unit}")
-                results.runs.append(Run(case.name, side, engines, number, value))
-            processes = [top, *top.children(recursive=True)]
+                results.runs.append(Run(case.name, side, engines, number, value, details))
             memory = sum(map(_proportional_bytes, processes)) / 1e6
             results.starts.append(
                 Start(side, model.name, engines, number, server.ready_after, memory)
@@ -210,6 +226,11 @@ def visit(
             raise
         results.failures.append(f"{side}, {model.name}: {error}")
         print(f"failed: {error}", file=sys.stderr)
+
+
+def _cpu_seconds(processes: list[psutil.Process]) -> float:
+    times = [each.cpu_times() for each in processes if each.is_running()]
+    return sum(each.user + each.system for each in times)
 
 
 def _proportional_bytes(process: psutil.Process) -> float:
@@ -288,6 +309,20 @@ def as_markdown(results: Results) -> str:
                 ratio = f"{1 / how_many if case.lower_is_better else how_many:.2f}x"
             row += [_cell(case, ours), ratio]
         rows.append([*row, case.aim])
+    details = [["load", "server", "engines", *DETAILS.values()]]
+    for name, side, engines in {(r.case, r.side, r.engines): None for r in results.runs}:
+        of_group = [
+            r.details
+            for r in results.runs
+            if (r.case, r.side, r.engines) == (name, side, engines) and r.details
+        ]
+        if of_group:
+            medians = [
+                f"{statistics.median(found):.3g}" if found else ""
+                for detail in DETAILS
+                for found in [[each[detail] for each in of_group if detail in each]]
+            ]
+            details.append([name, side, str(engines), *medians])
     starts = [["model", "server", "engines", "ready after, s", "resident MB after the load"]]
     for model, side, engines in {(s.model, s.side, s.engines): None for s in results.starts}:
         of_group = [
@@ -297,7 +332,7 @@ def as_markdown(results: Results) -> str:
         memory = statistics.median(each.resident_mb for each in of_group)
         starts.append([model, side, str(engines), f"{seconds:.1f}", f"{memory:,.0f}"])
     text = f"{results.machine}; {versions}. Medians of {rounds} rounds (lowest to highest).\n\n"
-    text += f"{_table(rows)}\n{_table(starts)}"
+    text += f"{_table(rows)}\n{_table(details)}\n{_table(starts)}"
     return text + "".join(f"\nfailed: {failure.splitlines()[0]}\n" for failure in results.failures)
 
 
