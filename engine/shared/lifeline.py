@@ -188,6 +188,8 @@ class Lifeline:
             logger.error("the supervisor has gone: stopping")
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Event().wait(ORPHAN_GRACE)
+            if os.getpgrp() == os.getpid():  # with what this process has started, as vLLM's workers
+                os.killpg(0, signal.SIGKILL)
             os._exit(1)
 
         threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -257,7 +257,10 @@ class Child:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process at once, and what it has started in its session, as vLLM's workers."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):  # a fork that has no session yet
+                os.killpg(self.pid, signal.SIGKILL)
         self._signal(signal.SIGKILL)
 
     async def end_hung(self) -> None:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from engine.shared.config import EngineConfig, EngineLaunch
@@ -88,6 +89,31 @@ def test_a_child_ends_when_its_supervisor_dies_even_if_it_is_stuck(stuck: bool) 
     assert code == (1 if stuck else -signal.SIGTERM)
     child.stdout.close()
     child.stdin.close()
+
+
+def test_a_stuck_child_ends_with_what_it_has_started() -> None:
+    ours, theirs = socket.socketpair()
+    program = (
+        "import signal, subprocess, sys, time; from engine.shared.lifeline import Lifeline;"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        "Lifeline.from_environment().watch(); print(other.pid, flush=True); time.sleep(600)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, LIFELINE_VARIABLE: str(theirs.fileno())},
+    )
+    theirs.close()
+    assert child.stdout is not None
+    other = psutil.Process(int(child.stdout.readline()))
+    ours.close()
+    assert child.wait(timeout=60) == -signal.SIGKILL
+    other.wait(timeout=60)
+    child.stdout.close()
 
 
 def test_a_child_that_is_ended_by_its_lifeline_ends_without_a_word() -> None:
