@@ -51,7 +51,7 @@ from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics
 from server.router.engine_client import EngineClient
 from server.router.link import ClusterLink
-from server.router.router import build_router
+from server.router.router import Router
 from server.router.routing import POLICIES
 
 HEARTBEAT = 1.0
@@ -213,7 +213,7 @@ async def _front_end(address: str, directory: Path, connection: Connection) -> N
     metrics = FrontEndMetrics(FrontEndConfig(cluster=ClusterConfig(node="node-0")))
     client = EngineClient(
         front_end=0,
-        router=build_router(
+        router=Router(
             front_end=0, incarnation=incarnation, first_id=0, policy=POLICIES["least-loaded"](0),
             table=None, grace=60, max_resumes=1, resume_timeout=60, halted_timeout=60,
         ),

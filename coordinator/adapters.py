@@ -1,4 +1,4 @@
-"""Which adapters the cluster has: the one place that decides, without I/O.
+"""What operators want of all engines, and which adapters the cluster has. No I/O.
 
 An adapter is loaded in two phases. First all engines read it; only when each engine that takes
 requests has said that it has it may requests name it. It is unloaded in the opposite order: first
@@ -15,12 +15,15 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from engine.shared.messages import (
+    ASLEEP_TAGS,
     AdapterEntry,
     AdapterOutcome,
     AdapterSheet,
     AdaptersInUse,
     AdaptersView,
     AdapterWish,
+    FleetOrder,
+    FleetWish,
     HeldAdapter,
 )
 
@@ -86,7 +89,14 @@ class AdapterRegistry:
         if self.sheet is None or wish.ticket in self._outcomes or wish.ticket in self._awaited:
             return
         if wish.path is None:
-            self._unload(self.sheet, wish)
+            states = {entry.state for entry in self.sheet.entries if entry.name == wish.name}
+            if "serving" in states:
+                self._awaited[wish.ticket] = self.sheet.revision + 1
+                self._leave({self.sheet.serving[wish.name].serial})
+            elif "leaving" in states:
+                self._awaited[wish.ticket] = self.sheet.revision
+            else:
+                self._answer(wish.ticket, 404, f"The adapter {wish.name!r} cannot be found.")
         else:
             self._load(self.sheet, wish, wish.path)
 
@@ -111,16 +121,6 @@ class AdapterRegistry:
             entry = AdapterEntry(self._last_serial, name, path, ticket=wish.ticket)
             self._change([*sheet.entries, entry])
 
-    def _unload(self, sheet: AdapterSheet, wish: AdapterWish) -> None:
-        states = {entry.state for entry in sheet.entries if entry.name == wish.name}
-        if "serving" in states:
-            self._awaited[wish.ticket] = sheet.revision + 1
-            self._leave({sheet.serving[wish.name].serial})
-        elif "leaving" in states:
-            self._awaited[wish.ticket] = sheet.revision
-        else:
-            self._answer(wish.ticket, 404, f"The adapter {wish.name!r} cannot be found.")
-
     # -- what follows ----------------------------------------------------------------------------
 
     def advance(self, engines: Collection[Process], front_ends: Collection[Process]) -> bool:
@@ -138,8 +138,25 @@ class AdapterRegistry:
         for entry in self.sheet.entries:
             if entry.state == "loading" and self._engines:
                 self._look_at(entry)
-        self._forget_left()
-        self._settle()
+        known = [self._known.get(front_end) for front_end in self._front_ends]
+        # Engines forget what no front end has requests for any more.
+        gone = set()
+        for entry in self.sheet.entries:
+            since = self._left_at.get(entry.serial, 0)
+            if entry.state == "leaving" and not any(
+                each is None or each.revision < since or entry.version in each.versions
+                for each in known
+            ):
+                gone.add(entry.serial)
+        if gone:
+            self._change([entry for entry in self.sheet.entries if entry.serial not in gone])
+            for serial in gone:
+                self._left_at.pop(serial, None)
+        settled = min((-1 if each is None else each.revision for each in known), default=None)
+        for ticket, revision in list(self._awaited.items()):
+            if settled is None or settled >= revision:
+                del self._awaited[ticket]
+                self._answer(ticket, 200, "")
         return (self.sheet, len(self._outcomes), len(self._awaited)) != before
 
     def _look_at(self, entry: AdapterEntry) -> None:
@@ -153,17 +170,14 @@ class AdapterRegistry:
         if len(versions) > 1:
             self._drop(entry, "engines read different files there")
         elif None not in found.values():
-            self._serve(entry, versions.pop())
-
-    def _serve(self, entry: AdapterEntry, version: str) -> None:
-        assert self.sheet is not None
-        before = self.sheet.serving.get(entry.name)
-        if before is not None:
-            self._leave({before.serial})
-        serving = replace(entry, version=version, state="serving")
-        self._change([serving if e.serial == entry.serial else e for e in self.sheet.entries])
-        if entry.ticket:
-            self._awaited[entry.ticket] = self.sheet.revision
+            assert self.sheet is not None
+            before = self.sheet.serving.get(entry.name)
+            if before is not None:
+                self._leave({before.serial})
+            serving = replace(entry, version=versions.pop(), state="serving")
+            self._change([serving if e.serial == entry.serial else e for e in self.sheet.entries])
+            if entry.ticket:
+                self._awaited[entry.ticket] = self.sheet.revision
 
     def _drop(self, entry: AdapterEntry, reason: str) -> None:
         assert self.sheet is not None
@@ -175,32 +189,6 @@ class AdapterRegistry:
         entries = self.sheet.entries
         self._change([replace(e, state="leaving") if e.serial in serials else e for e in entries])
         self._left_at.update(dict.fromkeys(serials, self.sheet.revision))
-
-    def _forget_left(self) -> None:
-        """Let engines forget what no front end has requests for any more."""
-        assert self.sheet is not None
-        leaving = [entry for entry in self.sheet.entries if entry.state == "leaving"]
-        gone = {entry.serial for entry in leaving if not self._is_used(entry)}
-        if gone:
-            self._change([entry for entry in self.sheet.entries if entry.serial not in gone])
-            for serial in gone:
-                self._left_at.pop(serial, None)
-
-    def _is_used(self, entry: AdapterEntry) -> bool:
-        known = (self._known.get(front_end) for front_end in self._front_ends)
-        since = self._left_at.get(entry.serial, 0)
-        return any(
-            each is None or each.revision < since or entry.version in each.versions
-            for each in known
-        )
-
-    def _settle(self) -> None:
-        known = (self._known.get(front_end) for front_end in self._front_ends)
-        settled = min((-1 if each is None else each.revision for each in known), default=None)
-        for ticket, revision in list(self._awaited.items()):
-            if settled is None or settled >= revision:
-                del self._awaited[ticket]
-                self._answer(ticket, 200, "")
 
     def _change(self, entries: list[AdapterEntry]) -> None:
         assert self.sheet is not None
@@ -218,3 +206,57 @@ class AdapterRegistry:
         if self.sheet is None:
             return None
         return AdaptersView(self.sheet, list(self._outcomes.values()))
+
+
+_MAX_TICKETS = 16
+"""Wishes that are remembered, so that none counts twice."""
+
+
+class FleetOrders:
+    """The newest order; a coordinator that starts again has it from the members that join."""
+
+    def __init__(self) -> None:
+        self.order = FleetOrder(0)
+
+    def brought(self, order: FleetOrder | None) -> bool:
+        """A member that registers knows this order; whether it is newer than the one here."""
+        if order is None or order.revision <= self.order.revision:
+            return False
+        self.order = order
+        return True
+
+    def wished(self, wish: FleetWish) -> bool:
+        """Follow a wish; False if that was done before."""
+        before = self.order
+        if wish.ticket in before.tickets:
+            return False
+        revision = before.revision + 1
+        tickets = [*before.tickets, wish.ticket][-_MAX_TICKETS:]
+        after = replace(before, revision=revision, tickets=tickets)
+        match wish.action:
+            case "pause":
+                after = replace(after, pause=wish.mode, pause_revision=revision)
+            case "resume":
+                after = replace(after, pause=None, pause_revision=revision)
+            case "sleep":
+                mode = "keep" if wish.mode == "wait" else wish.mode
+                after = replace(
+                    after,
+                    sleep_level=wish.level,
+                    sleep_mode=mode,
+                    woken=[],
+                    sleep_revision=revision,
+                )
+            case "wake_up":
+                woken = sorted({*before.woken, *(wish.tags or ASLEEP_TAGS)})
+                is_over = not before.sleep_level or set(woken) >= set(ASLEEP_TAGS)
+                after = replace(
+                    after,
+                    sleep_level=None if is_over else before.sleep_level,
+                    woken=[] if is_over else woken,
+                    sleep_revision=revision,
+                )
+            case "weights":
+                after = replace(after, weights=wish.weights)
+        self.order = after
+        return True

@@ -76,14 +76,18 @@ class GroupFormation:
             self._left_at = None
         elif self._left_at is None:
             self._left_at = now
-        if self.plan is None or breach or self._has_newcomers():
+        planned = {member.rank for member in self._members()}
+        has_newcomers = self._is_complete() and not {m.rank for m in self._candidates()} <= planned
+        if self.plan is None or breach or has_newcomers:
             self._publish_at = self._make_plan(now)
             if self._publish_at > now:
                 return []
         assert self.plan is not None
         if not self.plan.address and self._all_are("prepared"):
             self._publish_at = now
-            self.plan = FormGroup(self._topology, self.plan.members, self._leader_address())
+            leader = self._group_status(self.plan.members[0])
+            assert leader is not None
+            self.plan = FormGroup(self._topology, self.plan.members, leader.address)
         if self._is_complete():
             self._publish_at, self._pause = NEVER, 0.0
             return []
@@ -133,13 +137,7 @@ class GroupFormation:
                 breach = "left"
         return breach
 
-    def _has_newcomers(self) -> bool:
-        """Whether the plan has been carried out and an engine is present that is not part of it."""
-        planned = {member.rank for member in self._members()}
-        return self._is_complete() and not {m.rank for m in self._candidates()} <= planned
-
     def _all_are(self, state: str) -> bool:
-        """Whether all members of the plan report this state."""
         statuses = [self._group_status(member) for member in self._members()]
         return all(
             s is not None and (s.state, s.topology) == (state, self._topology) for s in statuses
@@ -148,16 +146,9 @@ class GroupFormation:
     def _is_complete(self) -> bool:
         return self._all_are("joined")
 
-    def _leader_address(self) -> str:
-        assert self.plan is not None
-        group_status = self._group_status(self.plan.members[0])
-        assert group_status is not None
-        return group_status.address
-
     # -- plans -----------------------------------------------------------------------------------
 
     def _candidates(self) -> list[GroupMember]:
-        """Return the engines that could be in a group, by rank."""
         return [
             GroupMember(rank, engine.incarnation)
             for rank, engine in sorted(self._engines.items())

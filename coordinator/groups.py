@@ -21,7 +21,6 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.state import CoordinatorParameters, CoordinatorState
-from engine.shared.descriptors import Descriptors
 from engine.shared.messages import (
     AdaptersInUse,
     AdapterWish,
@@ -38,6 +37,7 @@ from engine.shared.messages import (
     TenantsInUse,
     WakeUp,
 )
+from engine.shared.own_process import Descriptors
 
 MEMBER_DESCRIPTORS = 3
 """Connections of an engine; a front end has two."""
@@ -107,7 +107,10 @@ class EngineGroups:
             case _:
                 actions = self._all(event, now)
         if isinstance(event, Tick):
-            actions += self._forget_empty()
+            empty = [name for name, each in self._groups.items() if name and each.is_empty]
+            for name in empty:
+                del self._groups[name]
+                actions.append(Notice(f"engine group {name} has ended"))
         return actions
 
     def next_deadline(self, now: float) -> float:
@@ -145,30 +148,21 @@ class EngineGroups:
         return actions
 
     def _state(self, name: str, epoch: int) -> CoordinatorState:
-        number = self._expected(name)
         parameters = dataclasses.replace(
             self._parameters,
             epoch=epoch,
-            expected_engines=number,
+            expected_engines=self._expected(name),
             planned_engines=self._parameters.planned_engines if name == self._own_group else None,
         )
         return CoordinatorState(parameters)
-
-    def _forget_empty(self) -> list[Action]:
-        empty = [name for name, each in self._groups.items() if name and each.is_empty]
-        for name in empty:
-            del self._groups[name]
-        return [Notice(f"engine group {name} has ended") for name in empty]
 
     def _all(self, event: Event, now: float) -> list[Action]:
         return [action for name in self._groups for action in self._one(name, event, now)]
 
     def _one(self, name: str, event: Event, now: float) -> list[Action]:
-        actions = self._groups[name].handle(event, now)
-        return [self._addressed(action, name) for action in actions]
+        return [self._addressed(each, name) for each in self._groups[name].handle(event, now)]
 
     def _completed(self, view: ClusterView, group: str) -> ClusterView:
-        """Add to a view what its group does not know."""
         own = [] if self.process is None else [self.process]
         count = self.descriptors or (0, 0)
         return replace(view, group=group, descriptors=count, processes=own + view.processes)

@@ -115,7 +115,19 @@ class Members:
             return refusal
         held = self.of(hello.kind).get(hello.index)
         if held is not None and held.incarnation != hello.incarnation:
-            return _number_is_held(hello, held)
+            where = f"pid {held.pid} on {held.host}"
+            if hello.given:
+                return Refused(
+                    f"{hello.kind} {hello.index} was silent for so long that {where} has its "
+                    "number by now: it must start again",
+                    field="index",
+                )
+            return Refused(
+                f"{hello.kind} {hello.index} is held by {where}, "
+                "which has not been silent for long enough to be gone",
+                field="index",
+                final=False,
+            )
         others = {
             peer.index: peer.group_config
             for peer in self.engines.values()
@@ -138,17 +150,6 @@ class Members:
             self._last_incarnation[index] = hello.incarnation
             restarted = known is not None and known != hello.incarnation
             self._restarts[index] = self._restarts.get(index, 0) + restarted
-
-    @property
-    def ready_ranks(self) -> frozenset[int]:
-        """The engines that take part."""
-        return frozenset(engine.index for engine in self.engines.values() if engine.ready)
-
-    @property
-    def setups(self) -> dict[int, EngineSetup]:
-        """What engines have found out while they set themselves up, by rank."""
-        every = self.engines.values()
-        return {each.index: each.setup for each in every if each.setup is not None}
 
     @property
     def is_balanced_outside(self) -> bool:
@@ -187,11 +188,6 @@ class Members:
             for _, member in sorted(self.engines.items())
         ]  # fmt: skip
 
-    def process_entries(self) -> list[ProcessEntry]:
-        """Return what front ends are told of the members' processes."""
-        both = (self.engines, self.front_ends)
-        return [member.process for members in both for _, member in sorted(members.items())]
-
     def front_end_entries(self) -> list[FrontEndEntry]:
         """Return the front ends as engines are told of them."""
         return [
@@ -201,22 +197,6 @@ class Members:
             for member in self.front_ends.values()
             if member.addresses is not None
         ]
-
-
-def _number_is_held(hello: Hello, holder: Member) -> Refused:
-    where = f"pid {holder.pid} on {holder.host}"
-    if hello.given:
-        return Refused(
-            f"{hello.kind} {hello.index} was silent for so long that {where} has its number by "
-            "now: it must start again",
-            field="index",
-        )
-    return Refused(
-        f"{hello.kind} {hello.index} is held by {where}, "
-        "which has not been silent for long enough to be gone",
-        field="index",
-        final=False,
-    )
 
 
 class Numbers:

@@ -1,17 +1,28 @@
-"""How many engines each node runs: decided only when an operator asks for another number.
+"""How many engines each node runs, how many are expected, and which are missing. Without I/O.
 
-Without I/O. Supervisors keep what was decided: one that is lost takes its share with it, and a
-coordinator that was restarted learns all from their reports. Until those had time to come it
-decides nothing.
+Numbers are decided only when an operator asks for others. Supervisors keep what was decided: one
+that is lost takes its share with it, and a coordinator that was restarted learns all from their
+reports. Until those had time to come it decides nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.agreement import refused_by_protocol
 from coordinator.events import Action, Notice, Reply
-from engine.shared.messages import Assignment, NodeEngines, NodeOrder, NodeReport, ScaleWish
+from engine.shared.messages import (
+    AbsenceReason,
+    Assignment,
+    MissingEngine,
+    NodeEngines,
+    NodeOrder,
+    NodeReport,
+    ScaleWish,
+)
+
+MEMORY = 3600.0
+"""Seconds for which an engine that died counts as missing if no number is expected."""
 
 
 class Share(NamedTuple):
@@ -39,8 +50,6 @@ def spread(total: int, shares: Sequence[Share]) -> list[int]:
 
 @dataclass(eq=False)
 class _Node:
-    """What is known of one node's supervisor."""
-
     sender: bytes
     engines: NodeEngines
     last_seen: float
@@ -134,7 +143,12 @@ class Placement:
         for node in self._nodes.values():
             if node.wish is not None and node.wish.number not in self._decided:
                 actions += self._decide(node, node.wish)
-        actions += self._restart_next()
+        if self._restarts and not any(node.is_busy for node in self._nodes.values()):
+            # The next node replaces its engines once the one before has done so.
+            node = self._nodes[self._restarts.pop(0)]
+            self._number += 1
+            node.assignment = Assignment(self._number, node.target, restart=True)
+            actions.append(Notice(f"node {node.engines.name} replaces its engines"))
         if not self._restarts and not any(node.assignment for node in self._nodes.values()):
             for node in self._nodes.values():
                 if node.wish is not None:
@@ -171,15 +185,6 @@ class Placement:
         )
         return [Notice(f"{wish.size} in all from now on: {', '.join(parts)}")]
 
-    def _restart_next(self) -> list[Action]:
-        """Have the next node replace its engines once the one before has done so."""
-        if not self._restarts or any(node.is_busy for node in self._nodes.values()):
-            return []
-        node = self._nodes[self._restarts.pop(0)]
-        self._number += 1
-        node.assignment = Assignment(self._number, node.target, restart=True)
-        return [Notice(f"node {node.engines.name} replaces its engines")]
-
     def _tell_all(self) -> list[Action]:
         return [Reply(node.sender, self._order(node)) for node in self._nodes.values()]
 
@@ -192,3 +197,57 @@ class Placement:
             heard=node.heard,
             error=node.error,
         )
+
+
+class Expected:
+    """The engines of one group that are expected.
+
+    Engines that fall silent leave the view of the cluster, and those that die before they join, or
+    wait for a machine, never enter it. So missing engines are tracked here: up to the number that
+    the setting or the nodes' supervisors give; without a number, engines that ended unasked, until
+    their ranks are taken again.
+
+    Args:
+        number: how many, None if that is not known.
+        planned: how many will be there once all nodes have joined, if the head's settings say so.
+    """
+
+    def __init__(self, number: int | None = None, planned: int | None = None) -> None:
+        self.number = planned if number is None else number
+        self.planned = planned
+        self._reasons: dict[int, AbsenceReason] = {}
+        self._since: dict[int, float] = {}
+
+    def follow(self, wanted: int | None) -> None:
+        """The supervisors of the nodes that have joined run this many engines together."""
+        self.number = wanted if self.planned is None else max(self.planned, wanted or 0)
+
+    def left(self, rank: int, reason: AbsenceReason) -> None:
+        """An engine has gone."""
+        self._reasons[rank] = reason
+        self._since.pop(rank, None)
+
+    def missing(self, present: Collection[int], now: float) -> list[MissingEngine]:
+        """Return the missing engines, the lowest rank first; `now` is in seconds, monotonic."""
+        for rank in present:
+            self._reasons.pop(rank, None)
+        absent = self._absent(frozenset(present), now)
+        self._since = {rank: self._since.get(rank, now) for rank in absent}
+        return [
+            MissingEngine(rank, self._reasons.get(rank, "not_joined"), now - self._since[rank])
+            for rank in sorted(absent)
+        ]
+
+    def _absent(self, present: frozenset[int], now: float) -> list[int]:
+        if self.number is None:
+            for rank, reason in list(self._reasons.items()):
+                if reason == "drained" or now - self._since.get(rank, now) > MEMORY:
+                    del self._reasons[rank]
+            return list(self._reasons)
+        short = max(0, self.number - len(present))
+        # Whose end was seen comes first, one that was ordered last; the lowest ranks are the usual.
+        known = sorted(self._reasons, key=lambda rank: (self._reasons[rank] == "drained", rank))
+        never = (rank for rank in range(self.number) if rank not in present)
+        chosen = list(dict.fromkeys([*known, *never]))[:short]
+        self._reasons = {rank: why for rank, why in self._reasons.items() if rank in chosen}
+        return chosen

@@ -1,5 +1,6 @@
 """The coordinator process: sockets and clock around `coordinator.groups`."""
 
+import contextlib
 import logging
 import secrets
 import signal
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from coordinator.config import CoordinatorConfig
+from coordinator.config import CoordinatorLaunch
 from coordinator.events import (
     Action,
     Event,
@@ -26,9 +27,8 @@ from coordinator.events import (
 from coordinator.groups import EngineGroups
 from coordinator.state import CoordinatorParameters
 from engine.shared.cluster_keys import InsecureCluster
-from engine.shared.end_signals import end_signals
+from engine.shared.cpu.machine import bind_process
 from engine.shared.health import Health, serve_health
-from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.messages import (
@@ -39,7 +39,7 @@ from engine.shared.messages import (
     ProcessEntry,
     encode,
 )
-from engine.shared.process_use import process_use
+from engine.shared.own_process import end_signals, process_use, settle_heap
 from engine.shared.scope import node_name
 from engine.shared.transport import (
     Inbox,
@@ -80,12 +80,10 @@ class Coordinator:
 
     def __init__(
         self,
-        config: CoordinatorConfig,
+        launch: CoordinatorLaunch,
         transport: Transport,
-        *,
-        has_predecessors: bool,
-        planned_engines: int | None,
     ) -> None:
+        config = launch.config
         self._transport = transport
         registration = config.cluster.coordinator_address
         front, output, back = socket_addresses(registration)
@@ -112,8 +110,8 @@ class Coordinator:
                 publish_interval=config.publish.publish_interval,
                 publish_idle_interval=config.publish.publish_idle_interval,
                 member_timeout=config.cluster.engine_timeout,
-                has_predecessors=has_predecessors,
-                planned_engines=planned_engines,
+                has_predecessors=launch.has_predecessors,
+                planned_engines=launch.planned_engines,
             ),
             config.publish.expected,
             config.cluster.engine_group,
@@ -139,7 +137,12 @@ class Coordinator:
                 self.state.descriptors = self._transport.descriptors
                 use = process_use(self._transport.descriptors)
                 self.state.process = msgspec.structs.replace(self._process, use=use)
-                self._read_expected()
+                if self._expected_file is not None and self._expected_file.changed():
+                    try:
+                        self.state.expect_again()
+                        logger.info("the number of expected engines was read again")
+                    except (OSError, ValueError) as error:
+                        logger.error("the number of expected engines stays as it is: %s", error)
                 mend_at = now + _MEND_INTERVAL
             wait = max(0.0, min(self.state.next_deadline(now), mend_at) - now)
             readable = dict(poller.poll(int(wait * 1000) + 1))
@@ -149,44 +152,19 @@ class Coordinator:
                 self._apply(self.state.handle(event, time.monotonic()))
             self._apply(self.state.handle(Tick(), time.monotonic()))
 
-    def _read_expected(self) -> None:
-        if self._expected_file is None or not self._expected_file.changed():
-            return
-        try:
-            self.state.expect_again()
-        except (OSError, ValueError) as error:
-            logger.error("the number of expected engines stays as it is: %s", error)
-        else:
-            logger.info("the number of expected engines was read again")
-
     def _events(self, readable: dict[object, int]) -> Iterator[Event]:
         if self.registration in readable:
             yield from (FromMember(*each) for each in _received(self._members))
         if self.output in readable:
             yield from (report for _, report in _received(self._reports))
         if self.front in readable:
-            yield from self._front_events()
-        if self.back in readable and self._drain_subscriptions(self.back):
+            for frame in _frames(self.front):
+                if frame[:1] == _SUBSCRIBE:
+                    yield Subscribed("front_end")
+                elif frame[:1] != b"\0" and (notice := self._notices.decode(frame)) is not None:
+                    yield notice
+        if self.back in readable and _SUBSCRIBE in [frame[:1] for frame in _frames(self.back)]:
             yield Subscribed("engine")
-
-    def _front_events(self) -> Iterator[Event]:
-        while True:
-            try:
-                frame = self.front.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if frame[:1] == _SUBSCRIBE:
-                yield Subscribed("front_end")
-            elif frame[:1] != b"\0" and (notice := self._notices.decode(frame)) is not None:
-                yield notice
-
-    def _drain_subscriptions(self, socket: "zmq.Socket[bytes]") -> bool:
-        subscribed = False
-        while True:
-            try:
-                subscribed |= socket.recv(zmq.NOBLOCK)[:1] == _SUBSCRIBE
-            except zmq.Again:
-                return subscribed
 
     def _apply(self, actions: list[Action]) -> None:
         for action in actions:
@@ -208,6 +186,12 @@ class Coordinator:
             socket.close(linger=200)
 
 
+def _frames(socket: "zmq.Socket[bytes]") -> Iterator[bytes]:
+    with contextlib.suppress(zmq.Again):
+        while True:
+            yield socket.recv(zmq.NOBLOCK)
+
+
 def _received(inbox: Inbox) -> Iterator[tuple[bytes, Any]]:
     """Yield what has come, but so much at a time that other sockets have their turns."""
     for _ in range(_IN_A_TURN):
@@ -217,19 +201,10 @@ def _received(inbox: Inbox) -> Iterator[tuple[bytes, Any]]:
         yield received
 
 
-def run(
-    config: CoordinatorConfig,
-    lifeline: Lifeline,
-    *,
-    has_predecessors: bool = True,
-    planned_engines: int | None = None,
-) -> int:
-    """Run a coordinator until a signal and return the exit code.
-
-    Args:
-        has_predecessors: whether members of a coordinator before this one may be alive.
-        planned_engines: how many engines its own group shall have, None if that is not known.
-    """
+def run(launch: CoordinatorLaunch, lifeline: Lifeline) -> int:
+    """Run a coordinator until a signal and return the exit code."""
+    config = launch.config
+    bind_process(launch.cpus)
     name_process("coordinator", config.log.log_level, config.log.log_format)
     for signum in end_signals():
         signal.signal(signum, lambda *_: sys.exit(0))
@@ -239,12 +214,7 @@ def run(
     try:
         serve_health(config.health, health)
         transport = Transport(config.cluster, context)
-        coordinator = Coordinator(
-            config,
-            transport,
-            has_predecessors=has_predecessors,
-            planned_engines=planned_engines,
-        )
+        coordinator = Coordinator(launch, transport)
     except (InsecureCluster, OSError, ValueError, zmq.ZMQError) as error:
         lifeline.failed(f"cannot listen on {config.cluster.coordinator_address}: {error}")
         return CANNOT_START

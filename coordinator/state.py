@@ -11,13 +11,12 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from coordinator.adapters import AdapterRegistry
+from coordinator.adapters import AdapterRegistry, FleetOrders
 from coordinator.agreement import (
     SIZE_KEY,
     differing_model,
     refused_by_weights,
 )
-from coordinator.changes import ViewChanges
 from coordinator.events import (
     Action,
     Event,
@@ -29,12 +28,10 @@ from coordinator.events import (
     Subscribed,
     Tick,
 )
-from coordinator.expected import Expected
-from coordinator.fleet import FleetOrders
 from coordinator.formation import GroupFormation
 from coordinator.members import Members, Numbers
-from coordinator.placement import Placement
-from coordinator.publication import Publication
+from coordinator.placement import Expected, Placement
+from coordinator.publication import Publication, ViewChanges
 from coordinator.tenants import TenantUsage
 from coordinator.wave import NEVER, IndependentWave, LockstepWave
 from engine.shared.messages import (
@@ -68,7 +65,6 @@ from engine.shared.version import SWELL_VERSION
 
 MISSING_INTERVAL = 10.0
 """Seconds between two log lines about planned engines that have not come."""
-
 
 EXPIRY_LOOKS = 50
 """Number of checks for silent members within the time that a member may be silent."""
@@ -140,10 +136,8 @@ class CoordinatorState:
         match event:
             case FromMember(sender, message):
                 actions += self._from_member(sender, message, now)
-            case EngineStats():
-                self._stats(event)
-            case WaveComplete() | StartWave():
-                self._wave_report(event)
+            case EngineStats() | WaveComplete() | StartWave():
+                self._reported(event)
             case WakeUp():
                 self._publication.changed |= self._wave.notice(event)
             case AdapterWish():
@@ -155,11 +149,12 @@ class CoordinatorState:
             case TenantsInUse(front_end, incarnation):
                 is_member = (front_end, incarnation) in self._members.all_front_ends
                 self._publication.changed |= is_member and self._tenants.take(event)
-            case Subscribed(kind):
-                actions += self._subscribed(kind)
+            case Subscribed("engine"):
+                actions += self._standing_orders()
+            case Subscribed():
+                self._has_newcomers = self._publication.urgent = True
             case Tick():
-                actions += self._expire(now) + self._repeat_order(now) + self._placement.tick(now)
-                actions += self._say_missing(now)
+                actions += self._tick(now)
             case _:
                 assert_never(event)
         if not isinstance(event, EngineStats):
@@ -192,16 +187,13 @@ class CoordinatorState:
             case Ready() | Heartbeat() | Draining():
                 return self._alive(sender, message, now)
             case Goodbye():
-                return self._goodbye(message)
-
-    def _goodbye(self, message: Goodbye) -> list[Action]:
-        member = self._members.leaving(message)
-        if member is None:
-            return []
-        if member.draining and self._formation is not None:
-            self._formation.left(member.index)
-        reason: AbsenceReason = "drained" if member.draining else "died"
-        return self._remove(message.kind, member.index, "said goodbye", reason)
+                member = self._members.leaving(message)
+                if member is None:
+                    return []
+                if member.draining and self._formation is not None:
+                    self._formation.left(member.index)
+                reason: AbsenceReason = "drained" if member.draining else "died"
+                return self._remove(message.kind, member.index, "said goodbye", reason)
 
     @property
     def is_empty(self) -> bool:
@@ -245,10 +237,16 @@ class CoordinatorState:
         joined = Notice(f"{name} joined from {hello.host}, pid {hello.pid}, Swell {hello.version}")
         if hello.kind == "front_end":
             return [joined, PublishOrder(self._front_ends_order())]
-        dismissed = self._dismiss_other_models(hello)
+        actions: list[Action] = [joined]
+        for number, member in list(self._members.front_ends.items()):
+            field = differing_model(member.group_config, hello.group_config)
+            if field is not None:
+                theirs, ours = member.group_config.get(field), hello.group_config[field]
+                why = f"was sent away: its {field} is {theirs!r}, that of the engines {ours!r}"
+                actions += self._remove("front_end", number, why)
         self._choose_wave(hello)
         self._wave.adopt(hello.wave)
-        return [joined, *dismissed]
+        return actions
 
     def _welcome(self, hello: Hello, index: int) -> Welcome:
         parameters, is_engine = self._parameters, hello.kind == "engine"
@@ -280,17 +278,6 @@ class CoordinatorState:
                     grace=self._parameters.member_timeout,
                 )
 
-    def _dismiss_other_models(self, engine: Hello) -> list[Action]:
-        """Remove front ends of another model than an engine that was let in."""
-        actions: list[Action] = []
-        for index, member in list(self._members.front_ends.items()):
-            field = differing_model(member.group_config, engine.group_config)
-            if field is not None:
-                theirs, ours = member.group_config.get(field), engine.group_config[field]
-                why = f"was sent away: its {field} is {theirs!r}, that of the engines {ours!r}"
-                actions += self._remove("front_end", index, why)
-        return actions
-
     def _alive(
         self, sender: bytes, message: Ready | Heartbeat | Draining, now: float
     ) -> list[Action]:
@@ -311,8 +298,10 @@ class CoordinatorState:
         if isinstance(message, Ready) and member.ready and message.setup is not None:
             member.setup = message.setup  # its weights may have been replaced
         if isinstance(message, Ready) and not member.ready and not member.draining:
+            others = self._members.engines.items()
+            setups = {rank: each.setup for rank, each in others if each.setup is not None}
             refusal = refused_by_weights(
-                message.index, message.setup, self._members.setups, self._fleet.order.weights
+                message.index, message.setup, setups, self._fleet.order.weights
             )
             if refusal is not None:
                 removed = self._remove(message.kind, message.index, "was refused", "refused")
@@ -340,22 +329,23 @@ class CoordinatorState:
 
     def _engines_changed(self) -> None:
         self._publication.urgent = True
-        self._wave.take_members(self._members.ready_ranks)
+        self._wave.take_members(frozenset(rank for rank, _ in self._members.ready_engines))
 
-    def _expire(self, now: float) -> list[Action]:
-        if now < self._expire_at:
-            return []
+    def _tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        timeout = self._parameters.member_timeout
-        self._expire_at = now + timeout / EXPIRY_LOOKS
-        for kind, index in self._members.silent(now, timeout):
-            actions += self._remove(kind, index, "has been silent for too long")
-        return actions
+        if now >= self._expire_at:
+            timeout = self._parameters.member_timeout
+            self._expire_at = now + timeout / EXPIRY_LOOKS
+            for kind, index in self._members.silent(now, timeout):
+                actions += self._remove(kind, index, "has been silent for too long")
+        if now >= self._order_due:  # in case engines did not hear it
+            self._order_due = now + self._parameters.publish_idle_interval
+            actions += self._standing_orders()
+        return actions + self._placement.tick(now) + self._say_missing(now)
 
     # -- adapters --------------------------------------------------------------------------------
 
     def _order_adapters(self) -> list[Action]:
-        """Tell engines which adapters to have, if that has changed."""
         ready, front_ends = self._members.ready_engines, self._members.all_front_ends
         self._publication.urgent |= self._adapters.advance(ready, front_ends)
         sheet = self._adapters.sheet
@@ -366,7 +356,6 @@ class CoordinatorState:
         return [PublishOrder(HoldAdapters(self._parameters.epoch, sheet))]
 
     def _order_fleet(self, is_new: bool) -> list[Action]:
-        """Tell everybody what operators want, if that has changed."""
         self._publication.urgent |= is_new
         order = FollowFleet(self._parameters.epoch, self._fleet.order)
         return [PublishOrder(order)] if is_new else []
@@ -387,39 +376,22 @@ class CoordinatorState:
 
     # -- stats and waves -------------------------------------------------------------------------
 
-    def _stats(self, stats: EngineStats) -> None:
-        member = self._members.engines.get(stats.rank)
-        if member is None or member.incarnation != stats.incarnation:
-            return
-        if member.stats is not None and member.stats.version >= stats.version:
-            return
-        member.stats = stats
-        if not self._publication.changed:
-            self._publication.changed = not self._members.is_balanced_outside
-        self._publication.urgent |= self._wave.stats(stats)
-
-    def _wave_report(self, report: WaveComplete | StartWave) -> None:
+    def _reported(self, report: EngineStats | WaveComplete | StartWave) -> None:
         member = self._members.engines.get(report.rank)
-        if member is not None and member.incarnation == report.incarnation:
+        if member is None or member.incarnation != report.incarnation:
+            return
+        if not isinstance(report, EngineStats):
             self._publication.urgent |= self._wave.report(report)
+        elif member.stats is None or member.stats.version < report.version:
+            member.stats = report
+            if not self._publication.changed:
+                self._publication.changed = not self._members.is_balanced_outside
+            self._publication.urgent |= self._wave.stats(report)
 
     # -- publication -----------------------------------------------------------------------------
 
-    def _subscribed(self, kind: MemberKind) -> list[Action]:
-        if kind == "engine":
-            return self._standing_orders()
-        self._has_newcomers = self._publication.urgent = True
-        return []
-
     def _front_ends_order(self) -> FrontEnds:
         return FrontEnds(self._parameters.epoch, self._members.front_end_entries())
-
-    def _repeat_order(self, now: float) -> list[Action]:
-        """Tell engines who the front ends are once in a while, in case they did not hear it."""
-        if now < self._order_due:
-            return []
-        self._order_due = now + self._parameters.publish_idle_interval
-        return self._standing_orders()
 
     def _standing_orders(self) -> list[Action]:
         """Return what engines have to know that may not have heard of it."""
@@ -476,6 +448,7 @@ class CoordinatorState:
 
     def view(self) -> ClusterView:
         """Return the cluster as it is known now."""
+        both = (self._members.engines, self._members.front_ends)
         return ClusterView(
             epoch=self._parameters.epoch,
             version=self._publication.version,
@@ -487,5 +460,5 @@ class CoordinatorState:
             adapters=self._adapters.view,
             fleet=self._fleet.order if self._fleet.order.revision else None,
             tenants=self._tenants.sums,
-            processes=self._members.process_entries(),
+            processes=[each.process for members in both for _, each in sorted(members.items())],
         )

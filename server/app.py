@@ -22,10 +22,8 @@ from server.api.vectors import endpoint as vectors
 from server.api.vectors import scores
 from server.errors import ApiError
 from server.http.call import foreseen
-from server.http.load_header import LoadHeader
-from server.http.own_middleware import add_own
-from server.http.paths import no_such_path
-from server.http.request_id import RequestIdMiddleware
+from server.http.errors import no_such_path
+from server.http.middleware import LoadHeader, RequestIdMiddleware, add_own
 from server.observe.access_log import AccessLog
 from server.observe.engine_metrics import engine_load
 from server.router.generation_client import NoEngineAvailable

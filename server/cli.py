@@ -4,33 +4,41 @@ Each subcommand imports its process only when it runs, so that a plain installat
 coordinator without the HTTP stack or torch.
 """
 
+import importlib
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from coordinator.config import CoordinatorConfig
+from coordinator.config import CoordinatorConfig, CoordinatorLaunch
 from engine.shared import settings
 from engine.shared.config import DEFAULT_COORDINATOR, EngineConfig, ModelConfig
-from engine.shared.descriptors import raise_descriptor_limit
 from engine.shared.devices import num_cuda_devices
-from engine.shared.log_stream import open_standard_descriptors
+from engine.shared.logs import open_standard_descriptors
+from engine.shared.own_process import raise_descriptor_limit
 from engine.shared.version import SWELL_VERSION
 from server.batch.config import RunBatchConfig
 from server.bench.config import BenchConfig
 from server.chat.config import ChatConfig
 from server.completion import CompletionConfig
 from server.config import ApiServerConfig, ServeConfig
-from server.config.devices import defaults_for
+from server.config.commands import defaults_for
 from server.config.shown import changed_settings
-from server.doctor.config import DoctorConfig
-from server.fetch.config import CachedConfig, FetchConfig, ShardedConfig
+from server.config.tools import (
+    CachedConfig,
+    DoctorConfig,
+    FetchConfig,
+    ScaleConfig,
+    ShardedConfig,
+    StatusConfig,
+)
 from server.flags import Command, parse
-from server.fleet.commands_config import ScaleConfig, StatusConfig
 from server.ineffective import ineffective
 
 logger = logging.getLogger(__name__)
@@ -38,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 def _serve(config: ServeConfig) -> int:
     if config.parallel.node_rank:
-        from server.fleet.joining import BadNode, check_span
+        from server.fleet.backend import BadNode, check_span
 
         try:
             check_span(config)
@@ -76,7 +84,7 @@ def _coordinator(config: CoordinatorConfig) -> int:
     from coordinator import process
     from engine.shared.lifeline import Lifeline
 
-    return process.run(config, Lifeline(None))
+    return process.run(CoordinatorLaunch(config), Lifeline(None))
 
 
 def _engine(config: EngineConfig) -> int:
@@ -108,61 +116,27 @@ def _api_server(config: ApiServerConfig) -> int:
     return _serve(config.node())
 
 
-def _run_batch(config: RunBatchConfig) -> int:
-    from server.batch import command
+def _imported(module: str, function: str) -> Callable[[Any], int]:
+    def run(config: Any) -> int:
+        code: int = getattr(importlib.import_module(module), function)(config)
+        return code
 
-    return command.run_batch(config)
-
-
-def _bench(config: BenchConfig) -> int:
-    from server.bench import command
-
-    return command.bench(config)
-
-
-def _chat(config: ChatConfig) -> int:
-    from server.chat import command
-
-    return command.chat(config)
-
-
-def _scale(config: ScaleConfig) -> int:
-    from server.fleet import commands
-
-    return commands.scale(config)
-
-
-def _status(config: StatusConfig) -> int:
-    from server.fleet import commands
-
-    return commands.status(config)
-
-
-def _fetch(config: FetchConfig) -> int:
-    from server.fetch import command
-
-    return command.fetch(config)
-
-
-def _models(config: CachedConfig) -> int:
-    from server.fetch import command
-
-    return command.cached(config)
+    return run
 
 
 def _save_sharded_state(config: ShardedConfig) -> int:
-    from server.fetch import command
+    from server import fetch
 
     def save(model: Path, output: Path, size: int) -> list[Path]:
         from engine.models.parallel import sharded_state
 
         return sharded_state.save_sharded_state(model, output, size)
 
-    return command.save_sharded_state(config, save)
+    return fetch.save_sharded_state(config, save)
 
 
 def _doctor(config: DoctorConfig) -> int:
-    from server.doctor import command
+    from server import doctor
 
     def processor() -> str:
         from engine.kernels import processor as processors
@@ -171,7 +145,7 @@ def _doctor(config: DoctorConfig) -> int:
         taken = f", taken for {kind}" if kind != found else ""
         return f"{found}{taken}; kernels for {kind.target}"
 
-    return command.doctor(config, processor)
+    return doctor.doctor(config, processor)
 
 
 def _completion(config: CompletionConfig) -> int:
@@ -198,36 +172,33 @@ COMMANDS = {
         "swell serve --data-parallel-backend ray --data-parallel-size-local 1\n"
         "swell serve --cpu-bind '1-31|33-63'                     # CPUs of either engine",
         ServeConfig,
-        MODEL,
-        frozenset({"data_parallel_rank_local"}),
         _serve,
+        positional=MODEL,
+        hidden=frozenset({"data_parallel_rank_local"}),
     ),
     "coordinator": Command(
         "run only the coordinator",
         "swell coordinator --coordinator '*:7550' --cluster-key-file /run/secrets/key",
         CoordinatorConfig,
-        None,
-        frozenset(),
         _coordinator,
     ),
     "engine": Command(
         "run one engine that joins a coordinator",
         "swell engine ./my-model --coordinator head:7550 --cluster-key-file /run/secrets/key",
         EngineConfig,
-        MODEL,
-        frozenset(),
         _engine,
+        positional=MODEL,
     ),
     "api-server": Command(
         "run API servers that join a coordinator",
         "swell api-server ./my-model --coordinator head:7550 --host '*' --port 8000",
         ApiServerConfig,
-        MODEL,
-        frozenset(
+        _api_server,
+        positional=MODEL,
+        hidden=frozenset(
             {"data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank_local"}
         )
         | SPAN,
-        _api_server,
     ),
     "chat": Command(
         "converse in the terminal, with a running server or one started for it",
@@ -235,58 +206,49 @@ COMMANDS = {
         "swell chat ./model.gguf                         # serves it until you leave\n"
         "swell chat --url http://head:8000 --quick Hello",
         ChatConfig,
-        ("model", "model to serve meanwhile; without one --url is asked"),
-        SPAN,
-        _chat,
+        _imported("server.chat.command", "chat"),
+        positional=("model", "model to serve meanwhile; without one --url is asked"),
+        hidden=SPAN,
     ),
     "fetch": Command(
         "fetch a model of the Hugging Face hub before it is served",
         "swell fetch Qwen/Qwen3-0.6B\nswell fetch Qwen/Qwen3-0.6B --revision main --text-only\n"
         "swell fetch unsloth/Qwen3-0.6B-GGUF:Q4_K_M",
         FetchConfig,
-        ("model", "hub id"),
-        frozenset(),
-        _fetch,
+        _imported("server.fetch", "fetch"),
+        positional=("model", "hub id"),
     ),
     "models": Command(
         "show the fetched models with their sizes, or remove one",
         "swell models\nswell models --remove Qwen/Qwen3-0.6B",
         CachedConfig,
-        None,
-        frozenset(),
-        _models,
+        _imported("server.fetch", "cached"),
     ),
     "save-sharded-state": Command(
         "cut a model's weights ahead, for a faster start with --tensor-parallel-size",
         "swell save-sharded-state Qwen/Qwen3-8B --tensor-parallel-size 2 --output ./qwen3-tp2\n"
         "swell serve ./qwen3-tp2 --tensor-parallel-size 2 --load-format sharded_state",
         ShardedConfig,
-        ("model", "model directory or hub id"),
-        frozenset(),
         _save_sharded_state,
+        positional=("model", "model directory or hub id"),
     ),
     "scale": Command(
         "change the number of engines of a running node or cluster",
         "swell scale 4\nSWELL_ADMIN_KEY=... swell scale 2 --url http://head:8000",
         ScaleConfig,
-        ("size", "number of engines; without it only shows what there is"),
-        frozenset(),
-        _scale,
+        _imported("server.fleet.commands", "scale"),
+        positional=("size", "number of engines; without it only shows what there is"),
     ),
     "status": Command(
         "show the engines of a running server, with their nodes and states",
         "swell status\nSWELL_ADMIN_KEY=... swell status --url http://head:8000",
         StatusConfig,
-        None,
-        frozenset(),
-        _status,
+        _imported("server.fleet.commands", "status"),
     ),
     "doctor": Command(
         "say whether this machine can serve, for yourself or for a question to others",
         "swell doctor\nswell doctor --port 8080",
         DoctorConfig,
-        None,
-        frozenset(),
         _doctor,
     ),
     "run-batch": Command(
@@ -294,8 +256,8 @@ COMMANDS = {
         "swell run-batch in.jsonl out.jsonl --url http://127.0.0.1:8000\n"
         "swell run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --data-parallel-size 4",
         RunBatchConfig,
-        None,
-        frozenset(
+        _imported("server.batch.command", "run_batch"),
+        hidden=frozenset(
             {
                 "coordinator",
                 "data_parallel_rank",
@@ -304,18 +266,15 @@ COMMANDS = {
             }
         )
         | SPAN,
-        _run_batch,
-        {"input_file": "-i", "output_file": "-o"},
-        ("input_file", "output_file"),
+        short={"input_file": "-i", "output_file": "-o"},
+        files=("input_file", "output_file"),
     ),
     "bench": Command(
         "load a server and report latencies and throughput",
         "swell bench --max-concurrency 64 --random-input-len 100 --ignore-eos\n"
         "swell bench --url http://head:8000 --request-rate 20 --goodput ttft:500 tpot:50",
         BenchConfig,
-        None,
-        frozenset(),
-        _bench,
+        _imported("server.bench.command", "bench"),
     ),
     "completion": Command(
         "print the script that completes commands and flags in a shell",
@@ -323,9 +282,8 @@ COMMANDS = {
         'eval "$(swell completion zsh)"                 # zsh, in ~/.zshrc after compinit\n'
         "swell completion fish > ~/.config/fish/completions/swell.fish",
         CompletionConfig,
-        ("shell", "bash, zsh, fish or tcsh"),
-        frozenset(),
         _completion,
+        positional=("shell", "bash, zsh, fish or tcsh"),
     ),
 }
 

@@ -35,16 +35,13 @@ def script(commands: Commands, shell: str) -> str:
         for action in subparsers.choices[name]._actions:
             setting = action.dest.removesuffix(ARGUMENT)
             action.choices = words.get(setting) or None
-            action.help = None if action.help is None else _one_line(action.help)
+            action.help = None if action.help is None else action.help.split("; ")[0]
+            if action.help is not None:  # the first clause, for the lists of zsh and fish
+                action.help = action.help.split(": ")[0].rstrip(".")
             place = _place(setting)
             if place is not None:
                 action.complete = getattr(shtab, place)
     return str(shtab.complete(parser, shell))
-
-
-def _one_line(text: str) -> str:
-    """Return the first clause of a help text, for the lists that zsh and fish show."""
-    return text.split("; ")[0].split(": ")[0].rstrip(".")
 
 
 def _place(name: str) -> str | None:

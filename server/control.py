@@ -21,11 +21,7 @@ class SupervisorControl:
     def __init__(
         self, address: str, transport: Transport, *, engines_may_wait: bool = False
     ) -> None:
-        """Connect.
-
-        Args:
-            engines_may_wait: whether its engines may wait for resources of a cluster.
-        """
+        """`engines_may_wait` says whether its engines may wait for resources of a cluster."""
         self.engines_may_wait = engines_may_wait
         self._answers = Inbox(transport.connect(zmq.DEALER, address), ControlStatus, "control")
         self._turn = asyncio.Lock()

@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,18 +21,16 @@ from engine.shared.addresses import is_loopback, join_host_port
 from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.cpu.lists import CpuList
 from engine.shared.cpu.machine import bind_process
-from engine.shared.end_signals import end_signals
-from engine.shared.extras import install_command
 from engine.shared.fair_threads import FairThreads
 from engine.shared.group_config import model_identity
-from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, TURN_INTERVAL, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.membership import Identity
 from engine.shared.messages import ClusterView, FrontEndAddresses
 from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
-from engine.shared.plugins import BadPlugin
+from engine.shared.own_process import end_signals, settle_heap
+from engine.shared.plugins import BadPlugin, install_command
 from engine.shared.pooling import BadPooling, read_pooling
 from engine.shared.scope import MissingRank, front_end_scope, node_name
 from engine.shared.transport import (
@@ -41,18 +40,17 @@ from engine.shared.transport import (
     bound_address,
     make_context,
 )
+from server.access.admission import SAY_INTERVAL, TenantsElsewhere
 from server.access.admission_table import AdmissionTable
 from server.access.guards import BadGuards, tls_options
-from server.access.tenants_elsewhere import SAY_INTERVAL, TenantsElsewhere
 from server.answer.formats import BadFormats
 from server.api.services import Services, make_services
 from server.app import build_app
 from server.config import FrontEndConfig
 from server.control import SupervisorControl
-from server.http.acceptor import ConnectionShare
 from server.http.descriptors import make_room_for_descriptors
-from server.http.listener import HttpServer
-from server.http.own_middleware import BadMiddleware
+from server.http.listener import ConnectionShare, HttpServer
+from server.http.middleware import BadMiddleware
 from server.http.protocol import limited_protocol
 from server.media.served import placeholders_of, served_processor
 from server.observe.metrics import FrontEndMetrics
@@ -62,7 +60,7 @@ from server.router.block_index import BlockIndex
 from server.router.engine_client import EngineClient
 from server.router.link import ClusterLink, JoinRefused
 from server.router.load_table import LoadTable
-from server.router.router import Router, build_router
+from server.router.router import Router
 from server.router.routing import build_policy
 from server.router.split import Split
 from server.store.service import ResponseStore
@@ -145,8 +143,7 @@ class FrontEnd:
         asyncio.get_running_loop().set_default_executor(FairThreads(threads, "front end"))
         self._lifeline.progress("loading the tokenizer")
         model = await asyncio.to_thread(model_directory, self._config.model, weights=False)
-        language_model_only = self._config.model.language_model_only
-        processor = None if language_model_only else served_processor(model)
+        processor = None if self._config.model.language_model_only else served_processor(model)
         tokenizer = ServedTokenizer.load(model, self._config.model, placeholders_of(processor))
         pooling = read_pooling(model, self._config.model)
         link = self._link(await asyncio.to_thread(model_identity, self._config.model))
@@ -168,8 +165,13 @@ class FrontEnd:
             cold_start_timeout=self._config.routing.cold_start_timeout,
         )
 
-        table = self._admission()
-        elsewhere = self._tenants_elsewhere(table, index)
+        rows = self._launch.admission_table
+        table = AdmissionTable(None if rows is None else Path(rows), self._launch.place)
+        elsewhere = (
+            TenantsElsewhere(table, index, self._launch.incarnation)
+            if self._config.tenants.has_limits
+            else None
+        )
 
         def view_changed(view: ClusterView) -> None:
             client.view_changed(view)
@@ -178,10 +180,18 @@ class FrontEnd:
             link.know(client.adapters.sheet, client.fleet)
 
         link.subscribe(view_changed)
-        control = self._control()
-        forwarder = _forwarder(self._config.http.model_routes, metrics)
+        address, may_wait = self._launch.control, self._launch.engines_may_wait
+        control = (
+            None
+            if address is None
+            else SupervisorControl(address, self._transport, engines_may_wait=may_wait)
+        )
+        forwarder = self._forwarder(metrics)
         store = await asyncio.to_thread(self._store, metrics)  # others may be writing
-        tasks = self._background_tasks(client, store, link, elsewhere, metrics)
+        tasks = [
+            asyncio.create_task(each)
+            for each in self._background_work(client, store, link, elsewhere, metrics)
+        ]
         try:
             services = make_services(
                 self._config,
@@ -214,33 +224,23 @@ class FrontEnd:
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
 
-    def _background_tasks(
+    def _background_work(
         self,
         client: EngineClient,
         store: ResponseStore | None,
         link: ClusterLink,
         elsewhere: TenantsElsewhere | None,
         metrics: FrontEndMetrics,
-    ) -> list[asyncio.Task[None]]:
-        work = (self._mend_sockets(), self._turn(metrics))
-        tasks = [asyncio.create_task(each) for each in work]
+    ) -> Iterator[Coroutine[Any, Any, None]]:
+        yield _every(MEND_INTERVAL, self._transport.mend)
+        yield self._turn(metrics)
         if store is not None and self._config.store.response_store == "node":
-            tasks.append(asyncio.create_task(_mend_store(store)))
+            yield _every(MEND_INTERVAL, store.mend)
         if elsewhere is not None:
-            tasks.append(asyncio.create_task(_tell_of_tenants(elsewhere, link)))
+            yield _every(SAY_INTERVAL, partial(_tell_of_tenants, elsewhere, link))
         interval = self._config.http.log_stats_interval
         if interval and not self._launch.place:
-            tasks.append(asyncio.create_task(log_stats(client, interval)))
-        return tasks
-
-    def _control(self) -> SupervisorControl | None:
-        if self._launch.control is None:
-            return None
-        return SupervisorControl(
-            self._launch.control,
-            self._transport,
-            engines_may_wait=self._launch.engines_may_wait,
-        )
+            yield log_stats(client, interval)
 
     async def _turn(self, metrics: FrontEndMetrics) -> None:
         while True:
@@ -248,11 +248,6 @@ class FrontEnd:
             due = time.monotonic() + TURN_INTERVAL
             await asyncio.sleep(TURN_INTERVAL)
             metrics.observe("event_loop_lag_seconds", max(0.0, time.monotonic() - due))
-
-    async def _mend_sockets(self) -> None:
-        while True:
-            await asyncio.sleep(MEND_INTERVAL)
-            self._transport.mend()
 
     def _link(self, identity: dict[str, str]) -> ClusterLink:
         cluster, host = self._config.cluster, self._host
@@ -275,16 +270,12 @@ class FrontEnd:
             self._transport,
         )
 
-    def _admission(self) -> AdmissionTable:
-        directory = self._launch.admission_table
-        if directory is None:
-            return AdmissionTable(None)
-        return AdmissionTable(Path(directory), self._launch.place)
-
-    def _tenants_elsewhere(self, table: AdmissionTable, index: int) -> TenantsElsewhere | None:
-        if not self._config.tenants.has_limits:
+    def _forwarder(self, metrics: FrontEndMetrics) -> "Forwarder | None":
+        if self._config.http.model_routes is None:
             return None
-        return TenantsElsewhere(table, index, self._launch.incarnation)
+        from server.upstreams.forwarder import Forwarder  # an HTTP client takes long to import
+
+        return Forwarder(ModelRoutes(self._config.http.model_routes), metrics)
 
     def _store(self, metrics: FrontEndMetrics) -> ResponseStore | None:
         config = self._config.store
@@ -292,7 +283,14 @@ class FrontEnd:
             return None
         database: SqliteDatabase | PostgresDatabase
         if config.is_postgres:
-            database = _postgres(config.response_store)
+            try:
+                from server.store import postgres
+            except ImportError as error:
+                how = install_command("postgres")
+                raise OSError(
+                    f"--response-store of PostgreSQL needs its client ({error}): {how}"
+                ) from error
+            database = postgres.PostgresDatabase(config.response_store)
         elif config.response_store == "node":
             path = Path(self._launch.socket_dir) / "responses.sqlite"
             database = SqliteDatabase(path, lasting=False)
@@ -314,7 +312,7 @@ class FrontEnd:
         if routing.routing_policy == "prefix-aware":
             blocks = BlockIndex(index, routing.routing_index_blocks)
             metrics.index_size = blocks.size
-        return build_router(
+        return Router(
             front_end=index,
             incarnation=self._launch.incarnation,
             first_id=secrets.randbits(42) << 20,
@@ -361,8 +359,16 @@ class FrontEnd:
         )
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
+
+        def stop_or_force(signum: int) -> None:
+            # Drains at the first signal, ends at once at the second. SIGHUP only drains: a terminal
+            # that closes may send it more than once.
+            if stop.is_set() and signum != signal.SIGHUP:
+                os._exit(1)
+            stop.set()
+
         for signum in end_signals():
-            loop.add_signal_handler(signum, _stop_or_force, stop, signum)
+            loop.add_signal_handler(signum, stop_or_force, signum)
         sockets = None
         if self._launch.listen_fd is not None:
             sockets = [socket.socket(fileno=self._launch.listen_fd)]
@@ -395,63 +401,30 @@ class FrontEnd:
             raise JoinRefused(link.replaced.result())
 
 
-async def _tell_of_tenants(elsewhere: TenantsElsewhere, link: ClusterLink) -> None:
+def _tell_of_tenants(elsewhere: TenantsElsewhere, link: ClusterLink) -> None:
+    notice = elsewhere.notice(time.monotonic())
+    if notice is not None:
+        link.notify(notice)
+
+
+async def _every(seconds: float, work: Callable[[], Awaitable[None] | None]) -> None:
     while True:
-        await asyncio.sleep(SAY_INTERVAL)
-        notice = elsewhere.notice(time.monotonic())
-        if notice is not None:
-            link.notify(notice)
-
-
-async def _mend_store(store: ResponseStore) -> None:
-    while True:
-        await asyncio.sleep(MEND_INTERVAL)
-        await store.mend()
-
-
-def _forwarder(routes: str | None, metrics: FrontEndMetrics) -> "Forwarder | None":
-    """Return what serves the models of other servers, if a file says which there are.
-
-    Raises:
-        BadModelRoutes: the file cannot be used.
-    """
-    if routes is None:
-        return None
-    from server.upstreams.forwarder import Forwarder  # an HTTP client takes long to import
-
-    return Forwarder(ModelRoutes(routes), metrics)
-
-
-def _postgres(url: str) -> "PostgresDatabase":
-    """Return a PostgreSQL database for responses.
-
-    Raises:
-        OSError: its driver is not installed, or the database cannot be used.
-    """
-    try:
-        from server.store.postgres import PostgresDatabase
-    except ImportError as error:
-        how = install_command("postgres")
-        raise OSError(
-            f"--response-store of PostgreSQL needs its client ({error}): {how}"
-        ) from error
-    return PostgresDatabase(url)
-
-
-def _stop_or_force(stop: asyncio.Event, signum: int) -> None:
-    """Drain at the first signal, end at once at the second.
-
-    SIGHUP only drains: a terminal that closes may send it more than once.
-    """
-    if stop.is_set() and signum != signal.SIGHUP:
-        os._exit(1)
-    stop.set()
+        await asyncio.sleep(seconds)
+        waiting = work()
+        if waiting is not None:
+            await waiting
 
 
 def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
     """Run one front end until a signal and return the exit code."""
     if not launch.socket_dir:
-        return _run_in_own_directory(launch, lifeline)
+        try:
+            directory = NodeDirectory(launch.config.cluster.socket_dir)
+        except OSError as error:
+            lifeline.failed(str(error))
+            return CANNOT_START
+        with directory:
+            return run(msgspec.structs.replace(launch, socket_dir=str(directory.path)), lifeline)
     name = f"api {launch.index}" if launch.index >= 0 else "api"
     name_process(name, launch.config.log.log_level, launch.config.log.log_format)
     bind_process(launch.cpus)
@@ -482,17 +455,4 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
 
 def run_standalone(config: FrontEndConfig) -> int:
     """Run `swell api-server`: one front end that another process did not launch."""
-    launch = FrontEndLaunch(
-        config=config, index=-1, incarnation=secrets.randbits(48), socket_dir=""
-    )
-    return run(launch, Lifeline(None))
-
-
-def _run_in_own_directory(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
-    try:
-        directory = NodeDirectory(launch.config.cluster.socket_dir)
-    except OSError as error:
-        lifeline.failed(str(error))
-        return CANNOT_START
-    with directory:
-        return run(msgspec.structs.replace(launch, socket_dir=str(directory.path)), lifeline)
+    return run(FrontEndLaunch(config, -1, secrets.randbits(48), socket_dir=""), Lifeline(None))

@@ -10,8 +10,6 @@ Values = Mapping[str, Any]
 
 
 class _Need(NamedTuple):
-    """Settings that only count if a condition holds."""
-
     names: tuple[str, ...]
     condition: str
     """How people bring it about."""

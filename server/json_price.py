@@ -136,7 +136,10 @@ def _prices(text: bytes) -> Iterator[Price]:
         values = found.values + structure.count(b",") + structure.count(b":") + opened
         depth = min(containers, MAX_JSON_DEPTH)
         if MAX_JSON_DEPTH < containers <= MAX_JSON_CONTAINERS:
-            depth = max(_deepest(brackets, level, containers), found.depth)
+            # A parser does not come further: more are closed than were opened.
+            counted = brackets[: 2 * containers + 1].translate(_STEPS)
+            steps = (1 if step else -1 for step in counted)
+            depth = max(*accumulate(steps, initial=level), found.depth)
         level += 2 * opened - len(brackets)
         found = Price(values, containers, depth)
         found.check()
@@ -151,10 +154,3 @@ def _outside_strings(text: bytes) -> tuple[bytes, bool]:
     # Strings without such characters in them are pairs of quotes now.
     left = plain.translate(None, _TEXT_WITHOUT_QUOTES).replace(b'""', b"")
     return _STRING.sub(b"", left), left.count(b'"') % 2 == 1
-
-
-def _deepest(brackets: bytes, level: int, opened: int) -> int:
-    """Return the most containers around a value of a part that begins within `level` of them."""
-    # A parser does not come further: more are closed than were opened.
-    steps = (1 if step else -1 for step in brackets[: 2 * opened + 1].translate(_STEPS))
-    return max(accumulate(steps, initial=level))

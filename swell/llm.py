@@ -28,7 +28,7 @@ from server.api.services import make_services
 from server.api.vectors.schema import EmbeddingsResponse
 from server.app import build_app
 from server.config import ServeConfig
-from server.config.devices import defaults_for
+from server.config.commands import defaults_for
 from server.media.served import placeholders_of, served_processor
 from server.observe.metrics import FrontEndMetrics
 from server.text.tokenizer import ServedTokenizer

@@ -101,8 +101,8 @@ STATE_MACHINES = [
     *(
         ROOT / name
         for name in (
-            "coordinator/events.py", "coordinator/expected.py", "coordinator/formation.py",
-            "coordinator/groups.py", "coordinator/state.py", "coordinator/wave.py",
+            "coordinator/events.py", "coordinator/formation.py", "coordinator/groups.py",
+            "coordinator/placement.py", "coordinator/state.py", "coordinator/wave.py",
             "engine/core/ending.py", "engine/core/halting.py", "engine/core/front_ends.py",
             "engine/core/wave_clock.py",
             "engine/kv_transfer/offers.py", "engine/kv_transfer/pull.py",
@@ -212,7 +212,8 @@ server.limits server.tenant_budget server.helper_process
 server.json_price
 server.errors
 server.control server.flags server.ineffective server.router server.schema server.store
-server.bench server.completion server.config server.doctor server.fetch
+server.config
+server.bench server.completion server.doctor server.fetch
 server.observe server.text
 server.access server.answer server.media
 server.fleet server.generate

@@ -1,6 +1,6 @@
 """No regular expression of the product backtracks over what clients or users' files say.
 
-Patterns of clients are decided by the grammar library's automata (`engine.shared.patterns`); what
+Patterns of clients are decided by the grammar library's automata (`engine.shared.matchers`); what
 is left for `re` are patterns of our own, whose time has to grow no faster than their input.
 """
 
@@ -94,7 +94,7 @@ def test_patterns_are_constants_and_never_come_from_outside() -> None:
                     variables = {"quote"} if name.endswith("python_call.py") else set()
                     if not _is_constant(pattern, constants | variables) and name not in _HARMLESS:
                         found.append(f"{name}:{node.lineno}")
-    assert not found, "patterns of clients are for engine.shared.patterns"
+    assert not found, "patterns of clients are for engine.shared.matchers"
 
 
 def _patterns() -> Iterator[tuple[str, re.Pattern[str] | re.Pattern[bytes]]]:

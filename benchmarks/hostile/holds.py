@@ -27,7 +27,7 @@ from benchmarks.hostile.requests import (
     pattern_requests,
 )
 from benchmarks.hostile.trial import SHOWN, field_attacks
-from engine.shared.heap import settle_heap
+from engine.shared.own_process import settle_heap
 from swell import AsyncLLM
 
 ATTEMPTS = 2

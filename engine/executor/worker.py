@@ -70,9 +70,9 @@ from engine.runner.kv_memory import (
 )
 from engine.runner.memory_profile import MemoryTrial
 from engine.runner.step_input import other_groups, plans_of
-from engine.shared.end_signals import end_signals
 from engine.shared.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
 from engine.shared.logs import name_process
+from engine.shared.own_process import end_signals
 
 logger = logging.getLogger(__name__)
 

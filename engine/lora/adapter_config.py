@@ -152,7 +152,7 @@ def _ends_with(pattern: str) -> Callable[[str], bool]:
     """
     if _NAME.fullmatch(pattern):
         return functools.partial(_ends_with_name, pattern.replace("\\.", "."))
-    from engine.shared.patterns import Expression
+    from engine.shared.matchers import Expression
 
     bare = pattern.removeprefix("^")
     prefix = r"(.*\.)?" if bare == pattern else ""

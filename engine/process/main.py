@@ -54,9 +54,7 @@ from engine.process.reception import HaveAdapters, Serve, StandInGroup, WantNoth
 from engine.shared.adapters import configured_adapters
 from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.config import EngineConfig
-from engine.shared.end_signals import end_signals
 from engine.shared.health import Health, serve_health
-from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.messages import (
@@ -70,6 +68,7 @@ from engine.shared.messages import (
     KvRole,
 )
 from engine.shared.model_files import model_directory
+from engine.shared.own_process import end_signals, settle_heap
 from engine.shared.plugins import load_plugin
 from engine.shared.pooling import PoolingSpec, read_pooling
 from engine.shared.transport import Transport, advertised_host, make_context

@@ -19,7 +19,13 @@ def num_cuda_devices(
         root: where `/dev` is.
         torch: its package; None: the installed one.
     """
-    if not _is_for_cuda(torch or _torch()):
+    if torch is None and (spec := find_spec("torch")) is not None and spec.origin is not None:
+        torch = Path(spec.origin).parent
+    try:
+        text = "" if torch is None else (torch / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    if not re.search(r"^cuda\b.*= *['\"]", text, re.MULTILINE):
         return 0
     found = sum(1 for each in (root / "dev").glob("nvidia*") if re.search(r"\d$", each.name))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -34,16 +40,3 @@ def num_cuda_devices(
             break
         count += 1
     return count
-
-
-def _torch() -> Path | None:
-    spec = find_spec("torch")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
-
-
-def _is_for_cuda(torch: Path | None) -> bool:
-    try:
-        text = "" if torch is None else (torch / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return re.search(r"^cuda\b.*= *['\"]", text, re.MULTILINE) is not None

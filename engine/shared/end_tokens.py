@@ -35,17 +35,14 @@ def end_token_ids(
     The other files of fine-tuned models often name the base model's end only, which these models
     do not write.
     """
-    ids = (*named_end_tokens(config, generation), *_of_tokenizer(directory))
-    return tuple(dict.fromkeys(ids))
-
-
-def _of_tokenizer(directory: Path) -> tuple[int, ...]:
+    ids = named_end_tokens(config, generation)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = (_decoded(directory / name, dict[str, Any]) or {}).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
-            return _ids(directory / "tokenizer.json", text)
-    return ()
+            ids += _ids(directory / "tokenizer.json", text)
+            break
+    return tuple(dict.fromkeys(ids))
 
 
 def _ids(path: Path, text: str) -> tuple[int, ...]:

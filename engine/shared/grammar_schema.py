@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from engine.shared.patterns import is_enforceable, keys_of
+from engine.shared.matchers import is_enforceable, keys_of
 
 MAX_SCHEMA_DEPTH = 120
 """Nesting of a schema's objects and arrays; the library reads few more."""
@@ -59,10 +59,26 @@ def prepared(schema: Any, *, lenient: bool = False) -> Any:
             forbids keys that others allow.
     """
     objects = list(_objects(schema))
-    _check_multiples(objects)
-    _check_patterns(objects)
-    if not lenient and any(map(_forbids_keys, objects)):
-        raise BadSchema("patternProperties: a pattern that forbids keys cannot be enforced")
+    digits = [
+        number for each in objects if (number := _without_point(each.get("multipleOf"))) is not None
+    ]
+    total = sum(digits)
+    if any(name in each for each in objects for name in _COMBINING):
+        total = max(total, math.lcm(*digits))
+    if total > MAX_MULTIPLE:
+        raise BadSchema(
+            f"multipleOf: {total} states, more than {MAX_MULTIPLE}, for all multiples together"
+        )
+    squares = 0
+    for each in objects:
+        patterns = each.get("patternProperties")
+        if isinstance(patterns, dict):
+            squares += len(patterns) ** 2
+            forbids = any(pattern is False for pattern in patterns.values())
+            if forbids and not lenient and each.get("additionalProperties") is not False:
+                raise BadSchema("patternProperties: a pattern that forbids keys cannot be enforced")
+    if squares > MAX_PATTERNS**2:
+        raise BadSchema(f"patternProperties: more than {MAX_PATTERNS} patterns")
     return _Preparation(lenient).schema(schema)
 
 
@@ -104,7 +120,11 @@ class _Preparation:
             else:
                 changed[keyword] = self.schema(value) if keyword in _SCHEMAS else value
         if isinstance(changed.get("patternProperties"), dict):
-            changed = self._without_dead_ends(self._without_ignored(changed))
+            patterns = changed["patternProperties"]
+            kept = {name: each for name, each in patterns.items() if not self._is_ignored(name)}
+            if len(kept) < len(patterns):  # keys of ignored patterns may have any value
+                changed |= {"patternProperties": kept, "additionalProperties": True}
+            changed = self._without_dead_ends(changed)
         return changed
 
     def _is_ignored(self, pattern: Any) -> bool:
@@ -112,14 +132,6 @@ class _Preparation:
             return False
         maybe = _MAYBE_IRREGULAR.search(pattern) is not None
         return maybe and not is_enforceable(pattern)
-
-    def _without_ignored(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return an object's schema in which keys of ignored patterns may have any value."""
-        patterns = schema["patternProperties"]
-        kept = {name: each for name, each in patterns.items() if not self._is_ignored(name)}
-        if len(kept) == len(patterns):
-            return schema
-        return {**schema, "patternProperties": kept, "additionalProperties": True}
 
     def _without_dead_ends(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Return an object's schema with only those patterns that other keys may match."""
@@ -154,21 +166,6 @@ def _is_needless(keyword: str, value: Any) -> bool:
     return False
 
 
-def _check_patterns(objects: list[dict[str, Any]]) -> None:
-    squares = 0
-    for each in objects:
-        patterns = each.get("patternProperties")
-        squares += len(patterns) ** 2 if isinstance(patterns, dict) else 0
-    if squares > MAX_PATTERNS**2:
-        raise BadSchema(f"patternProperties: more than {MAX_PATTERNS} patterns")
-
-
-def _forbids_keys(schema: dict[str, Any]) -> bool:
-    patterns = schema.get("patternProperties")
-    forbids = isinstance(patterns, dict) and any(each is False for each in patterns.values())
-    return forbids and schema.get("additionalProperties") is not False
-
-
 def _objects(schema: Any) -> Iterator[dict[str, Any]]:
     """Yield all objects within a schema; some of them may be values or maps of schemas."""
     level, depth = [schema], 0
@@ -185,21 +182,7 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
         level, depth = inner, depth + 1
 
 
-def _check_multiples(objects: list[dict[str, Any]]) -> None:
-    digits = [
-        number for each in objects if (number := _without_point(each.get("multipleOf"))) is not None
-    ]
-    total = sum(digits)
-    if any(name in each for each in objects for name in _COMBINING):
-        total = max(total, math.lcm(*digits))
-    if total > MAX_MULTIPLE:
-        raise BadSchema(
-            f"multipleOf: {total} states, more than {MAX_MULTIPLE}, for all multiples together"
-        )
-
-
 def _without_point(multiple: Any) -> int | None:
-    """Return the digits of a number."""
     if isinstance(multiple, bool) or not isinstance(multiple, int | float):
         return None
     try:

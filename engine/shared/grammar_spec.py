@@ -21,6 +21,7 @@ from engine.shared.matchers import (
     MAX_GRAMMAR_SIZE,
     byte_tokenizer,
     grammar_error,
+    literal,
     new_matcher,
     told_briefly,
 )
@@ -32,7 +33,6 @@ from engine.shared.messages import (
     LarkGrammar,
     RegexGrammar,
 )
-from engine.shared.patterns import literal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -127,24 +127,19 @@ def _json_grammar(schema: str, whitespace: str | None, *, lenient: bool) -> str:
         options["whitespace_pattern"] = SOME_WHITESPACE if whitespace is None else whitespace
     if lenient:
         options |= {"lenient": True, "coerce_one_of": True}
-    return LLMatcher.grammar_from_json_schema(
-        _prepared_schema(schema, lenient=lenient),
-        overrides=options,  # type: ignore[arg-type]
-    )
-
-
-def _prepared_schema(text: str, *, lenient: bool) -> str:
-    """Return the schema as it is compiled, in the form of an object: `true` is a schema too."""
     try:
-        decoded = msgspec.json.decode(text)
+        decoded = msgspec.json.decode(schema)
     except (ValueError, RecursionError) as error:
         raise BadGrammar(f"the schema is not valid JSON: {error}") from error
     if decoded is True:
-        return "{}"
+        decoded, schema = {}, "{}"
     if not isinstance(decoded, dict):
         raise BadGrammar("a schema must be a JSON object, or true")
-    schema = _prepared(decoded, lenient=lenient)
-    return text if schema == decoded else json.dumps(schema)
+    prepared = _prepared(decoded, lenient=lenient)
+    return LLMatcher.grammar_from_json_schema(
+        schema if prepared == decoded else json.dumps(prepared),
+        overrides=options,  # type: ignore[arg-type]
+    )
 
 
 def _prepared(decoded: Any, *, lenient: bool) -> Any:
@@ -169,7 +164,12 @@ def _checked_lark(lark: str) -> str:
         if found["schema"] is None:
             written.append(lark[position:end])
         else:
-            decoded, end = _schema_at(lark, end)
+            try:
+                decoded, end = _JSON.raw_decode(lark, end)
+            except ValueError as error:
+                raise BadGrammar(f"the schema after %json is not valid JSON: {error}") from error
+            except RecursionError as error:
+                raise BadGrammar("the grammar is nested too deeply") from error
             schemas.append(decoded)
             options = decoded.get("x-guidance")
             lenient = isinstance(options, dict) and options.get("lenient") is True
@@ -180,30 +180,15 @@ def _checked_lark(lark: str) -> str:
     written.append(lark[position:])
     bare.append(lark[position:])
     _prepared(schemas, lenient=True)  # all of them together
-    _check_rules('""'.join(bare))
-    return "".join(written)
-
-
-def _schema_at(lark: str, start: int) -> tuple[dict[str, Any], int]:
-    """Return the JSON object that begins at `start`, and where it ends."""
-    try:
-        decoded, end = _JSON.raw_decode(lark, start)
-    except ValueError as error:
-        raise BadGrammar(f"the schema after %json is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise BadGrammar("the grammar is nested too deeply") from error
-    return decoded, end
-
-
-def _check_rules(bare: str) -> None:
-    """Bound rules, and groups within them; `bare` is a grammar without texts and schemas."""
-    rules = len(_LARK_RULE.findall(bare))
+    without_texts = '""'.join(bare)
+    rules = len(_LARK_RULE.findall(without_texts))
     if rules > MAX_RULES:
         raise BadGrammar(f"the grammar has {rules} rules, more than {MAX_RULES}")
-    if rules + bare.count("(") > MAX_GROUPS:
+    if rules + without_texts.count("(") > MAX_GROUPS:
         raise BadGrammar(
             f"the grammar is too deeply nested: more than {MAX_GROUPS} rules and groups"
         )
+    return "".join(written)
 
 
 def check_grammar(spec: GrammarSpec, special_tokens: tuple[str, ...] = ()) -> str | None:
@@ -257,9 +242,7 @@ class GrammarThreads:
     """Threads in which grammars are analysed; none is started before its first use."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(
-            count, thread_name_prefix=name, initializer=_let_others_go_first
-        )
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_lower_priority)
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Have a thread call the function as soon as one is free."""
@@ -275,8 +258,7 @@ class GrammarThreads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _let_others_go_first() -> None:
-    """Give this thread a lower priority than the others of its process."""
+def _lower_priority() -> None:
     with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere it is not
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 

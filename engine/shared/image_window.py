@@ -6,11 +6,10 @@ engine has, never of others.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from engine.shared.messages import AddRequest, EncoderInput
+from engine.shared.messages import AddRequest
 
 IMAGE_WINDOW_BYTES = 32 << 20
 """Bytes of pixels that an engine keeps for each front end; a photograph has 1 to 10 MB."""
@@ -35,15 +34,15 @@ class ImageWindow:
 
     def without_held(self, message: AddRequest) -> AddRequest:
         """Return what to send of a request: without pixels that the engine has."""
-
-        def left_out(image: EncoderInput) -> EncoderInput:
+        images = []
+        for image in message.encoder_inputs:
             if image.digest in self._images:
                 self._images.move_to_end(image.digest)
-                return replace(image, pixels=b"")
-            self._keep(image.digest, len(image.pixels), b"")
-            return image
-
-        return _with_images(message, left_out)
+                images.append(replace(image, pixels=b""))
+            else:
+                self._keep(image.digest, len(image.pixels), b"")
+                images.append(image)
+        return replace(message, encoder_inputs=images)
 
     def with_held(self, message: AddRequest) -> AddRequest:
         """Return the request that was sent, with all pixels.
@@ -51,16 +50,15 @@ class ImageWindow:
         Raises:
             KeyError: the message before it was lost.
         """
-
-        def filled_in(image: EncoderInput) -> EncoderInput:
-            if not image.pixels:
-                pixels = self._images[image.digest][1]
+        images = []
+        for image in message.encoder_inputs:
+            if image.pixels:
+                self._keep(image.digest, len(image.pixels), image.pixels)
+            else:
+                image = replace(image, pixels=self._images[image.digest][1])
                 self._images.move_to_end(image.digest)
-                return replace(image, pixels=pixels)
-            self._keep(image.digest, len(image.pixels), image.pixels)
-            return image
-
-        return _with_images(message, filled_in)
+            images.append(image)
+        return replace(message, encoder_inputs=images)
 
     def _keep(self, digest: bytes, size: int, pixels: bytes) -> None:
         if size > self._max_bytes:
@@ -69,7 +67,3 @@ class ImageWindow:
         self._images[digest] = size, pixels
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= self._images.popitem(last=False)[1][0]
-
-
-def _with_images(message: AddRequest, change: Callable[[EncoderInput], EncoderInput]) -> AddRequest:
-    return replace(message, encoder_inputs=[change(each) for each in message.encoder_inputs])

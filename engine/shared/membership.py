@@ -189,8 +189,12 @@ class Membership:
         if isinstance(reply, Refused):
             if not reply.final:
                 return None
-            if reply.field == "protocol" and self._tries_another_protocol():
-                return None
+            if reply.field == "protocol":
+                self._protocol_refusals += 1
+                self._protocol = next_protocol(self._protocol)
+                if self._protocol_refusals < _PROTOCOL_REFUSALS:
+                    self._next_send = float("-inf")
+                    return None
             return Rejected(
                 reply.reason,
                 replaced=self._joined_once and reply.field == "index",
@@ -204,14 +208,6 @@ class Membership:
                 self._next_send = float("-inf")
             return None
         return self._welcomed(reply)
-
-    def _tries_another_protocol(self) -> bool:
-        self._protocol_refusals += 1
-        self._protocol = next_protocol(self._protocol)
-        if self._protocol_refusals >= _PROTOCOL_REFUSALS:
-            return False
-        self._next_send = float("-inf")
-        return True
 
     def _welcomed(self, welcome: Welcome) -> Joined | Rejected | None:
         if welcome.epoch == self.epoch:

@@ -19,7 +19,6 @@ _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_WEIGHT_FILES = ["*/*.safetensors"]
 """Some repositories have the weights once more, in a folder and in a form for other programs."""
 
-
 _HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
 """A repository, and which of its GGUF files."""
 
@@ -94,7 +93,6 @@ def model_directory(config: ModelConfig, *, weights: bool) -> Path:
 
 
 def _check_rights(directory: Path) -> None:
-    """Raise ModelNotFound if this process may not read what is there."""
     try:
         inside = list(directory.iterdir()) if directory.is_dir() else []
         denied = next(

@@ -57,7 +57,17 @@ class NodeDirectory:
             # Links on the way are the operator's own; what they lead to has to be private.
             make_private(Path(os.path.realpath(parent)))
         self._parent = Path(os.path.realpath(parent or tempfile.gettempdir()))
-        _remove_stale(self._parent)
+        for directory in self._parent.glob(f"{_PREFIX}*"):  # of owners that died
+            with contextlib.suppress(OSError):  # another user's, a living one's, or just removed
+                found = (directory / _MARK).lstat()
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                    continue
+                descriptor = _lock(directory)
+                try:
+                    if os.fstat(descriptor).st_uid == os.geteuid():
+                        shutil.rmtree(directory, ignore_errors=True)
+                finally:
+                    os.close(descriptor)
         # Under its name it is never seen unlocked, or it would be taken for a dead one's.
         new = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX, dir=self._parent))
         self._lock = _lock(new)
@@ -124,18 +134,3 @@ def _lock(directory: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _remove_stale(parent: Path) -> None:
-    """Remove the directories of owners that died before they could."""
-    for directory in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, a living one's, or just removed
-            found = (directory / _MARK).lstat()
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                continue
-            descriptor = _lock(directory)
-            try:
-                if os.fstat(descriptor).st_uid == os.geteuid():
-                    shutil.rmtree(directory, ignore_errors=True)
-            finally:
-                os.close(descriptor)

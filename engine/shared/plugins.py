@@ -1,7 +1,9 @@
-"""Plugins: what installed packages offer as entry points, loaded where a setting names them."""
+"""Plugins and extras: entry points of installed packages, and how to install what is missing."""
 
+import shlex
+import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, requires
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -58,3 +60,14 @@ def instance_of(kind: type[T]) -> Callable[[Any], T]:
         return found
 
     return check
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra of Swell needs, wherever Swell came from."""
+    try:
+        stated = requires("swell") or []
+    except PackageNotFoundError:  # run from its sources
+        stated = []
+    markers = (f'extra == "{extra}"', f"extra == '{extra}'")
+    wanted = [each.partition(";")[0].strip() for each in stated if each.endswith(markers)]
+    return shlex.join([sys.executable, "-m", "pip", "install", *(wanted or [f"swell[{extra}]"])])

@@ -155,7 +155,10 @@ def read_pooling(directory: Path, model: ModelConfig) -> PoolingSpec | None:
         if model.pooler_config != "{}":
             raise BadPooling("--pooler-config: this model generates; set --runner pooling")
         return None
-    overrides = _overrides(model.pooler_config)
+    try:
+        overrides = msgspec.json.decode(model.pooler_config, type=_Overrides)
+    except msgspec.DecodeError as error:
+        raise BadPooling(f"--pooler-config: {error}") from error
     task = "classify" if classifies else "embed"
     if overrides.task is not None and overrides.task.removeprefix("token_") != task:
         raise BadPooling(f"--pooler-config: {architecture} cannot {overrides.task}")
@@ -191,17 +194,27 @@ def _embedder(
     }
     if any(len(text) > MAX_PROMPT_LENGTH for text in prompts.values()):
         raise BadPooling(f"prompts have at most {MAX_PROMPT_LENGTH} characters")
+    size, sizes = config.get("hidden_size"), config.get("matryoshka_dimensions")
+    if not isinstance(size, int):
+        raise BadPooling("config.json: hidden_size must be an integer")
+    dimensions = () if config.get("is_matryoshka") else None
+    similarity = library.get("similarity_fn_name") or "cosine"
+    if similarity not in get_args(Similarity):
+        raise BadPooling(
+            f"config_sentence_transformers.json: similarity_fn_name {similarity!r} is not "
+            f"supported, only {', '.join(get_args(Similarity))}"
+        )
     return PoolingSpec(
         task="embed",
         pooling=pooling,
         normalize=normalize,
-        size=_hidden_size(config),
+        size=size,
         is_encoder=is_encoder,
         max_length=sentence.get("max_seq_length"),
         prompts=prompts,
         default_prompt=library.get("default_prompt_name"),
-        dimensions=_matryoshka(config),
-        similarity=_similarity(library),
+        dimensions=tuple(sizes) if isinstance(sizes, list) else dimensions,
+        similarity=cast("Similarity", similarity),
     )
 
 
@@ -257,7 +270,13 @@ def _overridden(spec: PoolingSpec, overrides: _Overrides) -> PoolingSpec:
         BadPooling: keys contradict each other, or ask for what there is not.
     """
     _check_overrides(spec, overrides)
-    changes: dict[str, Any] = {"tokens": _token_pooling(overrides)}
+    of_tokens = overrides.tok_pooling_type or overrides.pooling_type
+    is_usual = overrides.pooling_type in ("ALL", "STEP")
+    if overrides.task is not None:
+        is_usual = overrides.task.startswith("token_")
+    changes: dict[str, Any] = {"tokens": None}
+    if of_tokens in ("ALL", "STEP") or is_usual:
+        changes["tokens"] = TokenPooling(is_usual, overrides.step_tag_id)
     of_sequences = overrides.seq_pooling_type or overrides.pooling_type
     if of_sequences not in (None, "ALL", "STEP"):
         changes["pooling"] = of_sequences.lower()
@@ -279,15 +298,6 @@ def _overridden(spec: PoolingSpec, overrides: _Overrides) -> PoolingSpec:
         sigma = 1.0 if overrides.logit_sigma is None else overrides.logit_sigma
         changes["logits"] = LogitScale(overrides.logit_mean or 0.0, sigma)
     return msgspec.structs.replace(spec, **changes)
-
-
-def _token_pooling(overrides: _Overrides) -> TokenPooling | None:
-    of_tokens = overrides.tok_pooling_type or overrides.pooling_type
-    named = of_tokens in ("ALL", "STEP")
-    is_usual = overrides.pooling_type in ("ALL", "STEP")
-    if overrides.task is not None:
-        is_usual = overrides.task.startswith("token_")
-    return TokenPooling(is_usual, overrides.step_tag_id) if named or is_usual else None
 
 
 def _check_overrides(spec: PoolingSpec, overrides: _Overrides) -> None:
@@ -321,13 +331,6 @@ def _check_overrides(spec: PoolingSpec, overrides: _Overrides) -> None:
         raise BadPooling(f"--pooler-config: {'; '.join(reasons)}")
 
 
-def _overrides(text: str) -> _Overrides:
-    try:
-        return msgspec.json.decode(text, type=_Overrides)
-    except msgspec.DecodeError as error:
-        raise BadPooling(f"--pooler-config: {error}") from error
-
-
 def _modules(directory: Path) -> list[tuple[str, str]]:
     """Return kind and directory of each module, in order, by modules.json; none without it."""
     path = directory / "modules.json"
@@ -359,30 +362,6 @@ def _pooling_mode(path: Path) -> Pooling:
     if config.get("include_prompt") is False:
         raise BadPooling(f"{path}: include_prompt false is not supported")
     return _MODES[modes[0]]
-
-
-def _hidden_size(config: dict[str, Any]) -> int:
-    size = config.get("hidden_size")
-    if not isinstance(size, int):
-        raise BadPooling("config.json: hidden_size must be an integer")
-    return size
-
-
-def _matryoshka(config: dict[str, Any]) -> tuple[int, ...] | None:
-    sizes = config.get("matryoshka_dimensions")
-    if isinstance(sizes, list):
-        return tuple(sizes)
-    return () if config.get("is_matryoshka") else None
-
-
-def _similarity(library: dict[str, Any]) -> Similarity:
-    name = library.get("similarity_fn_name") or "cosine"
-    if name not in get_args(Similarity):
-        raise BadPooling(
-            f"config_sentence_transformers.json: similarity_fn_name {name!r} is not supported, "
-            f"only {', '.join(get_args(Similarity))}"
-        )
-    return cast("Similarity", name)
 
 
 def _object(path: Path) -> dict[str, Any]:

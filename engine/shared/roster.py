@@ -73,10 +73,6 @@ class Roster(Generic[T]):
         if index in self._missing_since:
             self._missing_since[index] = now
 
-    def remove(self, index: int) -> None:
-        """Forget a member that is known to be dead before the coordinator says so."""
-        self._forget([index])
-
     def _forget(self, indices: list[int]) -> None:
         for index in indices:
             self.members.pop(index, None)

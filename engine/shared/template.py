@@ -15,7 +15,7 @@ import os
 import runpy
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -65,8 +65,12 @@ def run(module: str, load: Callable[[TemplateLaunch], None]) -> None:
     setproctitle.setproctitle(f"swell: {launch.name}")
     connection = socket.socket(fileno=launch.connection)
     gc.disable()  # what is loaded now is never garbage
-    with _one_thread():
-        load(launch)
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "1"
+    load(launch)
+    del os.environ[_THREADS]
+    if before is not None:
+        os.environ[_THREADS] = before
     gc.freeze()
     lifeline.ready("")
     descriptors = _fork_when_asked(connection)
@@ -74,19 +78,6 @@ def run(module: str, load: Callable[[TemplateLaunch], None]) -> None:
     lifeline.close()
     _become(descriptors)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = os.environ.get(_THREADS)
-    os.environ[_THREADS] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_THREADS]
-        else:
-            os.environ[_THREADS] = before
 
 
 def _fork_when_asked(connection: socket.socket) -> Sequence[int]:

@@ -12,8 +12,11 @@ heartbeats, a connection without a sign of life ends after `--engine-timeout`, a
 connect again asks for the address behind the name anew.
 """
 
+import contextlib
 import logging
+import os
 import socket as sockets
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,15 +31,14 @@ from engine.shared.addresses import (
     bare_host,
     is_literal,
     join_host_port,
+    resolve,
     split_host_port,
     uses_ipv6,
 )
-from engine.shared.cluster_keys import InsecureCluster, cluster_keys
+from engine.shared.cluster_keys import InsecureCluster, KeyPair, cluster_keys
 from engine.shared.config import ClusterConfig
-from engine.shared.descriptors import Descriptors, DescriptorWatch
-from engine.shared.handshakes import HandshakeWatch
-from engine.shared.listeners import SharedPort
 from engine.shared.node_directory import make_private
+from engine.shared.own_process import Descriptors, DescriptorWatch
 
 if TYPE_CHECKING:
     import asyncio  # the coordinator does without an event loop
@@ -57,7 +59,20 @@ LARGEST_FRAME = 1 << 20
 _CURVE_BYTES = 64
 """What encryption adds to a frame, and a little more."""
 
+_BACKLOG = 4096
+
 _HANDSHAKE_MS = 10_000  # a thousand peers that come back at once take a while
+
+LOG_INTERVAL = 30.0
+"""Seconds between two lines about failed handshakes of one socket."""
+
+_EVENT = struct.Struct("=HI")
+"""What `zmq_socket_monitor` puts into the first frame: an event and its value.
+
+pyzmq's own parser would bring an event loop into processes that have none.
+"""
+
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 def make_context() -> "zmq.Context[zmq.Socket[bytes]]":
@@ -84,6 +99,122 @@ def advertised_host(cluster: ClusterConfig) -> str:
         return address_towards(host, port)
     except OSError as error:
         raise OSError(f"cannot reach the coordinator's host {host}: {error}") from error
+
+
+class SharedPort:
+    """A TCP port on which a binding socket listens several times, each time with another key.
+
+    ZeroMQ keeps one CURVE key per listener. Several listeners share a port (SO_REUSEPORT), and the
+    kernel gives a connection to any of them: at the wrong one the handshake fails, and the peer,
+    which tries again for ever, soon comes to the right one.
+
+    Raises:
+        OSError: the port is taken, by another program or a second one of this kind, or the host is
+            none of this machine's.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", address: str) -> None:
+        """Choose the port; `address` is tcp://HOST:PORT, where * stands for any host or port."""
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self.socket = socket
+        self._host = bare_host(host)
+        self._port = 0 if port == "*" else int(port)
+        if self._port:
+            with contextlib.closing(self._bound(shared=False)):
+                pass  # sharing would hide that somebody else is there
+
+    def accept(self, keys: KeyPair) -> None:
+        """Listen once more, for peers that connect with these keys."""
+        listener = self._bound(shared=True)
+        listener.listen(_BACKLOG)
+        self._port = listener.getsockname()[1]
+        ipv6 = listener.family == sockets.AF_INET6
+        socket = self.socket
+        socket.setsockopt(zmq.IPV6, ipv6)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        host = listener.getsockname()[0]
+        socket.setsockopt(zmq.USE_FD, listener.detach())
+        try:
+            socket.bind(f"tcp://{join_host_port(host, self._port)}")
+        finally:
+            socket.setsockopt(zmq.USE_FD, -1)
+
+    def _bound(self, *, shared: bool) -> sockets.socket:
+        if self._host == "*":
+            has_ipv6 = sockets.has_dualstack_ipv6()
+            family, host = (sockets.AF_INET6, "::") if has_ipv6 else (sockets.AF_INET, "0.0.0.0")
+            listener = sockets.socket(family, sockets.SOCK_STREAM)
+            if has_ipv6:
+                listener.setsockopt(sockets.IPPROTO_IPV6, sockets.IPV6_V6ONLY, 0)
+        else:
+            family, address = resolve(self._host)
+            listener, host = sockets.socket(family, sockets.SOCK_STREAM), address[0]
+        try:
+            listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+            if shared:
+                listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEPORT, 1)
+            listener.bind((host, self._port))
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+
+class HandshakeWatch:
+    """Logs peers of one socket that cannot join because their cluster key differs.
+
+    ZeroMQ drops such a connection silently and retries for ever. Its socket monitor reports it;
+    each side logs it, once in a while, and nobody else is disturbed. The watch's own socket is
+    readable when there is something to `check`.
+    """
+
+    def __init__(self, watched: "zmq.Socket[bytes]", address: str, *, binder: bool) -> None:
+        self.failures = 0
+        self._address = address
+        self._binder = binder
+        self._last_peer = ""
+        self._silent_until = float("-inf")
+        self.socket: zmq.Socket[bytes] = watched.get_monitor_socket(
+            _FAILED | (zmq.EVENT_ACCEPTED if binder else 0)
+        )
+
+    def check(self) -> None:
+        """Read what has happened and log failed handshakes."""
+        while True:
+            try:
+                head = self.socket.recv_multipart(zmq.NOBLOCK)[0]
+            except zmq.Again:
+                return
+            event, value = _EVENT.unpack(head)
+            if event == zmq.EVENT_ACCEPTED:
+                try:
+                    with sockets.socket(fileno=os.dup(value)) as connection:
+                        peer = str(connection.getpeername()[0])
+                    self._last_peer = peer.removeprefix("::ffff:")
+                except (OSError, IndexError):  # it has been closed
+                    self._last_peer = ""
+            elif event & _FAILED:
+                self._failed(time.monotonic())
+
+    def _failed(self, now: float) -> None:
+        self.failures += 1
+        if now < self._silent_until:
+            return
+        self._silent_until = now + LOG_INTERVAL
+        if self._binder:
+            logger.warning(
+                "refused a peer%s on %s: its cluster key is not ours (%d failed handshakes so far)",
+                f" (probably {self._last_peer})" if self._last_peer else "",
+                self._address,
+                self.failures,
+            )
+        else:
+            logger.warning(
+                "%s refused the handshake: --cluster-key-file holds another key there; trying on",
+                self._address,
+            )
 
 
 class Transport:
@@ -204,43 +335,35 @@ class Transport:
         if largest is not None:
             socket.setsockopt(zmq.MAXMSGSIZE, largest + _CURVE_BYTES)
         if address.startswith("tcp://"):
-            self._set_tcp_options(socket, address)
-            self._secure(socket, address, binder)
+            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._timeout_ms)
+            socket.setsockopt(zmq.HEARTBEAT_TTL, min(self._timeout_ms, _LONGEST_TTL_MS))
+            socket.setsockopt(zmq.TCP_MAXRT, self._timeout_ms)
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, self._timeout_ms)
+            socket.setsockopt(zmq.HANDSHAKE_IVL, max(self._timeout_ms, _HANDSHAKE_MS))
+            host = bare_host(address.removeprefix("tcp://").rpartition(":")[0])
+            socket.setsockopt(zmq.IPV6, uses_ipv6(host))
+            if self._context.get(zmq.IO_THREADS) > 1:
+                # Looking a name up may take seconds: tokens are not to wait for it.
+                looks_up = host != "*" and not is_literal(host)
+                socket.setsockopt(zmq.AFFINITY, 2 if looks_up else 1)
+            if self._keys is not None:
+                own = self._keys.connecting
+                if binder:
+                    socket.setsockopt(zmq.CURVE_SERVER, 1)
+                else:
+                    socket.setsockopt(zmq.CURVE_SERVERKEY, own.public)
+                    own = KeyPair(*zmq.curve_keypair())
+                socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+                socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+            elif not self._insecure:
+                socket.close()
+                raise InsecureCluster(
+                    f"{address}: TCP between processes needs --cluster-key-file "
+                    "(or --insecure-cluster on a network where everybody is trusted)"
+                )
         return socket
-
-    def _set_tcp_options(self, socket: "zmq.Socket[bytes]", address: str) -> None:
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._timeout_ms)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, min(self._timeout_ms, _LONGEST_TTL_MS))
-        socket.setsockopt(zmq.TCP_MAXRT, self._timeout_ms)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, self._timeout_ms)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, max(self._timeout_ms, _HANDSHAKE_MS))
-        host = bare_host(address.removeprefix("tcp://").rpartition(":")[0])
-        socket.setsockopt(zmq.IPV6, uses_ipv6(host))
-        if self._context.get(zmq.IO_THREADS) > 1:
-            # Looking a name up may take seconds: tokens are not to wait for it.
-            looks_up = host != "*" and not is_literal(host)
-            socket.setsockopt(zmq.AFFINITY, 2 if looks_up else 1)
-
-    def _secure(self, socket: "zmq.Socket[bytes]", address: str, binder: bool) -> None:
-        if self._keys is None:
-            if self._insecure:
-                return
-            socket.close()
-            raise InsecureCluster(
-                f"{address}: TCP between processes needs --cluster-key-file "
-                "(or --insecure-cluster on a network where everybody is trusted)"
-            )
-        if binder:
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.connecting.public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.connecting.secret)
-        else:
-            public, secret = zmq.curve_keypair()
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.connecting.public)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
 
 
 def frames_of(message: bytes) -> list[bytes]:

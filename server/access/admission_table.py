@@ -51,7 +51,6 @@ _MAX = 2**31
 Room = Callable[[Totals, Totals], bool]
 """Whether the sums over all tenants, and over the one, fit; a newcomer is included."""
 
-
 _NAME = "name"
 """File with the name of a table, which no other table of the cluster has."""
 
@@ -89,12 +88,9 @@ class AdmissionTable:
         neighbours = len(self._starts) - 1
         self._margin = Totals(neighbours * _SMALL.requests, neighbours * _SMALL.tokens)
         if directory is not None:
-            self._take_row(front_end)
-
-    def _take_row(self, front_end: int) -> None:
-        fcntl.flock(self._row_file(front_end), fcntl.LOCK_EX)
-        with self._locked():
-            self._clear(self._own)
+            fcntl.flock(self._row_file(front_end), fcntl.LOCK_EX)
+            with self._locked():
+                self._clear(self._own)
 
     def _row_file(self, index: int) -> int:
         file = self._files.get(index)
@@ -106,24 +102,19 @@ class AdmissionTable:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        held = self._lock()
+        held = False
+        for _ in range(_LOCK_ATTEMPTS if self._lock_file >= 0 else 0):
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
+                break
+            except BlockingIOError:
+                os.sched_yield()
         try:
             yield
         finally:
             if held:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
-
-    def _lock(self) -> bool:
-        if self._lock_file < 0:
-            return False
-        for _ in range(_LOCK_ATTEMPTS):
-            try:
-                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.sched_yield()
-            else:
-                return True
-        return False
 
     # -- the own row -----------------------------------------------------------------------------
 

@@ -1,11 +1,14 @@
-"""Who may come in: keys, and pages of other web origins. Plain ASGI around the application."""
+"""Who may come in: keys, hosts, and pages of other web origins. Plain ASGI middleware."""
 
 import hashlib
 import hmac
+import ipaddress
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.shared.fair_threads import tenant_id
 from engine.shared.watched_file import WatchedFile, any_changed
-from server.access.hosts import KnownHosts, known_hosts, unknown_host
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant, named_tenant
 from server.config import FrontEndConfig, GuardConfig
 from server.errors import ApiError
@@ -49,9 +51,11 @@ _STATUS = frozenset(("/status.json",))
 _DOCS = frozenset(("/docs", "/openapi.json"))
 _METRICS = "/metrics"
 
-
 LOOK_INTERVAL = 1.0
 """Seconds between looks at whether the files of keys have changed."""
+
+_PRIVATE = ("localhost", "local", "internal", "lan", "home.arpa", "svc")
+"""Names below these, and names without a dot, cannot be bought: no page has one of them."""
 
 
 class BadGuards(Exception):
@@ -207,7 +211,6 @@ class PathAccess:
         return _WRONG_KEY if _secret(scope) else _NO_KEY
 
     def _keys_of(self, path: str) -> tuple[Keys, ...] | None:
-        """Return the keys that open a path, None if it is open."""
         operators = (self.api, self._admin)
         if path in _PROBES:
             return None
@@ -220,6 +223,74 @@ class PathAccess:
         if path == _METRICS or path.startswith(_METRICS + "/"):
             return None if self._open_metrics else (*operators, self._metrics)
         return (self.api,) if self.api else None
+
+
+class KnownHosts:
+    """The hosts that requests may ask for: the defence against DNS rebinding.
+
+    A web page may have its own name resolve to an address of this machine. Its browser then takes
+    this server for a part of the page, and lets it read answers; but the requests still carry that
+    name.
+
+    Args:
+        names: hosts, `*.example.com` for all names below one, `*` for any. IP addresses and names
+            of private networks are always known.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._any = "*" in names
+        plain = [name.lower().removesuffix(".") for name in names]
+        self._names = frozenset(plain)
+        self._below = tuple(
+            [name[1:] for name in plain if name.startswith("*.")]
+            + [f".{name}" for name in _PRIVATE]
+        )
+        self.knows = lru_cache(1024)(self._knows)
+        """Whether the value of a Host header names one of them."""
+
+    def _knows(self, header: str) -> bool:
+        if self._any:
+            return True
+        host = header.lower()
+        if host.startswith("["):
+            host = host[1:].partition("]")[0]
+        else:
+            host = host.partition(":")[0].removesuffix(".")
+        if "." not in host and ":" not in host:
+            return True
+        if host in self._names or host.endswith(self._below):
+            return True
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return True
+
+
+def known_hosts(config: FrontEndConfig) -> KnownHosts | None:
+    """Return the hosts that a front end answers to, None for any.
+
+    A browser sends no key for a page that does not have it, accepts no certificate for another name
+    and reaches no Unix socket. So unless names are given only servers without all that need this.
+    """
+    guards, http = config.guards, config.http
+    safe = guards.api_key or guards.api_key_file or guards.ssl_certfile or http.uds
+    if safe and not guards.allowed_hosts:
+        return None
+    return KnownHosts((*guards.allowed_hosts, http.host.replace("*", ""), socket.gethostname()))
+
+
+def unknown_host(hosts: KnownHosts, scope: Scope) -> ApiError | None:
+    """Return why a request for a host does not get in, None if the host is known."""
+    for name, value in scope["headers"]:
+        if name == b"host" and not hosts.knows(host := value.decode("latin-1")):
+            return ApiError(
+                403,
+                f"This server does not know the host {host!r}. Its operator can allow it with "
+                "--allowed-hosts, or set an API key.",
+                code="unknown_host",
+            )
+    return None
 
 
 class Guard:
@@ -243,22 +314,21 @@ class Guard:
             return
         self._doors.look(time.monotonic())
         refusal = None if self._hosts is None else unknown_host(self._hosts, scope)
-        label = "/*" if refusal is not None else ""
+        is_known, path = refusal is None, scope["path"]
         refusal = refusal or self._doors.refusal(scope)
         if refusal is None:
-            _note_tenant(scope, self._doors.api)
+            if keys := self._doors.api:  # for the application, and the threads that serve it
+                tenant = scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
+                tenant_id.set(tenant.id)
             await self._app(scope, receive, send)
             return
-        self._metrics.count("http_requests", label or _label(scope["path"]), refusal.status)
-        await refusal.send(scope["path"], send)
-
-
-def _label(path: str) -> str:
-    """Return the name under which refusals of a path are counted; clients do not make names."""
-    for prefix in (API_PREFIX, ADMIN_PREFIX):
-        if path.startswith(prefix):
-            return f"{prefix}*"
-    return path if path in _STATUS | _DOCS or path == _METRICS else "/*"
+        label = "/*"  # clients do not make names of series
+        if is_known and path.startswith((API_PREFIX, ADMIN_PREFIX)):
+            label = f"/{path.split('/')[1]}/*"
+        elif is_known and (path in _STATUS | _DOCS or path == _METRICS):
+            label = path
+        self._metrics.count("http_requests", label, refusal.status)
+        await refusal.send(path, send)
 
 
 def _without_key(message: str) -> ApiError:
@@ -273,21 +343,12 @@ _NOT_ADMIN = ApiError(
     "This needs the server's admin key. Send it as 'Authorization: Bearer KEY'.",
     code="admin_key_required",
 )
-
-
 _NOT_FOUND = ApiError(404, "Not Found.", code="not_found")
 
 
 def _carries(scope: Scope, keys: Iterable[Keys]) -> bool:
     secret = _secret(scope)
     return any([secret in each for each in keys])  # all of them, so that time tells nothing
-
-
-def _note_tenant(scope: Scope, keys: Keys) -> None:
-    """Note whose key a request carries, in its scope and for the threads that serve it."""
-    if keys:
-        tenant = scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
-        tenant_id.set(tenant.id)
 
 
 def _secret(scope: Scope) -> bytes:

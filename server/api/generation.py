@@ -30,8 +30,7 @@ from server.generate.pooling.inputs import PoolingModel
 from server.generate.request import GenerationRequest
 from server.generate.run import Output, Run
 from server.generate.specification import specify
-from server.http.call import Call, CancelOnDisconnect, foreseen
-from server.http.keep_alive import KeepAlive
+from server.http.call import Call, CancelOnDisconnect, KeepAlive, foreseen
 from server.observe.tracing import EndedRequest
 from server.schema.answer import Usage
 from server.schema.fields import SamplingFields

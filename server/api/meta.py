@@ -15,7 +15,7 @@ from server.api.services import Services, ServicesDep
 from server.config.shown import without_secrets
 from server.control import SupervisorSilent
 from server.errors import ApiError, model_not_found, unavailable
-from server.observe.exposition import text_of
+from server.observe.metric_factory import text_of
 from server.observe.metrics import CONTENT_TYPE
 
 

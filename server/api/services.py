@@ -9,11 +9,10 @@ from fastapi import Depends, Request
 
 from engine.shared.model_files import served_names
 from engine.shared.pooling import PoolingSpec
-from server.access.admission import Admission
+from server.access.admission import Admission, TenantsElsewhere
 from server.access.admission_table import AdmissionTable
 from server.access.guards import PathAccess
 from server.access.tenants import Tenancy
-from server.access.tenants_elsewhere import TenantsElsewhere
 from server.answer.formats import answer_formats
 from server.config import FrontEndConfig
 from server.control import SupervisorControl

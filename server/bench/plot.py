@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from engine.shared.extras import install_command
+from engine.shared.plugins import install_command
 from server.bench.config import BenchError
 from server.bench.summary import Record, percentile
 

@@ -12,7 +12,7 @@ from multiprocessing.sharedctypes import Synchronized
 import msgspec
 import uvloop
 
-from engine.shared.heap import settle_heap
+from engine.shared.own_process import settle_heap
 from server.bench.client import complete
 from server.bench.config import BenchConfig, base_address, request_headers
 from server.bench.connection import HttpClient

@@ -1,6 +1,6 @@
 """All settings of `swell serve`, of `swell api-server` and of one front end."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,8 @@ from server.config.media import MediaConfig
 from server.config.store import StoreConfig
 
 C = TypeVar("C", bound=Section)
+
+_CUDA: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
 
 
 def _part(config: Section, kind: type[C]) -> C:
@@ -120,7 +122,31 @@ class ServeConfig(Section, frozen=True, kw_only=True):
         return msgspec.structs.replace(_part(self, FrontEndConfig), tenants=self._tenants())
 
     def _tenants(self) -> TenantConfig:
-        """Return the settings of tenants with what follows from the engines' policy."""
         if self.tenants.allow_priority is None and self.scheduler.scheduling_policy == "fcfs":
             return msgspec.structs.replace(self.tenants, allow_priority=False)
         return self.tenants
+
+
+def defaults_for(config: ServeConfig | EngineConfig, num_devices: int) -> dict[str, Any]:
+    """Return the defaults that differ from those for processors, by the setting's name.
+
+    Args:
+        config: what is set, and the other settings' defaults.
+        num_devices: CUDA devices that engines here would see.
+    """
+    on_cpu = config.model.device == "cpu" or config.executor.executor == "simulated"
+    if on_cpu or not num_devices:
+        return {}
+    found = dict(_CUDA)
+    parallel = config.parallel
+    is_one_node = (
+        isinstance(config, ServeConfig)
+        and config.nodes.data_parallel_address is None
+        and config.ray.data_parallel_backend == "mp"
+        and parallel.nnodes == 1
+        and parallel.data_parallel_size_local is None
+        and parallel.data_parallel_rank is None
+    )
+    if is_one_node:
+        found["data_parallel_size"] = max(1, num_devices // parallel.processes)
+    return found

@@ -1,7 +1,7 @@
 """A process in a place: what to run there, and how one on this node is started and followed.
 
 `server.fleet.keeper` decides when a place is filled; a `Starter` does it: `Child.start` with a
-process of this node, `server.fleet.ray.holder` with an actor of a Ray cluster.
+process of this node, `server.fleet.ray.starter` with an actor of a Ray cluster.
 """
 
 import asyncio

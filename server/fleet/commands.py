@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from server.fleet.commands_config import ScaleConfig, StatusConfig, StatusTarget
+from server.config.tools import ScaleConfig, StatusConfig, StatusTarget
 
 POLL_INTERVAL = 0.2
 
@@ -22,7 +22,6 @@ NOT_TOLD = "-"
 def _call(
     url: str, path: str, admin_key: str | None, body: dict[str, int] | None = None
 ) -> dict[str, Any]:
-    """Return what an API server answers."""
     headers = {"Content-Type": "application/json"}
     if admin_key:
         headers["Authorization"] = f"Bearer {admin_key}"

@@ -38,7 +38,6 @@ ANSWER_TIMEOUT = 5.0
 
 _SET_CHILD_SUBREAPER = 36
 
-
 # -- what is forked ------------------------------------------------------------------------------
 
 
@@ -97,12 +96,7 @@ def can_fork() -> bool:
 async def begin_templates(
     config: ServeConfig, engines: Sequence[Role], front_ends: Sequence[Role]
 ) -> list["Template"]:
-    """Start the templates that the settings ask for, and have these places filled from them.
-
-    Args:
-        engines: places of this node that start together.
-        front_ends: likewise.
-    """
+    """Start the templates that the settings ask for, and have these places filled from them."""
     launches: list[EngineLaunch] = [role.launch(0) for role in engines]
     kinds = forked(
         config,
@@ -132,9 +126,6 @@ async def begin_templates(
     return begun
 
 
-# -- a fork --------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
     """Have descendants whose parent ends become children of this process meanwhile."""
@@ -144,9 +135,6 @@ def adopting_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-# -- a template ----------------------------------------------------------------------------------
 
 
 class CannotFork(Exception):

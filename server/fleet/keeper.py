@@ -210,7 +210,9 @@ class Keeper:
                 raise
             except Exception:
                 logger.exception("%s is started again: its place could not be watched", role.name)
-                await self._abandon(role)
+                if role.holder is not None and role.holder.alive:
+                    role.holder.kill()
+                    await role.holder.wait()
                 wait = MAX_SPAWN_BACKOFF
             role.ready.clear()
             await asyncio.sleep(wait)
@@ -281,11 +283,6 @@ class Keeper:
 
     def _tell(self, what: str, wait: float) -> None:
         self._console.print(f"{what}; again in {wait:.1f} s", highlight=False, soft_wrap=True)
-
-    async def _abandon(self, role: Role) -> None:
-        if role.holder is not None and role.holder.alive:
-            role.holder.kill()
-            await role.holder.wait()
 
     async def _start(self, role: Role) -> None:
         self._prepare()

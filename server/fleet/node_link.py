@@ -4,7 +4,6 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
 
 import msgspec
 import zmq
@@ -135,12 +134,15 @@ class NodeScaling:
             # What is known of this node here is newer than what the coordinator sent back.
             here = self._order.you
             nodes = [*self._order.nodes[:here], *nodes, *self._order.nodes[here + 1 :]]
-        nodes = _told_apart(nodes)
+        seen: Counter[str] = Counter()
+        for at, node in enumerate(nodes):  # supervisors of the same name are told apart by numbers
+            seen[node.name] += 1
+            if (number := seen[node.name]) > 1:
+                nodes[at] = msgspec.structs.replace(node, name=f"{node.name}#{number}")
         if error is None:
             failed = [f"{node.name}: {node.error}" for node in nodes if node.error is not None]
             error = "; ".join(failed) or None
         size = sum(node.target for node in nodes)
-        waiting = self._wish is not None
         if self._wish is not None and self._wish.size is not None:
             size = self._wish.size
         return ControlStatus(
@@ -150,22 +152,12 @@ class NodeScaling:
                 for node in nodes
                 for number, phase in node.phases.items()
             },
-            busy=waiting or own.busy or (self._order is not None and self._order.busy),
+            busy=self._wish is not None
+            or own.busy
+            or (self._order is not None and self._order.busy),
             error=error,
             nodes=nodes,
         )
-
-
-def _told_apart(nodes: Iterable[NodeEngines]) -> list[NodeEngines]:
-    """Tell supervisors with the same node name apart by numbers."""
-    seen: Counter[str] = Counter()
-    named = []
-    for node in nodes:
-        seen[node.name] += 1
-        number = seen[node.name]
-        name = node.name if number == 1 else f"{node.name}#{number}"
-        named.append(msgspec.structs.replace(node, name=name))
-    return named
 
 
 class NodeLink:

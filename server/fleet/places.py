@@ -1,6 +1,5 @@
 """The places of a node's processes: the program of each and its parameters."""
 
-import functools
 import itertools
 import mmap
 import os
@@ -70,10 +69,39 @@ def front_end_roles(
             # The names that prometheus_client opens. It cannot read an empty file, which another
             # front end would find before the one that writes there has started.
             os.truncate(node.share(f"metrics/{kind}_api-{place}.db"), mmap.PAGESIZE)
-    make = functools.partial(
-        _front_end_role, config, node.path, listen_fd, numbered=numbered, scalable=scalable
-    )
-    return [make(place, cpus) for place in places]
+
+    def role_of(place: int) -> Role:
+        index = place if numbered else -1
+
+        def launch(incarnation: int) -> dict[str, object]:
+            # The fields of `server.front_end.FrontEndLaunch`, whose module would bring the whole
+            # HTTP stack into the supervisor.
+            return {
+                "config": config.front_end(),
+                "index": index,
+                "place": place,
+                "incarnation": incarnation,
+                "socket_dir": str(node.path),
+                "listen_fd": listen_fd,
+                "control": control_address(node.path) if scalable else None,
+                "engines_may_wait": config.ray.data_parallel_backend == "ray",
+                "load_table": str(node.path / "loads"),
+                "admission_table": str(node.path / "admission"),
+                "cpus": cpus,
+                "replaced": dict(role.replaced),
+            }
+
+        role = Role(
+            name=f"api {place}",
+            module="server",
+            launch=launch,
+            member=("front_end", index),
+            environment={"PROMETHEUS_MULTIPROC_DIR": str(node.path / "metrics")},
+            inherit=(listen_fd,),
+        )
+        return role
+
+    return [role_of(place) for place in places]
 
 
 def engine_role(config: ServeConfig, place: int, *, numbered: bool = True) -> Role:
@@ -99,44 +127,3 @@ def engine_role(config: ServeConfig, place: int, *, numbered: bool = True) -> Ro
         launch=lambda incarnation: EngineLaunch(of_rank, incarnation),
         member=("engine", -1 if rank is None else rank),
     )
-
-
-def _front_end_role(
-    config: ServeConfig,
-    directory: Path,
-    listen_fd: int,
-    place: int,
-    cpus: CpuList,
-    *,
-    numbered: bool,
-    scalable: bool,
-) -> Role:
-    index = place if numbered else -1
-
-    def launch(incarnation: int) -> dict[str, object]:
-        # The fields of `server.front_end.FrontEndLaunch`, whose module would bring the whole HTTP
-        # stack into the supervisor.
-        return {
-            "config": config.front_end(),
-            "index": index,
-            "place": place,
-            "incarnation": incarnation,
-            "socket_dir": str(directory),
-            "listen_fd": listen_fd,
-            "control": control_address(directory) if scalable else None,
-            "engines_may_wait": config.ray.data_parallel_backend == "ray",
-            "load_table": str(directory / "loads"),
-            "admission_table": str(directory / "admission"),
-            "cpus": cpus,
-            "replaced": dict(role.replaced),
-        }
-
-    role = Role(
-        name=f"api {place}",
-        module="server",
-        launch=launch,
-        member=("front_end", index),
-        environment={"PROMETHEUS_MULTIPROC_DIR": str(directory / "metrics")},
-        inherit=(listen_fd,),
-    )
-    return role

@@ -29,7 +29,6 @@ LEAVE_AFTER = 30.0
 LOOK_INTERVAL = 0.5
 """Seconds between looks at where engines are."""
 
-
 REPLACED_OF = 16
 """One engine in 16, and at least one, is replaced at a time, so that the others keep serving."""
 
@@ -104,18 +103,14 @@ class EngineScaler:
         return self._status(self._error)
 
     def _status(self, error: str | None) -> ControlStatus:
-        phases = {str(rank): role.phase for rank, role in sorted(self.engines.items())}
-        hosts = {
-            str(rank): role.holder.node
-            for rank, role in sorted(self.engines.items())
-            if role.holder is not None and role.holder.node
-        }
-        waiting = {
-            str(rank): role.waits_for
-            for rank, role in sorted(self.engines.items())
-            if role.waits_for
-        }
-        return ControlStatus(self._target, phases, self._busy, error, hosts=hosts, waiting=waiting)
+        status = ControlStatus(self._target, {}, self._busy, error, hosts={}, waiting={})
+        for rank, role in sorted(self.engines.items()):
+            status.engines[str(rank)] = role.phase
+            if role.holder is not None and role.holder.node:
+                status.hosts[str(rank)] = role.holder.node
+            if role.waits_for:
+                status.waiting[str(rank)] = role.waits_for
+        return status
 
     async def run(self) -> None:
         """Carry out wishes until cancelled."""
@@ -123,7 +118,11 @@ class EngineScaler:
             await self._wished.wait()
             self._wished.clear()
             try:
-                await self._resize(self._target)
+                target = self._target
+                missing = [rank for rank in range(target) if rank not in self.engines]
+                surplus = sorted(rank for rank in self.engines if rank >= target)
+                await _all_of(self._add(rank, resizing=True) for rank in missing)
+                await _all_of(self._retire(rank) for rank in surplus)
                 if self._restart_wanted:
                     self._restart_wanted = False
                     await self._replace_all()
@@ -138,12 +137,6 @@ class EngineScaler:
         self._error = reason
         logger.error("scaling: %s", reason)
         self._target = len(self.engines)
-
-    async def _resize(self, target: int) -> None:
-        missing = [rank for rank in range(target) if rank not in self.engines]
-        surplus = sorted(rank for rank in self.engines if rank >= target)
-        await _all_of(self._add(rank, resizing=True) for rank in missing)
-        await _all_of(self._retire(rank) for rank in surplus)
 
     async def _replace_all(self) -> None:
         ranks = sorted(self.engines)
@@ -201,7 +194,6 @@ class EngineScaler:
 
 
 async def _all_of(changes: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all changes to be over; raise the first error of any."""
     for result in await asyncio.gather(*changes, return_exceptions=True):
         if result is not None:
             raise result
@@ -251,36 +243,27 @@ class NodeApiServers:
             await asyncio.sleep(LOOK_INTERVAL)
 
     def look(self, now: float) -> None:
-        """Fill places on nodes that have got engines, and empty those of nodes without.
-
-        Args:
-            now: seconds, monotonic.
-        """
+        """Fill places on nodes that have got engines, and empty those of nodes without."""
         holders = [role.holder for role in self._engines.values() if role.holder is not None]
         for node in {holder.node for holder in holders} - {""}:
             self._had_engines[node] = now
             if node not in self.roles and now >= self._not_before.get(node, now):
-                self._fill(node)
-        for node, role in list(self.roles.items()):
+                role = self._make_role(node)
+                if role is not None:
+                    self.roles[node] = role
+                    self._keeper.fill(role)
+        for node, there in list(self.roles.items()):
             if node in self._leaving:
                 continue
-            if role.keeping is not None and role.keeping.done():
-                self._failed(node, role.keeping, now)
+            keeping = there.keeping
+            if keeping is not None and keeping.done():
+                # Try again later: on a node that has joined since, this ends nothing else.
+                reason = None if keeping.cancelled() else keeping.exception()
+                logger.error("%s; again in %.0f s", reason, MAX_BACKOFF)
+                self._not_before[node] = now + MAX_BACKOFF
+                del self.roles[node]
             elif now - self._had_engines[node] > LEAVE_AFTER:
-                self._leaving[node] = asyncio.create_task(self._leave(node, role))
-
-    def _fill(self, node: str) -> None:
-        role = self._make_role(node)
-        if role is not None:
-            self.roles[node] = role
-            self._keeper.fill(role)
-
-    def _failed(self, node: str, keeping: asyncio.Task[None], now: float) -> None:
-        """Try again later: on a node that has joined since, this ends nothing else."""
-        reason = None if keeping.cancelled() else keeping.exception()
-        logger.error("%s; again in %.0f s", reason, MAX_BACKOFF)
-        self._not_before[node] = now + MAX_BACKOFF
-        del self.roles[node]
+                self._leaving[node] = asyncio.create_task(self._leave(node, there))
 
     async def _leave(self, node: str, role: Role) -> None:
         try:

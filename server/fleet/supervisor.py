@@ -18,18 +18,17 @@ from rich.markup import escape
 
 from engine.shared.addresses import join_host_port, listen, listen_unix
 from engine.shared.cluster_keys import InsecureCluster
-from engine.shared.end_signals import end_signals
-from engine.shared.extras import install_command
 from engine.shared.logs import LogLines
 from engine.shared.messages import ControlRequest, Goodbye, encode
 from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
+from engine.shared.own_process import end_signals
+from engine.shared.plugins import install_command
 from engine.shared.transport import Inbox, Transport, make_context
 from server.config import ServeConfig
-from server.fleet.backend import CannotServe, ProcessBackend
+from server.fleet.backend import BadNode, CannotServe, ProcessBackend, check_span
 from server.fleet.child import watch_children_without_threads
 from server.fleet.forking import Template, begin_templates
-from server.fleet.joining import BadNode, check_span
 from server.fleet.keeper import Keeper, Role, StartupFailed
 from server.fleet.node_link import NodeLink
 from server.fleet.node_resources import engine_capacity, visible_devices
@@ -111,7 +110,15 @@ class Supervisor:
                     cpus=self._backend.cpus_of_others,
                 )
             if self._config.ray.api_server_placement == "every-node":
-                self._node_api_servers = self._make_node_api_servers()
+                port = self._config.http.port
+                if self._listener is not None:
+                    port = self._listener.getsockname()[1]  # all nodes have the same
+                self._node_api_servers = NodeApiServers(
+                    self._keeper,
+                    self._engines,
+                    lambda node: self._backend.api_server_role(self._config, node, port),
+                    drain_within=self._config.http.shutdown_timeout + STOP_TIMEOUT,
+                )
             await self._start_all()
             if not self._stop.is_set():
                 self._announce()
@@ -121,7 +128,12 @@ class Supervisor:
         finally:
             await self._stop_all()
             await self._close_templates()
-            self._clean_up()
+            if self._listener is not None:
+                self._listener.close()
+                if self._config.http.uds is not None:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(self._config.http.uds)
+            self._context.destroy(linger=0)
 
     def _check(self) -> None:
         here = self._config.supervisor.api_server_count + len(self._engines)
@@ -156,21 +168,9 @@ class Supervisor:
         listener.set_inheritable(True)
         return listener
 
-    def _make_node_api_servers(self) -> NodeApiServers:
-        port = self._config.http.port
-        if self._listener is not None:
-            port = self._listener.getsockname()[1]  # all nodes have the same
-        return NodeApiServers(
-            self._keeper,
-            self._engines,
-            lambda node: self._backend.api_server_role(self._config, node, port),
-            drain_within=self._config.http.shutdown_timeout + STOP_TIMEOUT,
-        )
-
     # -- starting --------------------------------------------------------------------------------
 
     async def _start_all(self) -> None:
-        """Fill all places, and end the templates when that has succeeded."""
         others = [*self._engines.values(), *self._front_ends]
         # Front ends alone wait for engines for as long as it takes, and say so to probes.
         timeout = self._config.supervisor.startup_timeout if self._engines else None
@@ -202,7 +202,6 @@ class Supervisor:
             await each.close()
 
     async def _tell_progress(self) -> None:
-        """Print what engines do while they start, or else API servers, whenever that changed."""
         told: dict[str, str] = {}
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL)
@@ -254,10 +253,15 @@ class Supervisor:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     async def _scale_until_stopped(self) -> None:
+        def engine_role(place: int) -> Role:
+            # Ranks beyond the configured ones may be others' here.
+            numbered = self._is_alone or place < self._config.parallel.engines_on_node
+            return self._backend.engine_role(self._config, place, numbered=numbered)
+
         scaler = EngineScaler(
             self._keeper,
             self._engines,
-            self._engine_role,
+            engine_role,
             retire_within=self._config.cluster.drain_timeout + STOP_TIMEOUT,
             start_within=self._config.supervisor.startup_timeout,
             is_alone=self._config.parallel.nnodes > 1,
@@ -299,13 +303,7 @@ class Supervisor:
         servers = self._node_api_servers
         return [] if servers is None else list(servers.roles.values())
 
-    def _engine_role(self, place: int) -> Role:
-        """Return another engine's place; ranks beyond the configured ones may be others' here."""
-        configured = place < self._config.parallel.engines_on_node
-        return self._backend.engine_role(self._config, place, numbered=self._is_alone or configured)
-
     async def _mend(self, transport: Transport) -> None:
-        """Restore removed files of the node's directory, until cancelled."""
         told = ""
         while True:
             await asyncio.sleep(MEND_INTERVAL)
@@ -331,13 +329,9 @@ class Supervisor:
         for role in front_ends:
             self._report_death(role)  # engines need not finish their requests
         await self._end([role for role in engines if not role.ready.is_set()], 0.0)
-        await self._end(engines, self._engine_promise)
+        # Serving engines may finish requests of front ends on other nodes.
+        await self._end(engines, 0.0 if self._is_alone else self._config.cluster.drain_timeout)
         await self._end(self._coordinator, 0.0)
-
-    @property
-    def _engine_promise(self) -> float:
-        """Seconds that serving engines have to finish requests of front ends on other nodes."""
-        return 0.0 if self._is_alone else self._config.cluster.drain_timeout
 
     async def _end(self, roles: Sequence[Role], promised: float) -> None:
         """Ask the holders of these places to end; kill those that have not ended in time.
@@ -362,16 +356,8 @@ class Supervisor:
         await endings
         force.cancel()
 
-    def _clean_up(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            if self._config.http.uds is not None:
-                Path(self._config.http.uds).unlink(missing_ok=True)
-        self._context.destroy(linger=0)
-
 
 async def _restart_on_error(run: Callable[[], Awaitable[None]]) -> None:
-    """Run an endless task, and restart it if it fails."""
     while True:
         try:
             await run()
@@ -386,32 +372,32 @@ def run(config: ServeConfig) -> int:
     if config.log.log_format == "json":
         console = Console(file=LogLines(logger))
     watch_children_without_threads()
-    try:
-        _fetch_model(config)
-    except ModelNotFound as error:
-        _say_why(console, error)
-        return 1
-    return asyncio.run(_run(config, console))
+    needs_weights = (
+        config.parallel.engines_on_node > 0
+        and config.model.load_format != "dummy"
+        and config.executor.executor == "model"
+    )
 
-
-async def _run(config: ServeConfig, console: Console) -> int:
-    try:
+    async def serve() -> int:
         with (
             NodeDirectory(config.cluster.socket_dir) as node,
             contextlib.closing(_backend_for(config, node.path)) as backend,
         ):
             return await Supervisor(backend, console, node).run()
+
+    try:
+        # What is missing of the hub's model is fetched here, with its progress.
+        model_directory(config.model, weights=needs_weights)
+        return asyncio.run(serve())
     # Said when all processes have ended, so that nothing comes after it.
-    except (OSError, BadNode, CannotServe, StartupFailed) as error:
-        _say_why(console, error)
+    except (OSError, BadNode, CannotServe, ModelNotFound, StartupFailed) as error:
+        text = f"[bold red]swell cannot start:[/] {escape(str(error))}"
+        console.print(text, highlight=False, soft_wrap=True)
         return 1
 
 
 def _backend_for(config: ServeConfig, directory: Path) -> "ProcessBackend | RayBackend":
     """Return the backend that the settings name; the one that needs Ray is imported on demand.
-
-    Args:
-        directory: the node's private one.
 
     Raises:
         CannotServe: the backend cannot serve here.
@@ -434,22 +420,3 @@ def _backend_for(config: ServeConfig, directory: Path) -> "ProcessBackend | RayB
             f"{install_command('ray')}"
         ) from error
     return RayBackend(config, directory)
-
-
-def _fetch_model(config: ServeConfig) -> None:
-    """Fetch what is missing of the hub's model, with its progress; children find it then.
-
-    Raises:
-        ModelNotFound: there is no such model.
-    """
-    needs_weights = (
-        config.parallel.engines_on_node > 0
-        and config.model.load_format != "dummy"
-        and config.executor.executor == "model"
-    )
-    model_directory(config.model, weights=needs_weights)
-
-
-def _say_why(console: Console, error: Exception) -> None:
-    text = f"[bold red]swell cannot start:[/] {escape(str(error))}"
-    console.print(text, highlight=False, soft_wrap=True)

@@ -12,8 +12,8 @@ from server.generate.request import GenerationRequest, Prompt
 from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
-from server.router.engine_times import EngineVisit
 from server.router.generation_client import GenerationClient
+from server.router.request import EngineVisit
 from server.router.token_stream import RequestStream, Unread
 from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable

@@ -16,9 +16,9 @@ from starlette.types import Message, Receive, Scope, Send
 from server.access.admission import Reservation
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.errors import ApiError, internal, invalid, timed_out, unavailable
-from server.http.body_budget import BodyBudget, HeldBody, NoRoomForBody
+from server.http.body_budget import BodyBudget, NoRoomForBody
 from server.http.errors import to_api_error
-from server.http.request_id import REQUEST_ID
+from server.http.middleware import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,9 @@ _EVENT_STREAM = (
 
 COMMENT = b": keep-alive\n\n"
 """What clients of event streams skip."""
+
+HEADERS_WITHIN = 1.0
+"""Seconds of silence after which the headers of a stream go out before its first event."""
 
 _PIECE_BYTES = 1 << 16
 """Of an answer that is sent as it is made."""
@@ -183,7 +186,18 @@ class Call(Request):
         held = self.limits.budget.hold()
         try:
             async with asyncio.timeout(self.limits.seconds):
-                return await self._read_rest(first, held)
+                parts, size = [first], len(first)
+                held.grow(size)
+                while message.get("more_body", False):
+                    self._check_size(size)
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    held.grow(len(parts[-1]))
+                self._check_size(size)
+                return b"".join(parts)
         except TimeoutError:
             seconds = self.limits.seconds
             raise timed_out(f"The body was not complete after {seconds:g} s.") from None
@@ -193,21 +207,6 @@ class Call(Request):
             ) from None
         finally:
             held.release()
-
-    async def _read_rest(self, first: bytes, held: HeldBody) -> bytes:
-        parts, size, more = [first], len(first), True
-        held.grow(size)
-        while more:
-            self._check_size(size)
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            held.grow(len(parts[-1]))
-            more = message.get("more_body", False)
-        self._check_size(size)
-        return b"".join(parts)
 
     def _check_size(self, size: int) -> None:
         if size > self.limits.max_bytes:
@@ -339,3 +338,41 @@ class CancelOnDisconnect:
             self._watch.cancel()
         if self._fired and owner is not None and owner.uncancel() == 0:
             raise ClientDisconnected from error
+
+
+class KeepAlive:
+    """While entered, a call's stream sends its headers soon, and comments while it is silent.
+
+    Load balancers cut silent connections.
+
+    Args:
+        call: its answer is a stream.
+        interval: seconds of silence before a comment.
+    """
+
+    def __init__(self, call: Call, interval: float) -> None:
+        self._call = call
+        self._interval = interval
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> None:
+        self._timer = self._loop.call_later(min(HEADERS_WITHIN, self._interval), self._look)
+
+    def _look(self) -> None:
+        call, silent = self._call, 0.0
+        if call.status is not None:
+            silent = time.monotonic() - call.sent_at
+        # A sign that is still being sent waits for a client that does not read.
+        if call.sign is None and (call.status is None or silent >= self._interval):
+            call.sign, silent = self._loop.create_task(call.show_life()), 0.0
+        self._timer = self._loop.call_later(max(self._interval - silent, 0.1), self._look)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        if self._call.sign is not None:
+            self._call.sign.cancel()

@@ -63,9 +63,12 @@ class ConnectionBook(Generic[C]):
         """
         victim = None
         if self._total >= self._max:
-            victim = self._victim()
-            if victim is None:
+            hosts = [each for each, waiting in self._waiting.items() if waiting]
+            if not hosts:
                 raise TooManyConnections
+            waiting = self._waiting[max(hosts, key=self._counts.__getitem__)]
+            victim = next(iter(waiting))  # the oldest
+            del waiting[victim]  # it closes soon: the next newcomer needs another one
         self._total += 1
         self._changed(self._total)
         self._counts[client] = self._counts.get(client, 0) + 1
@@ -94,12 +97,3 @@ class ConnectionBook(Generic[C]):
         else:
             self._counts.pop(client, None)
             self._waiting.pop(client, None)
-
-    def _victim(self) -> C | None:
-        hosts = [client for client, waiting in self._waiting.items() if waiting]
-        if not hosts:
-            return None
-        waiting = self._waiting[max(hosts, key=self._counts.__getitem__)]
-        oldest = next(iter(waiting))
-        del waiting[oldest]  # it closes soon: the next newcomer needs another one
-        return oldest

@@ -1,6 +1,7 @@
-"""Turns exceptions into the errors that clients see."""
+"""Turns exceptions, and paths that there are not, into the errors that clients see."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any
@@ -17,17 +18,6 @@ from server.errors import RETRY_AFTER_SECONDS, ApiError, invalid, kills_engines,
 from server.generate.fold import NoRoomInEngine, RequestRefused
 from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
 from server.router.token_stream import ReaderTooSlow
-
-
-def too_many_requests(error: Overloaded) -> ApiError:
-    """The queue is full (429); the client may come again after a while."""
-    return ApiError(
-        429,
-        str(error),
-        kind="tokens" if "tokens" in error.what else "requests",
-        code="rate_limit_exceeded",
-        headers=(("retry-after", str(error.retry_after)),),
-    )
 
 
 def to_api_error(error: Exception) -> ApiError | None:
@@ -47,7 +37,13 @@ def to_api_error(error: Exception) -> ApiError | None:
         case KillsEngines():
             known = kills_engines(str(error))
         case Overloaded():
-            known = too_many_requests(error)
+            known = ApiError(
+                429,
+                str(error),
+                kind="tokens" if "tokens" in error.what else "requests",
+                code="rate_limit_exceeded",
+                headers=(("retry-after", str(error.retry_after)),),
+            )
         case QueueFull():
             known = ApiError(
                 429, str(error), kind="requests", code="rate_limit_exceeded",
@@ -58,22 +54,16 @@ def to_api_error(error: Exception) -> ApiError | None:
         case RequestValidationError():
             known = _first_error(error.errors(), None)
         case HTTPException():
-            known = _http_error(error)
+            plain = {404: "Not Found.", 405: "Method Not Allowed."}
+            known = ApiError(
+                error.status_code,
+                plain.get(error.status_code, str(error.detail)),
+                code=HTTPStatus(error.status_code).name.lower(),
+                headers=tuple((error.headers or {}).items()),
+            )
         case _:
             return None
     return known
-
-
-def _http_error(error: HTTPException) -> ApiError:
-    message = {404: "Not Found.", 405: "Method Not Allowed."}.get(
-        error.status_code, str(error.detail)
-    )
-    return ApiError(
-        error.status_code,
-        message,
-        code=HTTPStatus(error.status_code).name.lower(),
-        headers=tuple((error.headers or {}).items()),
-    )
 
 
 def invalid_body(error: pydantic.ValidationError, body: bytes) -> ApiError:
@@ -141,10 +131,12 @@ def _first_error(details: Sequence[Any], data: _Value | None) -> ApiError:
         rivals = long or rivals
         path = max((item[0] for item in rivals), key=_progress)
         messages = [item[2] for item in rivals if item[0] == path]
-    param = _field_name(path)
+    param = ""
+    for part in path:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
     first, *others = dict.fromkeys(messages)
     text = ", or ".join([first, *(each.removeprefix("must be ") for each in others)])
-    return invalid(f"{param}: {text}" if param else f"The body is wrong: {text}", param)
+    return invalid(f"{param}: {text}" if param else f"The body is wrong: {text}", param or None)
 
 
 def _said(detail: Any) -> str:
@@ -224,8 +216,35 @@ def _progress(path: _Path) -> tuple[int, int]:
     return len(path), last if isinstance(last, int) else 0
 
 
-def _field_name(path: _Path) -> str | None:
-    name = ""
-    for part in path:
-        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
-    return name or None
+_LONGEST = 200
+"""Characters of a path for which others are looked at."""
+_NOT_SERVED = {
+    "/v1/audio": "Speech and transcription",
+    "/v1/images": "Images",
+    "/v1/videos": "Videos",
+    "/v1/realtime": "The realtime API",
+    "/v1/files": "Files",
+    "/v1/uploads": "Uploads",
+    "/v1/batches": "Batches (`swell run-batch` takes files of requests)",
+    "/v1/assistants": "The assistants API (use /v1/responses)",
+    "/v1/threads": "The assistants API (use /v1/responses)",
+    "/v1/vector_stores": "Vector stores",
+    "/v1/fine_tuning": "Fine-tuning",
+    "/v1/moderations": "Moderation",
+    "/v1/complete": "Anthropic's text completions (use /v1/messages)",
+    "/v1beta": "Gemini's API (use /v1/chat/completions)",
+    "/api": "Ollama's API (use /v1/chat/completions)",
+}
+"""Paths of other APIs that clients know, and what is there."""
+
+
+def no_such_path(path: str, served: Collection[str]) -> str:
+    """Return what to say about a path, with the one that was probably meant."""
+    path = path.rstrip("/")
+    for prefix, what in _NOT_SERVED.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return f"{what}: not served here."
+    near = difflib.get_close_matches(path, served, 1) if len(path) <= _LONGEST else []
+    if near:
+        return f"Not Found. Did you mean {near[0]}?"
+    return "Not Found. /docs lists the paths."

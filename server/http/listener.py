@@ -1,17 +1,190 @@
-"""uvicorn's server with limits on TLS handshakes, below a process that handles signals itself."""
+"""uvicorn's server with limits on TLS handshakes, and a fair share of its node's connections.
+
+All front ends of a node accept from one socket. Without `Acceptor`, the first to wake up would take
+all connections that a client opens at once, and one front end could get nearly all of the work.
+"""
 
 import asyncio
 import contextlib
 import functools
+import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 
-from server.http.acceptor import Acceptor, ConnectionShare, Take, Tasks, serve_plain
-from server.http.certificates import Certificates
-from server.http.handshake import Handshakes
+from server.access.admission_table import AdmissionTable
 from server.http.protocol import LimitedHttpProtocol
+from server.http.tls import Certificates, Handshakes
+
+YIELD_SECONDS = 0.004
+"""Seconds that a front end with many connections leaves a new one to others."""
+
+_PAUSE = 0.1
+"""Seconds before accepting again after an error, such as a lack of descriptors."""
+
+_END_SECONDS = 1.0
+"""Most seconds that tasks for connections may take to end."""
+
+_MAX_FREE = 64
+"""Most connections that are accepted without yielding after no neighbour took one."""
+
+Take = Callable[[socket.socket, str], None]
+
+
+class ConnectionShare:
+    """How many connections a front end has, beside its neighbours.
+
+    Args:
+        table: of the front ends of this node.
+    """
+
+    def __init__(self, table: AdmissionTable) -> None:
+        self._table = table
+        self._count = 0
+        self._leaving = False
+
+    def changed(self, count: int) -> None:
+        """Tell the neighbours how many connections there are here."""
+        self._count = count
+        if not self._leaving:
+            self._table.set_connections(count)
+
+    def leave(self) -> None:
+        """Have the neighbours take new connections from now on, if there are any."""
+        self._leaving = True
+        self._table.set_connections(None)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a neighbour should take the next connection."""
+        fewest = self._table.fewest_connections()
+        if fewest is None:
+            return False
+        return self._leaving or self._count - fewest > max(1, self._count // 8)
+
+
+class AcceptBackoff:
+    """When a front end yields new connections to its neighbours. No I/O.
+
+    If no neighbour takes a connection in time, they are busy or hang: then it accepts without
+    yielding, twice as many connections each time.
+    """
+
+    def __init__(self) -> None:
+        self._free = 0
+        self._next = 1
+
+    def gives_way(self, share_is_large: bool) -> bool:
+        """Whether to wait before the next connection is accepted."""
+        if not share_is_large:
+            self._free, self._next = 0, 1
+        elif not self._free:
+            return True
+        else:
+            self._free -= 1
+        return False
+
+    def not_taken(self) -> None:
+        """The connection was still there after the wait."""
+        self._free = self._next - 1
+        self._next = min(2 * self._next, _MAX_FREE)
+
+    def taken(self) -> None:
+        """It was not."""
+        self._free, self._next = 0, 1
+
+
+class Tasks:
+    """Tasks for connections that are not served yet."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do something until it is done, or until `end`."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def end(self) -> None:
+        """End everything."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_SECONDS)
+
+
+class Acceptor:
+    """Accepts connections of one listening socket, one at a time, so that other tasks can run.
+
+    Args:
+        listener: it is closed after `end`.
+        take: called with each connection, which does not block, and its address.
+        share: of the connections of this node; None: never yield.
+    """
+
+    def __init__(self, listener: socket.socket, take: Take, share: ConnectionShare | None) -> None:
+        self._listener = listener
+        self._take = take
+        self._share = share
+        self._backoff = AcceptBackoff()
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+
+    def begin(self, backlog: int) -> None:
+        """Accept from now on."""
+        self._listener.setblocking(False)
+        self._listener.listen(backlog)
+        if self._share is not None:
+            self._share.changed(0)
+        self._watch()
+
+    def end(self) -> None:
+        """Accept no more."""
+        self._loop.remove_reader(self._listener.fileno())
+        if self._pause is not None:
+            self._pause.cancel()
+
+    def _watch(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listener.fileno(), self._arrived)
+
+    def _resume(self, seconds: float, then: Callable[[], None]) -> None:
+        self._loop.remove_reader(self._listener.fileno())
+        self._pause = self._loop.call_later(seconds, then)
+
+    def _arrived(self) -> None:
+        if self._backoff.gives_way(self._share is not None and self._share.is_large):
+            self._resume(YIELD_SECONDS, self._waited)
+        else:
+            self._accept()
+
+    def _waited(self) -> None:
+        self._watch()
+        if self._accept():
+            self._backoff.not_taken()
+        else:
+            self._backoff.taken()
+
+    def _accept(self) -> bool:
+        try:
+            connection, peer = self._listener.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            logger.warning("a connection could not be accepted: %s", error)
+            self._resume(_PAUSE, self._watch)
+            return True
+        connection.setblocking(False)
+        self._take(connection, peer[0] if isinstance(peer, tuple) else "")
+        return True
+
+
+logger = logging.getLogger(__name__)
 
 
 class HttpServer(uvicorn.Server):
@@ -61,15 +234,6 @@ class HttpServer(uvicorn.Server):
             await super().startup(sockets)
             return
         await super().startup([])
-        take = self._taker()
-        for each in sockets if sockets is not None else [config.bind_socket()]:
-            acceptor = Acceptor(each, take, self._share)
-            acceptor.begin(config.backlog)
-            self._acceptors.append(acceptor)
-
-    def _taker(self) -> Take:
-        """Return what has a connection served that was accepted."""
-        config, begin = self.config, self._tasks.begin
         protocol_class = config.http_protocol_class
         assert issubclass(protocol_class, LimitedHttpProtocol)
         make = functools.partial(
@@ -78,19 +242,33 @@ class HttpServer(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
+
+        async def serve(connection: socket.socket) -> None:
+            try:
+                await asyncio.get_running_loop().connect_accepted_socket(make, connection)
+            except OSError as error:
+                logger.debug("a connection ended before it was served: %s", error)
+                connection.close()
+
+        def take(connection: socket.socket, address: str) -> None:
+            if handshakes is None:
+                self._tasks.begin(serve(connection))
+            else:
+                handshakes.take(connection, address)
+
+        handshakes = None
         if config.ssl is not None:
-            return Handshakes(
+            handshakes = Handshakes(
                 lambda done: make(on_made=done),
                 protocol_class.book,
                 Certificates(config, config.ssl),
                 self._handshake_timeout,
-                begin,
-            ).take
-
-        def take(connection: socket.socket, _: str) -> None:
-            begin(serve_plain(connection, make))
-
-        return take
+                self._tasks.begin,
+            )
+        for each in sockets if sockets is not None else [config.bind_socket()]:
+            acceptor = Acceptor(each, take, self._share)
+            acceptor.begin(config.backlog)
+            self._acceptors.append(acceptor)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down as uvicorn does, after closing connections that are not served yet."""

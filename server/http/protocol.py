@@ -4,21 +4,107 @@ import asyncio
 import logging
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
     RequestResponseCycle,
 )
 
+from server.access.tenants import EVERYBODY, SCOPE_KEY
 from server.config import GuardConfig
+from server.errors import ApiError, unavailable
 from server.http.connection_book import Connection, ConnectionBook, TooManyConnections, client_of
 from server.http.descriptors import room_for_connections
 from server.http.request_meter import Excess, MeterLimits, Phase, RequestMeter
-from server.http.unsent import FREE_BYTES, UnsentBudget
+from server.limits import MAX_UNSENT, MAX_UNSENT_OF_ONE
+from server.tenant_budget import TenantBudget
+
+FREE_BYTES = 2**13
+"""What a connection may buffer without being counted, so that as many as there may be fit."""
+
+_TOO_MUCH_OF_ONE = ApiError(
+    429,
+    "Too many bytes of answers are unread: read them, then retry.",
+    code="rate_limit_exceeded",
+    headers=(("retry-after", "1"),),
+)
+_TOO_MUCH = unavailable("Too many bytes of answers wait to be read; try again.")
+
+
+class UnsentBudget:
+    """Bytes of answers that are held until their clients have read them, by tenant.
+
+    They count from the head of an answer whose length is known, or from when a part of a stream is
+    sent, until no more of them is buffered than a transport always may.
+    """
+
+    def __init__(self) -> None:
+        self._held = TenantBudget(MAX_UNSENT_OF_ONE, MAX_UNSENT)
+
+    def counted(self, app: ASGIApp, drain: Callable[[], Awaitable[None]]) -> ASGIApp:
+        """Return an application whose answers on one connection are counted.
+
+        Args:
+            app: notes the tenant in the scope.
+            drain: waits until the connection buffers little, or is closed.
+        """
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            held = 0
+            tenant = 0
+            refused = False
+
+            def hold(size: int) -> None:
+                nonlocal held
+                held += size
+                self._held.take(tenant, size)
+
+            def release() -> None:
+                nonlocal held
+                self._held.give_back(tenant, held)
+                held = 0
+
+            async def send_counted(message: Message) -> None:
+                nonlocal tenant, refused
+                if refused:
+                    return
+                if message["type"] == "http.response.start":
+                    tenant = scope.get(SCOPE_KEY, EVERYBODY).id
+                    lengths = [v for n, v in message.get("headers", ()) if n == b"content-length"]
+                    size = int(lengths[0]) if lengths else 0
+                    if size > FREE_BYTES:
+                        exceeded = self._held.exceeded(tenant, size)
+                        if exceeded is not None:
+                            refused = True
+                            error = _TOO_MUCH_OF_ONE if exceeded == "own" else _TOO_MUCH
+                            await error.send(scope["path"], send)
+                            return
+                        hold(size)
+                    await send(message)
+                    return
+                size = len(message.get("body", b""))
+                if held or size <= FREE_BYTES:
+                    await send(message)
+                else:
+                    hold(size)
+                    await send(message)
+                    await drain()
+                    release()
+
+            try:
+                await app(scope, receive, send_counted)
+                if held:
+                    await drain()
+            finally:
+                release()
+
+        return answer
+
 
 _NO_LINGER = struct.pack("ii", 1, 0)
 _REST_SECONDS = 5.0
@@ -47,7 +133,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _address: str | None = None
     _answering: RequestResponseCycle | None = None
     """The request that is being answered; `cycle` is the newest, which may wait for its turn."""
-    _excess: Excess | None = None
     _lingers = False
     """Whether everything is answered, and what the client still sends is dropped."""
     _wait_timer: asyncio.TimerHandle | None = None
@@ -105,12 +190,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 return
             self._parse(data)
             self._meter.read(len(data))
-        except httptools.HttpParserError:
-            excess, self._excess = self._excess, None
-            if excess is None:
-                self._refuse(400, "Invalid HTTP request received.")
-            else:
+        except httptools.HttpParserError as error:
+            excess = error.__context__  # the parser wraps what its callbacks raise
+            if isinstance(excess, Excess):
                 self._refuse(excess.status, excess.reason)
+            else:
+                self._refuse(400, "Invalid HTTP request received.")
         except Excess as excess:
             self._refuse(excess.status, excess.reason)
 
@@ -142,32 +227,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count_field(len(url))
+        self._meter.field(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._count_field(len(name) + len(value) + 4):
+        if self._meter.field(len(name) + len(value) + 4):
             super().on_header(name, value)
-
-    def _count_field(self, size: int) -> bool:
-        try:
-            return self._meter.field(size)
-        except Excess as excess:
-            self._excess = excess  # the parser wraps what its callbacks raise
-            raise
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                self._excess = _NO_PROXY
                 raise _NO_PROXY
             return  # it is parsed again
         self._stop_waiting()
-        try:
-            self._meter.head_ends(len(self.pipeline))
-        except Excess as excess:
-            self._excess = excess
-            raise
+        self._meter.head_ends(len(self.pipeline))
         waits = self.cycle is not None and not self.cycle.response_complete
         super().on_headers_complete()
         self.cycle.transport = self  # type: ignore[assignment]  # has it closed with `close`
@@ -179,11 +252,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
-        try:
-            self._meter.chunk()
-        except Excess as excess:
-            self._excess = excess
-            raise
+        self._meter.chunk()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():

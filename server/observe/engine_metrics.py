@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import NamedTuple
 
 import msgspec
 from prometheus_client.core import (
@@ -64,7 +63,6 @@ _MEMBER_GAUGES: tuple[tuple[str, str, Callable[[EngineEntry], bool]], ...] = (
 
 
 def _counters() -> Iterator[tuple[str, str, str]]:
-    """Yield field, metric and help of every counter that an engine has."""
     for field in msgspec.inspect.type_info(EngineCounters).fields:  # type: ignore[attr-defined]
         described = field.type
         if isinstance(described, msgspec.inspect.Metadata) and described.extra_json_schema:
@@ -90,15 +88,6 @@ _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
 """vLLM's labels, as text like there; the cache is on one device."""
 
 
-class Ages(NamedTuple):
-    """Seconds since the shown stats arrived."""
-
-    view: float | None
-    """The coordinator's view."""
-    stats: dict[int, float]
-    """Stats of each engine, by rank."""
-
-
 class EngineCollector(Collector):
     """What the newest cluster view says of some engines, or of all, and maybe of the cluster.
 
@@ -110,16 +99,21 @@ class EngineCollector(Collector):
         prefix: str,
         model_name: str,
         view: ClusterView | None,
-        ages: Ages,
+        view_age: float | None,
+        stats_age: dict[int, float],
         ranks: frozenset[int] | None,
         *,
         shows_cluster: bool,
     ) -> None:
-        """`ranks`: the engines that are shown, None for all."""
+        """Show the engines of `ranks`, None for all.
+
+        Ages are seconds since the coordinator's view, and each engine's stats by rank, arrived.
+        """
         self._prefix = prefix
         self._model_name = model_name
         self._view = view
-        self._ages = ages
+        self._view_age = view_age
+        self._stats_age = stats_age
         self._ranks = ranks
         self._shows_cluster = shows_cluster
 
@@ -132,7 +126,14 @@ class EngineCollector(Collector):
         yield from self._reported(
             [(str(each.rank), each.stats) for each in chosen if each.stats is not None]
         )
-        yield self._cache_config(chosen)
+        settings: list[_Sample] = []
+        for each in chosen:
+            if each.setup is not None:
+                values = [str(of(each.setup)) for of in _CACHE_CONFIG.values()]
+                labels = tuple([str(each.rank), *values])
+                settings.append((1.0, *labels))
+        text = "1 for each engine; the labels are its settings of the KV cache."
+        yield self._gauge("cache_config_info", text, settings, "engine", *_CACHE_CONFIG)
         yield from self._adapters(view, chosen)
         yield from self._membership(chosen)
         yield self._gauge("wave", "Number of the running period of the engines.", [(view.wave,)])
@@ -143,7 +144,6 @@ class EngineCollector(Collector):
             yield from self._cluster(view)
 
     def _reported(self, engines: list[tuple[str, EngineStats]]) -> Iterator[Metric]:
-        """Yield what engines say of themselves; each is a rank and its stats."""
         for name, text, value in _ENGINE_GAUGES:
             yield self._gauge(name, text, [(value(each), rank) for rank, each in engines], "engine")
         for counter, name, text in _ENGINE_COUNTERS:
@@ -183,16 +183,6 @@ class EngineCollector(Collector):
             text = "How often the experts of a layer were redistributed."
             moved = [(load.moved_layers, rank) for rank, load in loads]
             yield self._counter("expert_layers_moved", text, moved, "engine")
-
-    def _cache_config(self, chosen: list[EngineEntry]) -> Metric:
-        text = "1 for each engine; the labels are its settings of the KV cache."
-        samples: list[_Sample] = []
-        for entry in chosen:
-            if entry.setup is not None:
-                settings = [str(of(entry.setup)) for of in _CACHE_CONFIG.values()]
-                labels = tuple([str(entry.rank), *settings])
-                samples.append((1.0, *labels))
-        return self._gauge("cache_config_info", text, samples, "engine", *_CACHE_CONFIG)
 
     def _step_tokens(self, engines: list[tuple[str, EngineStats]]) -> Metric:
         family = HistogramMetricFamily(
@@ -239,9 +229,9 @@ class EngineCollector(Collector):
             ("coordinator_max_fds", "File descriptors that it may open.", view.descriptors[1]),
         ):
             yield self._gauge(name, text, [(number,)])
-        if self._ages.view is not None:
+        if self._view_age is not None:
             text = "Seconds since the last message of the coordinator; it sends at least every 3 s."
-            yield self._gauge("coordinator_silence_seconds", text, [(self._ages.view,)])
+            yield self._gauge("coordinator_silence_seconds", text, [(self._view_age,)])
         missing = [(each.age, str(each.rank), each.reason) for each in view.missing]
         text = "Seconds for which an engine has been missing, by reason."
         yield self._gauge("engine_missing_seconds", text, missing, "engine", "reason")
@@ -285,7 +275,7 @@ class EngineCollector(Collector):
         yield self._counter(
             "engine_restarts", "Starts of a rank after its first.", restarts, "engine"
         )
-        age = self._ages.stats
+        age = self._stats_age
         ages = [(age[each.rank], str(each.rank)) for each in chosen if each.rank in age]
         text = "Seconds since the newest stats of the engine arrived."
         yield self._gauge("stats_age_seconds", text, ages, "engine")

@@ -1,8 +1,11 @@
-"""Makes Prometheus metrics with the served model's name as first label, looked up once."""
+"""Makes Prometheus metrics with the served model's name as first label, and writes them."""
 
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.utils import floatToGoString
 
 COUNT_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000,
@@ -60,3 +63,28 @@ class MetricFactory:
         if not labels:
             made.child()
         return made
+
+
+def text_of(families: Iterable[Metric]) -> bytes:
+    """Return families of gauges, counters and histograms as text; their names must be valid.
+
+    `generate_latest` checks label names each time, which takes long where series are many.
+    """
+    lines = []
+    escaped: dict[str, str] = {}
+    for family in families:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        help_text = family.documentation.replace("\\", r"\\").replace("\n", r"\n")
+        lines.append(f"# HELP {name} {help_text}\n# TYPE {name} {family.type}\n")
+        for sample in family.samples:
+            labels = []
+            for label, value in sorted(sample.labels.items()):
+                known = escaped.get(value)
+                if known is None:
+                    known = escaped[value] = (
+                        value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+                    )
+                labels.append(f'{label}="{known}"')
+            number = floatToGoString(sample.value)  # type: ignore[no-untyped-call]
+            lines.append(f"{sample.name}{{{','.join(labels)}}} {number}\n")
+    return "".join(lines).encode()

@@ -21,12 +21,11 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from engine.shared.model_files import served_names
 from engine.shared.scope import node_name
 from server.config import FrontEndConfig
-from server.observe.engine_metrics import Ages, EngineCollector, shown_on
-from server.observe.exposition import text_of
-from server.observe.metric_factory import MetricFactory
+from server.observe.engine_metrics import EngineCollector, shown_on
+from server.observe.metric_factory import MetricFactory, text_of
 from server.observe.sequence_metrics import PromptParams, SequenceMetrics, SequenceTimer
-from server.router.engine_times import EngineTimes
 from server.router.generation_client import GenerationClient
+from server.router.request import EngineTimes
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -239,10 +238,16 @@ class FrontEndMetrics:
         return gauge
 
     def _engines(self, client: GenerationClient, rank: int | None) -> EngineCollector:
-        ages, view = Ages(client.view_age, client.stats_age), client.view
+        view = client.view
         ranks = None if rank is None else frozenset([rank])
         if view is not None and rank is None and len(view.engines) > self._max_engines:
             ranks = shown_on(self._host, view)
         return EngineCollector(
-            self._prefix, self._model_name, view, ages, ranks, shows_cluster=rank is None
+            self._prefix,
+            self._model_name,
+            view,
+            client.view_age,
+            client.stats_age,
+            ranks,
+            shows_cluster=rank is None,
         )

@@ -13,7 +13,7 @@ from prometheus_client import Counter, Histogram
 
 from engine.shared.messages import RequestTiming
 from server.observe.metric_factory import COUNT_BUCKETS, MetricFactory
-from server.router.engine_times import EngineTimes, EngineVisit
+from server.router.request import EngineTimes, EngineVisit
 
 _FLUSH_AFTER = 0.25
 """Maximum seconds that counts wait to be handed over in bulk."""
@@ -77,7 +77,6 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_n": ("The parameter n of a prompt.", _N_BUCKETS),
 }  # fmt: skip
 
-
 _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of sequences that got their first token.", "", ("",)),
     "prompt_tokens_cached": ("Those of them that the prefix cache had.", "", ("",)),
@@ -91,7 +90,6 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 """Help of each counter, its label besides the engine, and the values of that."""
-
 
 OTHERS = "others"
 """The label `engine` of all engines that have no series of their own."""

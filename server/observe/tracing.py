@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.shared.extras import install_command
+from engine.shared.plugins import install_command
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
     from engine.shared.messages import RequestTiming, SamplingParams
-    from server.router.engine_times import EngineVisit
+    from server.router.request import EngineVisit
 
 _NS = 1_000_000_000
 
@@ -78,7 +78,7 @@ class RequestTracer:
 
     def record(self, request: EndedRequest) -> None:
         """Make the span of a request that has just ended."""
-        from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         now = time.monotonic()
         span = self._tracer.start_span(
@@ -116,36 +116,31 @@ class RequestTracer:
             span.add_event("first token", timestamp=self._at(request.first_token))
         _set_times(span, request.timing)
         for sequence, visits in enumerate(request.visits[:MAX_TRACED_SEQUENCES]):
-            self._record_visits(span, sequence, visits)
+            # A span of each engine that a sequence was in, and of each move to another one.
+            context, before = set_span_in_context(span), None
+            for visit in visits:
+                if before is not None:
+                    places = {"swell.from_engine": before.engine, "swell.to_engine": visit.engine}
+                    move = self._tracer.start_span(
+                        f"move to engine {visit.engine}",
+                        context=context,
+                        start_time=self._at(before.left),
+                        attributes={"swell.sequence": sequence, **places},
+                    )
+                    move.end(self._at(visit.sent))
+                stay = self._tracer.start_span(
+                    f"engine {visit.engine}",
+                    context=context,
+                    start_time=self._at(visit.sent),
+                    attributes={"swell.sequence": sequence, "swell.engine": visit.engine},
+                )
+                _set_times(stay, visit.timing)
+                stay.end(self._at(visit.left))
+                before = visit
         if request.error is not None:
             span.set_attribute("error.type", request.error)
             span.set_status(StatusCode.ERROR, request.error)
         span.end(self._at(now))
-
-    def _record_visits(self, request: "Span", sequence: int, visits: "list[EngineVisit]") -> None:
-        """Make a span of each engine that a sequence was in, and of each move to another one."""
-        from opentelemetry.trace import set_span_in_context
-
-        context, before = set_span_in_context(request), None
-        for visit in visits:
-            if before is not None:
-                places = {"swell.from_engine": before.engine, "swell.to_engine": visit.engine}
-                move = self._tracer.start_span(
-                    f"move to engine {visit.engine}",
-                    context=context,
-                    start_time=self._at(before.left),
-                    attributes={"swell.sequence": sequence, **places},
-                )
-                move.end(self._at(visit.sent))
-            span = self._tracer.start_span(
-                f"engine {visit.engine}",
-                context=context,
-                start_time=self._at(visit.sent),
-                attributes={"swell.sequence": sequence, "swell.engine": visit.engine},
-            )
-            _set_times(span, visit.timing)
-            span.end(self._at(visit.left))
-            before = visit
 
     def _at(self, monotonic: float) -> int:
         return self._epoch_ns + int(monotonic * _NS)

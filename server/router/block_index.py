@@ -20,8 +20,6 @@ ASK_AGAIN = 5.0
 
 @dataclass(slots=True)
 class _Held:
-    """What one engine process holds."""
-
     engine: Engine
     block_size: int
     number: int = ALL_BLOCKS
@@ -89,9 +87,9 @@ class BlockIndex:
         held.number = message.number
         if is_anew:
             held.names = set()
-        held.names.difference_update(_names(message.removed))
+        held.names.difference_update(array("Q", message.removed))
         room = max(0, self._max_blocks // len(self._held) - len(held.names))
-        held.names.update(_names(message.stored)[:room])
+        held.names.update(array("Q", message.stored)[:room])
         return is_anew and was_known
 
     def cached_tokens(
@@ -124,10 +122,6 @@ class BlockIndex:
             length += size
         found |= {each.engine[0]: length for each in alive}
         return {rank: tokens for rank, tokens in found.items() if tokens}
-
-
-def _names(data: bytes) -> "array[int]":
-    return array("Q", data)
 
 
 def _names_of(message: AddRequest, output_token_ids: list[int], size: int) -> Iterator[int]:

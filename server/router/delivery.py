@@ -92,8 +92,14 @@ class Delivery:
         members = self._members
         route = members.routes[choice.rank]
         assert route.identity is not None, f"engine {choice.rank} was offered without a route"
-        part = self._part_of(request, request.to_send(members.wave))
-        message = route.without_held_images(part)
+        message = request.to_send(members.wave)
+        if request.prefill is Prefill.RUNS:
+            message = prefill_of(message)
+        elif request.prefill is Prefill.OVER:
+            request.prefill = Prefill.NONE  # if this engine is lost, it begins anew
+            engine = request.prefilled_by
+            message = answer_of(message, None if engine is None else members.find(*engine))
+        message = route.without_held_images(message)
         was_paused = members.paused
         self._loads.sent(route, message.num_tokens)
         request.engine = rank, incarnation = route.engine
@@ -110,16 +116,6 @@ class Delivery:
             self._woken_at = now
         return [*actions, Notify(WakeUp(self._front_end, rank, members.wave))]
 
-    def _part_of(self, request: RoutedRequest, message: AddRequest) -> AddRequest:
-        """Return what the chosen engine is to do of a request."""
-        if request.prefill is Prefill.RUNS:
-            return prefill_of(message)
-        if request.prefill is Prefill.OVER:
-            request.prefill = Prefill.NONE  # if this engine is lost, it begins anew
-            engine = request.prefilled_by
-            return answer_of(message, None if engine is None else self._members.find(*engine))
-        return message
-
     def not_sent(self, message: AddRequest, engine: Engine) -> RoutedRequest | None:
         """A send failed: return the request, now on no engine, if it has not ended."""
         route = self._members.find(*engine)
@@ -133,7 +129,6 @@ class Delivery:
 
     def _choose(self, request: RoutedRequest) -> Choice | None:
         routes, pinned_rank = self._members.routes, request.pinned_rank
-        adapter = request.message.adapter
         request.expected_cached = None
         if request.prefill is Prefill.RUNS:
             request.prefill = Prefill.NONE
@@ -155,8 +150,14 @@ class Delivery:
             cached = self._index.cached_tokens(engines, request.message, request.output_token_ids)
             loads = with_cached(loads, cached)
         choice = self._choose_by(self._policy, loads, request)
-        if adapter:
-            resident = {route.entry.rank for route in usable if route.has_resident(adapter)}
+        if adapter := request.message.adapter:
+            resident = {
+                route.entry.rank
+                for route in usable
+                if (stats := route.stats) is not None
+                and stats.adapters is not None
+                and adapter in stats.adapters.resident
+            }
             choice = with_adapter(choice, loads, resident)
         if request.prefill is Prefill.NONE:
             choice = self._choose_prefill(request, every, choice, cached) or choice

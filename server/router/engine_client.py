@@ -55,7 +55,6 @@ FIRST_CONNECT_TIMEOUT = 5.0
 TICK_INTERVAL = 1.0
 """Seconds between checks for members and requests that have waited for too long."""
 
-
 FOLLOW_INTERVAL = 0.1
 """Seconds between questions to engines which KV blocks they hold."""
 
@@ -69,6 +68,9 @@ class EngineClient:
         metrics: counts.
         notify: sends a notice to the coordinator.
         requests, outputs: bound ROUTER and PULL sockets that engines connect to; closed here.
+        min_ready_engines: have to be usable before `ready` is first true.
+        cold_start_timeout: seconds that requests are held while there is no engine; above 0 the
+            client is ready without one.
     """
 
     def __init__(
@@ -83,13 +85,6 @@ class EngineClient:
         min_ready_engines: int = 1,
         cold_start_timeout: float = 0.0,
     ) -> None:
-        """Start to listen.
-
-        Args:
-            min_ready_engines: have to be usable before `ready` is first true.
-            cold_start_timeout: seconds that requests are held while there is no engine; above 0
-                the client is ready without one.
-        """
         self._router = router
         self._metrics = metrics
         self._notify = notify
@@ -200,7 +195,6 @@ class EngineClient:
         pinned_rank: int | None = None,
         unread: Unread | None = None,
     ) -> RequestStream:
-        """Route one sequence to an engine and return its stream."""
         if self._draining:
             raise _shutting_down()
         return self._shell.submit(message, pinned_rank, unread)
@@ -212,13 +206,6 @@ class EngineClient:
         arguments: dict[str, UtilityValue],
         within: float = UTILITY_TIMEOUT,
     ) -> list[UtilityResult]:
-        """Call a utility of one engine, or of all with rank None; return their answers.
-
-        An engine that dies meanwhile, or takes more than `within` seconds, answers an error.
-
-        Raises:
-            NoEngineAvailable: there is no such engine now.
-        """
         answers: asyncio.Future[list[UtilityResult]] = self._loop.create_future()
 
         def answered(results: list[UtilityResult]) -> None:
@@ -237,7 +224,6 @@ class EngineClient:
     async def change_adapter(
         self, name: str, path: str | None = None, in_place: bool = False
     ) -> AdapterOutcome:
-        """Load an adapter in all engines, or without a path unload it; return how that ended."""
         if self.adapters.sheet is None:
             return AdapterOutcome(0, 400, "No engine serves adapters: --enable-lora.")
         wish = AdapterWish(secrets.randbits(60), name, path, in_place)
@@ -253,13 +239,6 @@ class EngineClient:
     async def order_fleet(
         self, wish: FleetWish, within: float = UTILITY_TIMEOUT
     ) -> list[UtilityResult]:
-        """Have all engines do something, those that are still to come included.
-
-        Returns what each says of itself when it has done it (the utility `info`).
-
-        Raises:
-            NoEngineAvailable: not all had done it within `within` seconds; the order stands.
-        """
         missing = "the coordinator has not taken the order"
         try:
             async with asyncio.timeout(within):
@@ -321,10 +300,10 @@ class EngineClient:
         )
 
     async def wait_for_engines(self) -> None:
-        """Wait until this front end has reached the engines that serve, or could have.
+        """Wait as the interface says.
 
-        It listens on the same socket as others of its node, and gets requests as soon as it does.
-        Without any engine the wait is `cold_start_timeout` for as many as may be held.
+        This front end listens on the same socket as others of its node, and gets requests as soon
+        as it does. Without any engine the wait is `cold_start_timeout` for as many as may be held.
         """
         await self._reached_engines.wait()
         if self.reaches_engines or self._draining or self._num_held >= MAX_HELD:
@@ -350,18 +329,15 @@ class EngineClient:
         """Take a cluster view from the coordinator."""
         outcomes = self.adapters.take(view.adapters)
         self._tell_of_adapters()
-        self._take_fleet(view.fleet)
+        order = view.fleet
+        # A coordinator that has begun anew may know less.
+        if order is not None and (self.fleet is None or order.revision >= self.fleet.revision):
+            self.fleet = order
+            for ticket in order.tickets:
+                self._answer(ticket, order.revision)
         self._handle(view)
         for each in outcomes:
             self._answer(each.ticket, each)
-
-    def _take_fleet(self, order: FleetOrder | None) -> None:
-        """Take the order of a view, unless a coordinator that has begun anew knows less."""
-        if order is None or (self.fleet is not None and order.revision < self.fleet.revision):
-            return
-        self.fleet = order
-        for ticket in order.tickets:
-            self._answer(ticket, order.revision)
 
     def _tick(self) -> None:
         self._handle(Tick())
@@ -408,7 +384,6 @@ class EngineClient:
 
 
 def _followed(result: UtilityResult, wish: FleetWish, revision: int) -> bool:
-    """Whether an engine has done what was wished, by its answer to `info`."""
     info = result.result
     if result.error is not None or not isinstance(info, dict):
         return False

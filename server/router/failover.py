@@ -1,19 +1,23 @@
 """What happens to requests whose engines die, fall silent, lose them, or are halted.
 
 A state machine without I/O. Requests move to other engines with their tokens so far, or wait for an
-engine. Requests that were in flight on too many engines that died are suspects, and run alone
-(`server.router.probation`).
+engine. Requests that were in flight on too many engines that died are suspects: one at a time is
+tried, the others wait for their turn. Innocent requests become suspects too if they shared engines
+with the culprit. So being suspected is not an error: a suspect runs alone, and the result shows
+whether it kills engines.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import msgspec
+
+from engine.shared.messages import EngineStats
 from server.router.delivery import Delivery
 from server.router.events import Action, Count, Fail
 from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.load import Loads
 from server.router.members import EngineLost, Members
-from server.router.probation import CONVICTING_DEATHS, MAX_TRIES, Probation
 from server.router.request import RoutedRequest
 from server.router.route import Engine
 
@@ -24,6 +28,120 @@ PROBATION_PATIENCE = 10
 convicted."""
 
 ALL_HALTED = "All engines are paused or asleep, and none resumed in time; try again later."
+
+STEPS_ALONE = 8
+"""Sampling steps for which a suspect runs alone: more than were lost with its engine."""
+
+STEPS_GROWTH = 4
+"""Factor by which each earlier acquittal, up to two, lengthens a trial."""
+
+CONVICTING_DEATHS = 2
+"""Engines that must die while running the same suspect alone: a single one may have been killed by
+an operator or by its machine."""
+
+MAX_TRIES = 3
+"""Engines that may die for unknown reasons while the same suspect waits there to run alone."""
+
+
+class Probation:
+    """Which requests are suspects, and which of them runs alone now.
+
+    Args:
+        max_resumes: how many engines may die with a request before it is suspected.
+        patience: seconds after which a suspect that is neither cleared nor convicted is given up.
+    """
+
+    def __init__(self, max_resumes: int, patience: float) -> None:
+        self.on_trial: RoutedRequest | None = None
+        """The suspect that runs alone, or will as soon as there is an engine."""
+        self.suspects: dict[RoutedRequest, float] = {}
+        """When each became one, in the order of their turns."""
+        self._max_resumes = max_resumes
+        self._patience = patience
+        self._pausing_until_next_trial = False
+
+    def is_suspect(self, request: RoutedRequest) -> bool:
+        """Whether too many engines died with a request for it to run beside others."""
+        return len(request.suspicion.died_on) > self._max_resumes
+
+    def may_run(self, request: RoutedRequest) -> bool:
+        """Whether a request may be sent to an engine: it is on trial, or cannot become a suspect.
+
+        A request that becomes a suspect if an engine that it left has died waits until that is
+        known.
+        """
+        suspicion = request.suspicion
+        possible = len(suspicion.died_on) + len(suspicion.in_doubt)
+        return possible <= self._max_resumes or request is self.on_trial
+
+    def next(self) -> RoutedRequest | None:
+        """Begin the next trial if it is time for one, and return the suspect.
+
+        Suspects that left an engine which may have died wait until that is known.
+        """
+        if self.on_trial is not None or self._pausing_until_next_trial:
+            return None
+        request = next((each for each in self.suspects if not each.suspicion.in_doubt), None)
+        if request is not None:
+            steps = STEPS_ALONE * STEPS_GROWTH ** min(request.suspicion.clearances, 2)
+            request.message = msgspec.structs.replace(request.message, alone=steps)
+            request.suspicion.alone_on = None
+            self.on_trial = request
+        return request
+
+    def broke_off(self, request: RoutedRequest) -> None:
+        """A suspect has lost its engine: others are tried first unless it ran alone there."""
+        if not request.suspicion.deaths_alone:
+            self.suspects[request] = self.suspects.pop(request)
+        if self.on_trial is request:
+            self.on_trial = None
+
+    def watch(self, stats: EngineStats) -> None:
+        """An engine reports the request that it runs alone: a trial has begun, or ended well."""
+        request = self.on_trial
+        engine = (stats.rank, stats.incarnation)
+        if request is None or request.engine != engine:
+            return
+        if stats.alone == request.id:
+            request.suspicion.alone_on = engine
+        elif request.suspicion.alone_on == engine:
+            self._acquit(request)
+            request.suspicion.cleared()
+
+    def convicted(self, request: RoutedRequest, in_flight: Iterable[RoutedRequest]) -> None:
+        """A request caused the deaths that others are suspected of, too.
+
+        No trial begins before the next tick: by then, other sequences of the same request are
+        closed.
+        """
+        self.drop(request)
+        self._pausing_until_next_trial = True
+        for other in in_flight:
+            if other is not request:
+                other.suspicion.died_on -= request.suspicion.died_on
+
+    def _acquit(self, request: RoutedRequest) -> None:
+        self.drop(request)
+        request.message = msgspec.structs.replace(request.message, alone=0)
+
+    def drop(self, request: RoutedRequest) -> None:
+        """The request has ended, or is no longer a suspect."""
+        self.suspects.pop(request, None)
+        if self.on_trial is request:
+            self.on_trial = None
+
+    def overdue(self, now: float) -> list[RoutedRequest]:
+        """Return the suspects that have waited too long."""
+        return [each for each, since in self.suspects.items() if now - since > self._patience]
+
+    def tick(self) -> list[RoutedRequest]:
+        """Time has passed; return the waiting requests that are no longer suspects."""
+        self._pausing_until_next_trial = False
+        waiting = [each for each in self.suspects if each is not self.on_trial]
+        acquitted = [each for each in waiting if not self.is_suspect(each)]
+        for each in acquitted:
+            self._acquit(each)
+        return acquitted
 
 
 class Failover:
@@ -40,7 +158,6 @@ class Failover:
 
     def __init__(
         self,
-        *,
         members: Members,
         loads: Loads,
         delivery: Delivery,
@@ -172,7 +289,9 @@ class Failover:
             if ran_alone and not lost.was_silent:
                 suspicion.deaths_alone += 1
                 if suspicion.deaths_alone >= CONVICTING_DEATHS:
-                    actions += self._convict(request, engine)
+                    suspicion.alone_on = engine  # others did not cause the earlier deaths
+                    self.probation.convicted(request, self._delivery.in_flight.values())
+                    actions += self._kills_engines(request)
                     continue
             if lost.alone and not ran_alone and not lost.was_silent:
                 suspicion.excused(engine)
@@ -228,15 +347,8 @@ class Failover:
 
     def begin_trial(self, now: float) -> list[Action]:
         """Send the next suspect to an engine, to run alone, if it is time for one."""
-        if (request := self.probation.next()) is not None:
-            return self.place_again(request, now)
-        return []
-
-    def _convict(self, request: RoutedRequest, engine: Engine) -> list[Action]:
-        """An engine died while it ran a request alone: others did not cause the earlier deaths."""
-        request.suspicion.alone_on = engine
-        self.probation.convicted(request, self._delivery.in_flight.values())
-        return self._kills_engines(request)
+        request = self.probation.next()
+        return [] if request is None else self.place_again(request, now)
 
     def _kills_engines(self, request: RoutedRequest) -> list[Action]:
         name, why = request.message.request_id, request.suspicion.says()
@@ -254,7 +366,15 @@ class Failover:
             within = self._halted_timeout if waits_for_operator else self._resume_timeout
             if now - since > within:
                 name = request.message.request_id
-                why = ALL_HALTED if waits_for_operator else self._why_no_engine(request)
+                if waits_for_operator:
+                    why = ALL_HALTED
+                elif request.pinned_rank is None:
+                    why = "the engine died and no other could take over the request"
+                else:
+                    why = (
+                        f"engine {request.pinned_rank}, the only one that may run the request, has "
+                        f"gone and was not back within {self._resume_timeout:g} s"
+                    )
                 logger.error("request %s: %s", name, why, extra={"request_id": name})
                 actions += self._end(request, NoEngineAvailable(why))
         for request in self.probation.overdue(now):
@@ -262,14 +382,6 @@ class Failover:
         for request in self.probation.tick():
             actions += self.place_again(request, now)
         return actions
-
-    def _why_no_engine(self, request: RoutedRequest) -> str:
-        if request.pinned_rank is None:
-            return "the engine died and no other could take over the request"
-        return (
-            f"engine {request.pinned_rank}, the only one that may run the request, has gone "
-            f"and was not back within {self._resume_timeout:g} s"
-        )
 
     def _end(self, request: RoutedRequest, error: NoEngineAvailable | KillsEngines) -> list[Action]:
         ended = self._delivery.end(request)

@@ -58,7 +58,6 @@ class FollowedView:
 
 
 def _with_load(stats: EngineStats, change: LoadChange) -> EngineStats:
-    """Return stats with newer load; what else they say is as it was."""
     received = stats.received
     if change.received:
         newer = {each.front_end_incarnation: each for each in change.received}

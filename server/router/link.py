@@ -8,7 +8,6 @@ from collections.abc import Callable
 import zmq
 from msgspec.structs import replace
 
-from engine.shared.handshakes import HandshakeWatch
 from engine.shared.membership import (
     HELLO_INTERVAL,
     JOIN_TIMEOUT,
@@ -26,8 +25,8 @@ from engine.shared.messages import (
     ViewChange,
     encode,
 )
-from engine.shared.process_use import process_use
-from engine.shared.transport import Inbox, Transport
+from engine.shared.own_process import process_use
+from engine.shared.transport import HandshakeWatch, Inbox, Transport
 from server.router.followed_view import FollowedView
 
 logger = logging.getLogger(__name__)
@@ -146,19 +145,17 @@ class ClusterLink:
             if not self._welcomed.done():
                 self._welcomed.set_exception(JoinRefused(event.reason))
             elif not event.replaced:
-                self._refused_again(event.reason)
+                # Engines of another model have come: keep asking until those of this one are back.
+                if event.reason != self._refusal:
+                    text = "the coordinator refused this front end, which keeps retrying: %s"
+                    logger.error(text, event.reason)
+                self._refusal = event.reason
             elif not self.replaced.done():
                 self.replaced.set_result(event.reason)
         elif isinstance(event, Joined):
             self._joined(event)
         if self._membership.epoch is None:
             self._send_due()
-
-    def _refused_again(self, reason: str) -> None:
-        """Engines of another model have come: keep asking, until those of this one are back."""
-        if reason != self._refusal:
-            logger.error("the coordinator refused this front end, which keeps retrying: %s", reason)
-        self._refusal = reason
 
     def _joined(self, event: Joined) -> None:
         self._refusal = None
@@ -179,9 +176,8 @@ class ClusterLink:
         if self._handshakes is not None:
             self._loop.remove_reader(self._handshakes.socket.fileno())
             self._handshakes.socket.close(linger=0)
-        for inbox in (self._registration, self._views):
-            if inbox is None:
-                continue
-            if inbox is self._registration:
-                inbox.send(encode(self._membership.goodbye()))
-            inbox.close(linger_ms=200)
+        if self._registration is not None:
+            self._registration.send(encode(self._membership.goodbye()))
+            self._registration.close(linger_ms=200)
+        if self._views is not None:
+            self._views.close(linger_ms=200)

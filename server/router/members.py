@@ -280,5 +280,4 @@ class Members:
 
 
 def _draining(entry: EngineEntry) -> EngineEntry:
-    """Return an engine as one that takes nothing new."""
     return msgspec.structs.replace(entry, ready=False, draining=True)

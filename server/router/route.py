@@ -81,13 +81,6 @@ class Route:
         seen = self.takes_images or not message.encoder_inputs
         return seen and (not message.adapter or message.adapter in self.entry.adapters)
 
-    def has_resident(self, version: str) -> bool:
-        """Whether its steps are computed with a version already."""
-        stats = self.stats
-        return (
-            stats is not None and stats.adapters is not None and version in stats.adapters.resident
-        )
-
     @property
     def hands_over(self) -> bool:
         """Whether it is halted and others are to take its requests."""

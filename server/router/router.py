@@ -8,12 +8,13 @@ engine's answer.
 """
 
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from engine.shared.messages import (
     ClusterView,
     EngineDead,
-    EngineStats,
     KvBlocks,
     RouteTaken,
     StepOutputs,
@@ -22,12 +23,12 @@ from engine.shared.messages import (
 )
 from engine.shared.scope import EVERYTHING, Scope
 from server.router.block_index import BlockIndex
-from server.router.calls import UtilityCalls
 from server.router.delivery import Delivery
 from server.router.events import (
     Action,
     Call,
     CallOverdue,
+    CallResult,
     Close,
     Count,
     Deliver,
@@ -47,8 +48,70 @@ from server.router.load import Loads
 from server.router.load_table import LoadTable
 from server.router.members import EngineLost, Members
 from server.router.request import RoutedRequest
+from server.router.route import Engine, Route
 from server.router.routing import RoutingPolicy
 from server.router.split import Split
+
+
+@dataclass
+class _OpenCall:
+    awaited: dict[int, int]
+    """Incarnations of the engines that have not answered, by rank."""
+    results: dict[int, UtilityResult] = field(default_factory=dict)
+
+
+class UtilityCalls:
+    """Calls that are not over, by the ids that their callers gave them."""
+
+    def __init__(self, front_end: int) -> None:
+        self._front_end = front_end
+        self._open: dict[int, _OpenCall] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, call: Call, routes: Iterable[Route]) -> list[Action]:
+        """Call one engine or all, if they are there."""
+        called = [
+            route for route in routes if route.is_open and call.rank in (None, route.entry.rank)
+        ]
+        if not called:
+            which = "no engine can" if call.rank is None else f"engine {call.rank} cannot"
+            return [Refuse(NoEngineAvailable(f"{which} be called now"))]
+        self._open[call.call_id] = _OpenCall(dict(route.engine for route in called))
+        message = UtilityCall(call.call_id, self._front_end, call.name, call.arguments)
+        return [Send(route.identity or b"", *route.engine, message) for route in called]
+
+    def answered(self, result: UtilityResult) -> list[Action]:
+        """Take an answer; one that is not awaited is dropped."""
+        call = self._open.get(result.call_id)
+        if call is None or call.awaited.pop(result.rank, None) is None:
+            return []
+        call.results[result.rank] = result
+        if call.awaited:
+            return []
+        del self._open[result.call_id]
+        return [CallResult(result.call_id, [call.results[rank] for rank in sorted(call.results)])]
+
+    def engine_lost(self, engine: Engine) -> list[Action]:
+        """Answer for an engine process that has gone."""
+        rank, incarnation = engine
+        actions: list[Action] = []
+        for call_id, call in list(self._open.items()):
+            if call.awaited.get(rank) == incarnation:
+                error = f"engine {rank} died before it answered"
+                actions += self.answered(UtilityResult(call_id, rank, error=error))
+        return actions
+
+    def overdue(self, call_id: int, why: str) -> list[Action]:
+        """Answer for all engines that have not answered: the caller waits no longer."""
+        call = self._open.get(call_id)
+        actions: list[Action] = []
+        for rank in list(call.awaited) if call is not None else ():
+            error = f"engine {rank} did not answer {why}; it may do it yet"
+            actions += self.answered(UtilityResult(call_id, rank, error=error))
+        return actions
+
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +122,36 @@ class Router:
     def __init__(
         self,
         *,
-        members: Members,
-        loads: Loads,
-        delivery: Delivery,
-        failover: Failover,
-        calls: UtilityCalls,
+        front_end: int,
+        incarnation: int,
+        first_id: int,
+        policy: RoutingPolicy,
+        table: LoadTable | None,
+        grace: float,
+        max_resumes: int,
+        resume_timeout: float,
+        halted_timeout: float,
+        scope: Scope = EVERYTHING,
+        num_ranks: int = 0,
         index: BlockIndex | None = None,
+        split: Split | None = None,
     ) -> None:
-        self.members = members
-        self.loads = loads
-        self.delivery = delivery
-        self.failover = failover
-        self.calls = calls
+        """Know nothing yet; the classes of its parts say what the arguments are for."""
+        self.members = Members(incarnation, grace, scope, num_ranks)
+        self.loads = Loads(front_end, incarnation, grace, table)
+        self.delivery = Delivery(
+            front_end=front_end,
+            first_id=first_id,
+            members=self.members,
+            loads=self.loads,
+            policy=policy,
+            index=index,
+            split=split,
+        )
+        self.failover = Failover(
+            self.members, self.loads, self.delivery, max_resumes, resume_timeout, halted_timeout
+        )
+        self.calls = UtilityCalls(front_end)
         self.index = index
         """Which engine holds which KV blocks; None if the policy does not use it."""
 
@@ -156,7 +237,6 @@ class Router:
         return self.delivery.abort([request.id], request.engine)
 
     def _outputs(self, message: StepOutputs, now: float) -> list[Action]:
-        """Tokens of an engine, with its stats."""
         stats = message.stats
         route = self.members.find(stats.rank, stats.incarnation)
         order = self.loads.outputs_arrived(route, stats)
@@ -167,17 +247,14 @@ class Router:
         if message.outputs or stats.running + stats.waiting > 0:
             actions += self.delivery.engines_run(now)
         if self.failover.probation.suspects and order == 0:
-            self._watch_suspects(stats, actions)
+            for action in actions:
+                for request, output in action.outputs if isinstance(action, Deliver) else ():
+                    if output.finish_reason is not None:
+                        self.failover.forget(request)
+            self.failover.probation.watch(stats)
         if order > 0 or was_behind:
             actions += self.failover.send_again((stats.rank, stats.incarnation), now)
         return actions
-
-    def _watch_suspects(self, stats: EngineStats, actions: list[Action]) -> None:
-        for action in actions:
-            for request, output in action.outputs if isinstance(action, Deliver) else ():
-                if output.finish_reason is not None:
-                    self.failover.forget(request)
-        self.failover.probation.watch(stats)
 
     def _follow_blocks(self, event: KvBlocks | FollowBlocks, now: float) -> list[Action]:
         if self.index is None:
@@ -204,7 +281,6 @@ class Router:
         return actions
 
     def _view(self, view: ClusterView, now: float) -> list[Action]:
-        """A cluster view of the coordinator, which may be one that is known."""
         members = self.members
         if not members.is_news(view):
             return []
@@ -224,7 +300,6 @@ class Router:
         return actions
 
     def _died(self, message: EngineDead, now: float) -> list[Action]:
-        """Last words of an engine."""
         logger.error("engine %d died: %s", message.rank, message.reason)
         actions = self.calls.engine_lost((message.rank, message.incarnation))
         for lost in self.members.died(message.rank, message.incarnation):
@@ -257,49 +332,3 @@ class Router:
 
     def _gone(self, lost: EngineLost, now: float) -> list[Action]:
         return self.calls.engine_lost(lost.engine) + self.failover.engine_lost(lost, now)
-
-
-def build_router(
-    *,
-    front_end: int,
-    incarnation: int,
-    first_id: int,
-    policy: RoutingPolicy,
-    table: LoadTable | None,
-    grace: float,
-    max_resumes: int,
-    resume_timeout: float,
-    halted_timeout: float,
-    scope: Scope = EVERYTHING,
-    num_ranks: int = 0,
-    index: BlockIndex | None = None,
-    split: Split | None = None,
-) -> Router:
-    """Return a router that knows nothing yet; its owners say what the arguments are for."""
-    members = Members(incarnation, grace, scope, num_ranks)
-    loads = Loads(front_end, incarnation, grace, table)
-    delivery = Delivery(
-        front_end=front_end,
-        first_id=first_id,
-        members=members,
-        loads=loads,
-        policy=policy,
-        index=index,
-        split=split,
-    )
-    failover = Failover(
-        members=members,
-        loads=loads,
-        delivery=delivery,
-        max_resumes=max_resumes,
-        resume_timeout=resume_timeout,
-        halted_timeout=halted_timeout,
-    )
-    return Router(
-        members=members,
-        loads=loads,
-        delivery=delivery,
-        failover=failover,
-        calls=UtilityCalls(front_end),
-        index=index,
-    )

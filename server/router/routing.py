@@ -29,7 +29,6 @@ KV_PRESSURE_FROM = 0.8
 KV_PRESSURE_WEIGHT = 20.0
 """Weight of a waiting request at full KV usage is 1 + this * (1 - KV_PRESSURE_FROM)."""
 
-
 AFFINITY_BLOCK = 32
 """Tokens per block of a prompt whose beginning is remembered."""
 

@@ -146,7 +146,6 @@ class RouterShell:
             self._on_idle()
 
     def _perform(self, actions: list[Action]) -> list[Send]:
-        """Carry out what the router says; return what could not be sent."""
         failed = []
         for action in actions:
             match action:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 from engine.shared.messages import AddRequest, RequestOutput
 from server.limits import MAX_UNREAD
-from server.router.engine_times import EngineTimes
-from server.router.request import RoutedRequest
+from server.router.request import EngineTimes, RoutedRequest
 
 _MERGED = 64
 """Unread outputs of a sequence that become one."""

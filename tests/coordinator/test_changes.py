@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from coordinator.changes import WHOLE_IN_TURN, ViewChanges
+from coordinator.publication import WHOLE_IN_TURN, ViewChanges
 from engine.shared.messages import (
     ClusterView,
     EngineCounters,

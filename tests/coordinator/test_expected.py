@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import CoordinatorConfig
-from coordinator.expected import MEMORY, Expected
+from coordinator.placement import MEMORY, Expected
 from engine.shared.messages import MissingEngine
 from engine.shared.settings import SettingsError, load
 

@@ -1,6 +1,6 @@
 """Orders for all engines of a group."""
 
-from coordinator.fleet import FleetOrders
+from coordinator.adapters import FleetOrders
 from engine.core.halting import calls_of
 from engine.shared.messages import FleetOrder, FleetWish
 

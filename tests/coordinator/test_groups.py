@@ -6,7 +6,6 @@ from coordinator import groups
 from coordinator.events import Action, FromMember, PublishOrder, PublishView, Reply, Tick
 from coordinator.groups import EngineGroups
 from coordinator.state import CoordinatorParameters
-from engine.shared.descriptors import Descriptors
 from engine.shared.messages import (
     ClusterView,
     Draining,
@@ -30,6 +29,7 @@ from engine.shared.messages import (
     WakeUp,
     Welcome,
 )
+from engine.shared.own_process import Descriptors
 from engine.shared.version import PROTOCOL_VERSION
 
 SETUP = EngineSetup(num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="abc")

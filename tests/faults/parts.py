@@ -1,6 +1,7 @@
 """The production classes that a simulated cluster is made of; mutants replace one of them."""
 
 from dataclasses import dataclass
+from unittest import mock
 
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
@@ -10,13 +11,12 @@ from engine.kv_transfer.port import BlockPort
 from engine.process.links import FrontEndLinks
 from engine.process.reception import Reception
 from engine.shared.membership import Membership
+from server.router import router as router_module
 from server.router.block_index import BlockIndex
-from server.router.calls import UtilityCalls
 from server.router.delivery import Delivery
 from server.router.failover import Failover
 from server.router.load import Loads
 from server.router.members import Members
-from server.router.router import Router
 from server.router.routing import LeastLoaded, PrefixAware
 from server.router.split import Split
 
@@ -41,36 +41,29 @@ class Parts:
 
     def router(
         self, index: int, incarnation: int, max_resumes: int, *, prefix_caching: bool
-    ) -> Router:
+    ) -> router_module.Router:
         """Return the router of a front-end process, which follows the blocks of caches."""
         blocks = self.index(index, 10_000) if prefix_caching else None
-        members = self.members(incarnation, TIMEOUT)
-        loads = self.loads(index, incarnation, TIMEOUT, None)
-        delivery = self.delivery(
-            front_end=index,
-            first_id=incarnation << 20,
-            members=members,
-            loads=loads,
-            policy=PrefixAware(index) if prefix_caching else LeastLoaded(index),
-            index=blocks,
-            split=Split(SPLIT_TOKENS, LeastLoaded(index)),
-        )
-        failover = self.failover(
-            members=members,
-            loads=loads,
-            delivery=delivery,
-            max_resumes=max_resumes,
-            halted_timeout=1e9,
-            resume_timeout=30.0,
-        )
-        return Router(
-            members=members,
-            loads=loads,
-            delivery=delivery,
-            failover=failover,
-            calls=UtilityCalls(index),
-            index=blocks,
-        )
+        with mock.patch.multiple(
+            router_module,
+            Members=self.members,
+            Loads=self.loads,
+            Delivery=self.delivery,
+            Failover=self.failover,
+        ):
+            return router_module.Router(
+                front_end=index,
+                incarnation=incarnation,
+                first_id=incarnation << 20,
+                policy=PrefixAware(index) if prefix_caching else LeastLoaded(index),
+                table=None,
+                grace=TIMEOUT,
+                max_resumes=max_resumes,
+                resume_timeout=30.0,
+                halted_timeout=1e9,
+                index=blocks,
+                split=Split(SPLIT_TOKENS, LeastLoaded(index)),
+            )
 
 
 SPLIT_TOKENS = 10

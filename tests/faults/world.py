@@ -19,7 +19,7 @@ from engine.shared.messages import (
     MemberMessage,
 )
 from server.fleet.keeper import MAX_BACKOFF, Restarts
-from server.router.probation import CONVICTING_DEATHS, MAX_TRIES
+from server.router.failover import CONVICTING_DEATHS, MAX_TRIES
 from tests.faults.client import Client
 from tests.faults.engine import Engine
 from tests.faults.front import Front

@@ -36,7 +36,7 @@ from engine.lockstep.wave import (
 )
 from engine.scheduler.admission import RankState
 from engine.shared.messages import ClusterView, StartDpWave, WakeUp
-from server.router.router import Router, build_router
+from server.router.router import Router
 from server.router.routing import LeastLoaded
 from tests.protocol.explorer import Arena, Label, State, Violation
 from tests.protocol.situation import (
@@ -75,7 +75,7 @@ _LOAD = RankState(*[0] * len(RankState._fields))
 
 
 def _new_front() -> Router:
-    return build_router(
+    return Router(
         front_end=0, incarnation=1, first_id=0, policy=LeastLoaded(), table=None, grace=FOREVER,
         max_resumes=1, halted_timeout=300.0, resume_timeout=FOREVER,
     )  # fmt: skip

@@ -14,11 +14,10 @@ from engine.shared.version import SWELL_VERSION
 from server.config import FrontEndConfig
 from server.fleet.child import Ended, Program
 from server.fleet.ray.cluster import ActorLost, Group
-from server.fleet.ray.holder import RayHolder
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
+from server.fleet.ray.needs import _torch
 from server.fleet.ray.packing import Packing, RayNode, Resources
-from server.fleet.ray.starter import Ranks, api_server_role
-from server.fleet.ray.versions import _torch
+from server.fleet.ray.starter import Ranks, RayHolder, api_server_role
 from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.ray
@@ -274,7 +273,7 @@ def test_who_is_asked_to_end_before_the_engine_runs_never_starts_one() -> None:
 def test_an_engine_drains_and_one_that_hangs_is_ended_with_its_actor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.fleet.ray.holder.KILL_WITHIN", 0.02)
+    monkeypatch.setattr("server.fleet.ray.starter.KILL_WITHIN", 0.02)
 
     async def body(place: Place) -> None:
         holder, actor = await place.started()

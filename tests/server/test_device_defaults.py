@@ -8,7 +8,7 @@ from engine.shared import settings
 from engine.shared.config import EngineConfig
 from server import cli
 from server.config import ServeConfig
-from server.config.devices import defaults_for
+from server.config.commands import defaults_for
 
 
 def defaults(num_devices: int, **flags: Any) -> dict[str, Any]:

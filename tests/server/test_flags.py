@@ -6,9 +6,8 @@ import pytest
 
 from engine.shared.settings import load
 from server.cli import COMMANDS
-from server.flags import COMMON, TUNING, build_parser, parse
+from server.flags import COMMON, INSTEAD, NOT_NEEDED, TUNING, build_parser, parse
 from server.ineffective import ineffective
-from server.vllm_flags import INSTEAD, NOT_NEEDED
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

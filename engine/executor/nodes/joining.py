@@ -32,8 +32,8 @@ from engine.executor.team_messages import WorkerLaunch
 from engine.executor.worker_process import Process, end_worker, start_worker
 from engine.shared.addresses import join_host_port
 from engine.shared.config import EngineConfig
-from engine.shared.end_signals import end_signals
 from engine.shared.membership import HELLO_INTERVAL
+from engine.shared.own_process import end_signals
 from engine.shared.transport import Inbox, Transport, make_context
 from engine.shared.version import SWELL_VERSION
 

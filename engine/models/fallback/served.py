@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine.models.spec import UnsupportedModel
-from engine.shared.extras import install_command
+from engine.shared.plugins import install_command
 
 _STATES = ("mamba", "linear_attention", "conv", "recurrent", "recurrence", "lightning", "rwkv")
 """Words in the types of layers that keep a state of a sequence beside keys and values."""

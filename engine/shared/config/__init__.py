@@ -3,42 +3,11 @@
 Names are those that users of vLLM know, where it has the setting.
 """
 
-from engine.shared.config.cluster import DEFAULT_COORDINATOR, ClusterConfig, ParallelConfig
-from engine.shared.config.engine import EngineConfig, EngineLaunch
-from engine.shared.config.execution import ExecutorConfig, SchedulerConfig
-from engine.shared.config.lora import MAX_NAME_SIZE, LoraConfig, LoraModule
-from engine.shared.config.model import BUNDLED_MODEL, BUNDLED_MODEL_NAME, CacheConfig, ModelConfig
-from engine.shared.config.process import HealthConfig, LogConfig
-from engine.shared.config.section import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    OneOf,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
-
-__all__ = [
-    "BUNDLED_MODEL",
-    "BUNDLED_MODEL_NAME",
-    "DEFAULT_COORDINATOR",
-    "MAX_NAME_SIZE",
-    "CacheConfig",
-    "ClusterConfig",
-    "EngineConfig",
-    "EngineLaunch",
-    "ExecutorConfig",
-    "HealthConfig",
-    "LogConfig",
-    "LoraConfig",
-    "LoraModule",
-    "ModelConfig",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "OneOf",
-    "ParallelConfig",
-    "PositiveFloat",
-    "PositiveInt",
-    "SchedulerConfig",
-    "Section",
-]
+# ruff: noqa: F403 - the names of these modules are names of this one too
+from engine.shared.config.cluster import *
+from engine.shared.config.engine import *
+from engine.shared.config.execution import *
+from engine.shared.config.lora import *
+from engine.shared.config.model import *
+from engine.shared.config.process import *
+from engine.shared.config.section import *

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from engine.shared.cpu.lists import BadCpuList, CpuList, list_text, read_list
@@ -27,7 +26,9 @@ def read_topology(root: Path = _ROOT) -> Topology | None:
     usable = os.sched_getaffinity(0)
     cores = sorted({_core(cpu, usable, root) for cpu in usable})
     nodes = []
-    for cpus in _numa_nodes(root):
+    directory = root / "sys/devices/system/node"
+    for number in _list_in(directory / "online"):
+        cpus = set(_list_in(directory / f"node{number}/cpulist"))
         if own := tuple(core for core in cores if core[0] in cpus):
             nodes.append(own)
     if sum(map(len, nodes)) != len(cores):  # a kernel without NUMA, or a part of /sys is hidden
@@ -58,7 +59,11 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
         else:
             continue
         # A container sees its own group as the root, whatever path it has outside.
-        found += [quota for each in _and_above(base, path) if (quota := read(each)) is not None]
+        parts = [part for part in path.split("/") if part]
+        if ".." in parts:  # a group that is not below the one that is seen here
+            parts = []
+        above = (base.joinpath(*parts[:length]) for length in range(len(parts) + 1))
+        found += [quota for each in above if (quota := read(each)) is not None]
     return min(found, default=None)
 
 
@@ -87,25 +92,11 @@ def _core(cpu: int, usable: set[int], root: Path) -> Core:
     return tuple(each for each in siblings if each in usable) or (cpu,)
 
 
-def _numa_nodes(root: Path) -> Iterator[set[int]]:
-    directory = root / "sys/devices/system/node"
-    for number in _list_in(directory / "online"):
-        yield set(_list_in(directory / f"node{number}/cpulist"))
-
-
 def _list_in(path: Path) -> CpuList:
     try:
         return read_list(path.read_text().strip())
     except (OSError, BadCpuList):  # not there, or empty, as of a node with memory only
         return ()
-
-
-def _and_above(base: Path, path: str) -> Iterator[Path]:
-    parts = [part for part in path.split("/") if part]
-    if ".." in parts:  # a group that is not below the one that is seen here
-        parts = []
-    for length in range(len(parts), -1, -1):
-        yield base.joinpath(*parts[:length])
 
 
 def _quota(group: Path) -> float | None:

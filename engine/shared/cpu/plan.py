@@ -107,8 +107,7 @@ def make_plan(wish: Wish, topology: Topology | None) -> CpuPlan:
     return CpuPlan(engines, _rest(wish, topology, lists))
 
 
-def _obstacle(wish: Wish, topology: Topology) -> str:
-    """Return why `auto` binds no engine here, "" if nothing is against it."""
+def _shares(wish: Wish, topology: Topology) -> list[list[Core]] | str:
     count, nodes = wish.engines * wish.processes, topology.nodes
     is_even = count > 0 and (count % len(nodes) == 0 or len(nodes) % count == 0)
     obstacles = (
@@ -121,14 +120,8 @@ def _obstacle(wish: Wish, topology: Topology) -> str:
         ),
         (not is_even, f"{count} processes cannot share {len(nodes)} NUMA nodes evenly"),
     )
-    return next((reason for applies, reason in obstacles if applies), "")
-
-
-def _shares(wish: Wish, topology: Topology) -> list[list[Core]] | str:
-    """Return the cores of each process as `auto` has them, or why it binds none."""
-    if obstacle := _obstacle(wish, topology):
-        return obstacle
-    count, nodes = wish.engines * wish.processes, topology.nodes
+    if against := [reason for applies, reason in obstacles if applies]:
+        return against[0]
     together = max(1, len(nodes) // count)  # nodes of one process, which are near each other
     groups = [
         [core for node in nodes[at : at + together] for core in node]

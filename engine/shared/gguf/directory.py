@@ -43,24 +43,24 @@ def text_directory(path: Path) -> Path:
     # What the frequencies are divided by stands among the weights.
     described = f"{gguf.digest} {frequency_divisors(gguf, path)}"
     digest = hashlib.sha256(described.encode()).hexdigest()
-    directory = _cache() / f"{digest[:32]}-{_FORM}"
+    directory = user_cache() / "gguf" / f"{digest[:32]}-{_FORM}"
     if not directory.is_dir():
         _write(_files(gguf, path), directory)
     return directory
 
 
-def _cache() -> Path:
-    return user_cache() / "gguf"
-
-
 def _files(gguf: Gguf, path: Path) -> dict[str, dict[str, Any]]:
     metadata = gguf.metadata
     text: dict[str, Any] = special_tokens(metadata)
+    # Llama's architecture is that of many: it is no name.
+    architecture = str(metadata.get("general.architecture"))
+    own = "" if architecture == "llama" else architecture
+    name = str(metadata.get("general.basename") or own)
     template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         text["chat_template"] = template
     return {
-        "config.json": {**config_of(gguf, path), "_name_or_path": _name(metadata)},
+        "config.json": {**config_of(gguf, path), "_name_or_path": name},
         "generation_config.json": {
             "eos_token_id": ending_ids(metadata),
             **{
@@ -72,13 +72,6 @@ def _files(gguf: Gguf, path: Path) -> dict[str, dict[str, Any]]:
         "tokenizer.json": tokenizer_of(metadata),
         "tokenizer_config.json": text,
     }
-
-
-def _name(metadata: dict[str, Any]) -> str:
-    """Return what the model is called, or else its architecture, which is Llama's for many."""
-    architecture = str(metadata.get("general.architecture"))
-    own = "" if architecture == "llama" else architecture
-    return str(metadata.get("general.basename") or own)
 
 
 def _write(files: dict[str, dict[str, Any]], directory: Path) -> None:

@@ -207,7 +207,12 @@ def config_of(gguf: Gguf, path: Path) -> dict[str, Any]:
         raise BadGguf(f"{path}: {kind}.block_count is {layers!r}, with {len(tensors)} tensors")
     # What is absent means what it means to llama.cpp, and not to another implementation.
     if not config.get("head_dim"):
-        config["head_dim"] = _head_dim(config, path)
+        hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+        if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+            raise BadGguf(
+                f"{path}: width and number of heads are missing, or differ between layers"
+            )
+        config["head_dim"] = hidden // heads
     try:
         _adapt(config, kind, gguf)
         _windows(config, stated)
@@ -246,26 +251,20 @@ def _adapt(config: dict[str, Any], kind: str, gguf: Gguf) -> None:
     elif kind == "gpt-oss" and tensors[_MXFP4_EXPERTS].storage.name == "MXFP4":
         config["quantization_config"] = {"quant_method": "mxfp4"}
     elif kind == "deepseek2":
-        _adapt_latents(config, gguf)
+        # Files keep what llama.cpp caches. Older ones have no key_length_mla.
+        width = config.pop("qk_head_dim", config.pop("head_dim"))
+        config["qk_nope_head_dim"] = width - config["qk_rope_head_dim"]
+        config["num_key_value_heads"] = config["num_attention_heads"]
+        if any(name.endswith(".exp_probs_b.bias") for name in tensors):
+            config["architectures"] = ["DeepseekV3ForCausalLM"]
+        elif config["n_group"] > 1:
+            config["topk_method"] = "group_limited_greedy"
     if kind == "glm4moe":
         # The layers that draft tokens are counted, too.
         config["num_hidden_layers"] -= gguf.metadata.get(f"{kind}.nextn_predict_layers", 0)
 
 
-def _adapt_latents(config: dict[str, Any], gguf: Gguf) -> None:
-    """Say what DeepSeek's attention is made of: files keep what llama.cpp caches."""
-    width = config.pop("qk_head_dim", config.pop("head_dim"))  # the latter in older files
-    config["qk_nope_head_dim"] = width - config["qk_rope_head_dim"]
-    config["num_key_value_heads"] = config["num_attention_heads"]
-    is_third = any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors)
-    if is_third:
-        config["architectures"] = ["DeepseekV3ForCausalLM"]
-    elif config["n_group"] > 1:
-        config["topk_method"] = "group_limited_greedy"
-
-
 def _windows(config: dict[str, Any], stated: dict[str, Any]) -> None:
-    """Say which layers slide, where the file does."""
     if not config.get("sliding_window"):
         if "sliding_window" in config:
             config["sliding_window"] = None
@@ -322,13 +321,6 @@ def ending_ids(metadata: dict[str, Any]) -> list[int]:
     """Return the tokens that end an answer."""
     found = [metadata.get(f"tokenizer.ggml.{name}") for name in _ENDINGS]
     return list(dict.fromkeys(each for each in found if isinstance(each, int)))
-
-
-def _head_dim(config: dict[str, Any], path: Path) -> int:
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        raise BadGguf(f"{path}: width and number of heads are missing, or differ between layers")
-    return hidden // heads
 
 
 def _scaling(gguf: Gguf, kind: str, config: dict[str, Any], path: Path) -> dict[str, Any] | None:

@@ -138,7 +138,7 @@ long; it was drained; its weights differed from the others'."""
 
 
 class MissingEngine(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that is expected and not there; see `coordinator.expected`."""
+    """An engine that is expected and not there; see `coordinator.placement`."""
 
     rank: int
     reason: AbsenceReason

@@ -125,7 +125,7 @@ class Hello(Message, frozen=True):
 
 
 class ProcessUse(msgspec.Struct, frozen=True, array_like=True):
-    """What a process takes of its machine; see `engine.shared.process_use`."""
+    """What a process takes of its machine; see `engine.shared.own_process`."""
 
     cpu_seconds: float
     """On all processors, since it began."""

@@ -3,7 +3,6 @@
 import logging
 import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,8 +10,7 @@ import msgspec
 from engine.shared.addresses import first_free_ports, join_host_port
 from engine.shared.cpu.lists import CpuList
 from server.config import ServeConfig
-from server.fleet.backend import CannotServe
-from server.fleet.joining import Joining
+from server.fleet.backend import CannotServe, Joining
 from server.fleet.keeper import Role
 from server.fleet.places import engine_role
 from server.fleet.ray.cluster import RayCluster
@@ -88,8 +86,11 @@ class RayBackend:
             planned={f"engine {rank}": node.id for rank, node in enumerate(planned, len(existing))},
             existing={f"engine {rank}": group for rank, group in enumerate(existing)},
         )
-        if len(nodes) > 1:
-            _warn_if_open(os.environ)
+        if len(nodes) > 1 and os.environ.get("RAY_USE_TLS") != "1":
+            logger.warning(
+                "Ray's own connections are not encrypted (RAY_USE_TLS=1 does it), and engines get "
+                "the cluster key over them: keep others out of this network"
+            )
 
     def _joined(self, config: ServeConfig, directory: Path) -> ServeConfig:
         """Return the settings with a coordinator that other nodes reach, and its key."""
@@ -178,13 +179,4 @@ def _check(config: ServeConfig) -> None:
         raise CannotServe(
             "--data-parallel-size-local 0 keeps ranks off this node, and strict packing has as "
             "many on each: add --ray-dp-pack-strategy fill"
-        )
-
-
-def _warn_if_open(environment: Mapping[str, str]) -> None:
-    """Warn that Ray's own connections are not encrypted; Swell's always are."""
-    if environment.get("RAY_USE_TLS") != "1":
-        logger.warning(
-            "Ray's own connections are not encrypted (RAY_USE_TLS=1 does it), and engines get the "
-            "cluster key over them: keep others out of this network"
         )

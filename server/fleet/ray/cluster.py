@@ -10,10 +10,9 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.placement_group import (
@@ -34,8 +33,6 @@ from server.fleet.ray import actor as actor_module
 from server.fleet.ray.packing import RayNode, Resources, amounts
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CONNECT_TIMEOUT = 5.0
 """Seconds within which the cluster has to take a connection."""
@@ -107,7 +104,11 @@ class RayCluster:
                 ray.init(address=address, **options)
         except (RuntimeError, ConnectionError, ValueError) as error:
             raise CannotServe(_explained(address, error)) from error
-        _hear_ray()
+        # What Ray prints about its nodes becomes log lines: the supervisor prints nothing itself,
+        # and says what has become of its engines.
+        said = logging.getLogger("ray.said")
+        said.setLevel(logging.INFO if logger.isEnabledFor(logging.DEBUG) else logging.WARNING)
+        sys.stdout = LogLines(said)
         self.own_node = str(ray.get_runtime_context().get_node_id())
         self.host = str(ray.util.get_node_ip_address())
         ray.cloudpickle.register_pickle_by_value(actor_module)
@@ -130,7 +131,7 @@ class RayCluster:
 
     async def nodes(self) -> list[RayNode]:
         """Return the living nodes as `look` does, without blocking the event loop."""
-        return await _beside(self.look)
+        return await asyncio.to_thread(self.look)
 
     async def reserve(
         self, name: str, bundle: Resources, *, node: str | None, never: Collection[str]
@@ -147,14 +148,15 @@ class RayCluster:
             selector = {NODE_LABEL: node}
         elif never:
             selector = {NODE_LABEL: f"!in({','.join(never)})"}
-        make = partial(
-            placement_group,
-            [dict(bundle)],
-            strategy="STRICT_PACK",
-            name=name,
-            bundle_label_selector=[selector] if selector else None,
+        making = asyncio.ensure_future(
+            asyncio.to_thread(
+                placement_group,
+                [dict(bundle)],
+                strategy="STRICT_PACK",
+                name=name,
+                bundle_label_selector=[selector] if selector else None,
+            )
         )
-        making = asyncio.ensure_future(_beside(make))
         try:
             return Group(await asyncio.shield(making), bundle)
         except asyncio.CancelledError:
@@ -178,8 +180,12 @@ class RayCluster:
                 f"{ray.get_runtime_context().namespace} (--ray-namespace)"
             ) from error
         specs = handle.bundle_specs
-        used = next((n for n in range(1, len(specs) + 1) if _covers(specs[:n], bundle)), None)
-        if used is None:
+        used = 0
+        for count in range(len(specs), 0, -1):
+            there = _sum_of(specs[:count])
+            if all(there.get(name, 0.0) >= amount for name, amount in bundle.items()):
+                used = count
+        if not used:
             raise CannotServe(
                 f"--ray-placement-groups: the bundles of {name} have "
                 f"{amounts(_sum_of(specs))}, and a rank needs {amounts(bundle)}"
@@ -214,7 +220,7 @@ class RayCluster:
             if gpus
         ]
         try:
-            told = await _beside(partial(ray.get, asked, timeout=DEVICES_WITHIN))
+            told = await asyncio.to_thread(ray.get, asked, timeout=DEVICES_WITHIN)
         except ray.exceptions.GetTimeoutError:
             for each in asked:
                 ray.cancel(each, force=True)
@@ -223,7 +229,7 @@ class RayCluster:
 
     async def placed_on(self, group: Group) -> str | None:
         """Return the id of the node on which a placement group is; None: on none yet."""
-        table = await _beside(partial(placement_group_table, group.handle))
+        table = await asyncio.to_thread(placement_group_table, group.handle)
         if table.get("state") != "CREATED":
             return None
         return str(table["bundles_to_node_id"][0])
@@ -233,7 +239,7 @@ class RayCluster:
         if not group.is_ours:
             return
         with contextlib.suppress(Exception):  # gone already, or with the cluster
-            await _beside(partial(remove_placement_group, group.handle))
+            await asyncio.to_thread(remove_placement_group, group.handle)
 
     def start_actor(self, name: str, group: Group) -> "RemoteActor":
         """Start an actor in the first bundle of a placement group."""
@@ -298,7 +304,7 @@ class RemoteActor:
     async def kill(self) -> None:
         """End the actor's process at once."""
         with contextlib.suppress(Exception):  # it has ended already, or with the cluster
-            await _beside(partial(ray.kill, self._handle, no_restart=True))
+            await asyncio.to_thread(ray.kill, self._handle, no_restart=True)
 
 
 def _own_gpus() -> list[str]:
@@ -308,26 +314,6 @@ def _own_gpus() -> list[str]:
 
 def _sum_of(bundles: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(b.get(name, 0.0) for b in bundles) for b in bundles for name in b}
-
-
-def _covers(bundles: list[dict[str, float]], needs: Resources) -> bool:
-    there = _sum_of(bundles)
-    return all(there.get(name, 0.0) >= amount for name, amount in needs.items())
-
-
-async def _beside(work: Callable[[], T]) -> T:
-    """Call a function that waits for Ray, without blocking the event loop."""
-    return await asyncio.to_thread(work)
-
-
-def _hear_ray() -> None:
-    """Turn what Ray prints about its nodes on standard output into log lines of level debug.
-
-    The supervisor prints nothing there, and says itself what has become of its engines.
-    """
-    said = logging.getLogger("ray.said")
-    said.setLevel(logging.INFO if logger.isEnabledFor(logging.DEBUG) else logging.WARNING)
-    sys.stdout = LogLines(said)
 
 
 def _running_here() -> str | None:

@@ -1,11 +1,16 @@
-"""The resources that one rank asks of a Ray cluster, by its engine's settings. No I/O."""
+"""The resources that one rank asks of a Ray cluster, by its engine's settings, and the versions.
+
+The only I/O is to look at what is installed.
+"""
 
 import fnmatch
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 
 import msgspec
 
 from engine.shared.config import EngineConfig
+from engine.shared.version import SWELL_VERSION
 from server.config import RayConfig
 from server.fleet.backend import CannotServe
 from server.fleet.ray.packing import Resources
@@ -34,7 +39,16 @@ def needs_of_rank(config: EngineConfig, ray: RayConfig, *, has_gpus: bool) -> Re
         memory = memory or config.cache.kv_cache_memory_bytes
     if memory:
         needs["memory"] = float(memory)
-    return needs | _own_resources(ray.ray_engine_resources)
+    try:
+        own = msgspec.json.decode(ray.ray_engine_resources, type=dict[str, float])
+    except msgspec.DecodeError as error:
+        raise CannotServe(
+            f'--ray-engine-resources must be a JSON object of numbers, like {{"slot": 1}}: {error}'
+        ) from error
+    wrong = [name for name, amount in own.items() if not 0 < amount < float("inf")]
+    if wrong:
+        raise CannotServe(f"--ray-engine-resources: the amount of {wrong[0]} is not positive")
+    return needs | own
 
 
 def cpus(config: EngineConfig) -> int:
@@ -47,19 +61,6 @@ def uses_gpus(config: EngineConfig, *, has_gpus: bool) -> bool:
     if config.executor.executor == "simulated" or config.model.device == "cpu":
         return False
     return config.model.device == "cuda" or has_gpus
-
-
-def _own_resources(text: str) -> dict[str, float]:
-    try:
-        found = msgspec.json.decode(text, type=dict[str, float])
-    except msgspec.DecodeError as error:
-        raise CannotServe(
-            f'--ray-engine-resources must be a JSON object of numbers, like {{"slot": 1}}: {error}'
-        ) from error
-    wrong = [name for name, amount in found.items() if not 0 < amount < float("inf")]
-    if wrong:
-        raise CannotServe(f"--ray-engine-resources: the amount of {wrong[0]} is not positive")
-    return found
 
 
 def engine_config(config: EngineConfig, *, gpus: bool, most_on_node: int) -> EngineConfig:
@@ -86,3 +87,30 @@ def copied_environment(patterns: Sequence[str], environment: Mapping[str, str]) 
         if name not in NEVER_COPIED
         and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     }
+
+
+def differences(there: Mapping[str, str], node: str) -> str | None:
+    """Return what is different on a node, naming both versions; None if nothing is.
+
+    Args:
+        there: what its actor says is installed.
+    """
+    here = {"swell": SWELL_VERSION, "torch": _torch()}
+    found = [
+        f"{name} {there.get(name, 'none')} there, {version} here"
+        for name, version in here.items()
+        # A head node without torch has nothing to compare.
+        if version != "none" and there.get(name) != version
+    ]
+    if not found and there.get("relay", "").startswith("none"):
+        found = [f"no Ray backend there: {there['relay']}"]
+    if not found:
+        return None
+    return f"node {node} has other versions: {'; '.join(found)}. Install the same on all nodes"
+
+
+def _torch() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "none"

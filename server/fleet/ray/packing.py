@@ -64,7 +64,7 @@ class Packing:
         """Return the node of each rank, as far as there is room; the supervisor's node is first."""
         planned: list[RayNode] = []
         for node in nodes:
-            room, wanted = self._room(node), self._limit(node.id)
+            room, wanted = self._count(node.free), self._limit(node.id)
             if wanted is None and self.strategy == "strict":
                 wanted = ranks
             if wanted is not None:
@@ -87,11 +87,25 @@ class Packing:
                 tell of all.
             avoid: ids of nodes that are taken only if there is no other.
         """
-        fitting = [node for node in nodes if self._takes_one_more(node, held.get(node.id, 0))]
+        full = self.full(held)
+        fitting = [
+            node
+            for node in nodes
+            if node.id not in full
+            and self._count(node.free) >= 1
+            and self._count(node.total) > held.get(node.id, 0)
+        ]
         fitting.sort(key=lambda node: node.id in avoid)
         if fitting:
             return Choice(fitting[0], "")
-        return Choice(None, self.lack(nodes, held), self._lacking(nodes))
+        scarce = [
+            name
+            for name, amount in self.needs.items()
+            if all(node.free.get(name, 0.0) < amount for node in nodes)
+        ]
+        lacks = ", ".join(scarce or self.needs)  # what no node has enough of, or all
+        reason = f"waiting for {amounts(self.needs)}: free are {self._free(nodes, held)}"
+        return Choice(None, reason, lacks)
 
     def full(self, held: Mapping[str, int]) -> list[str]:
         """Return the ids of nodes that get no further rank, however much they have."""
@@ -101,15 +115,6 @@ class Packing:
             for node, limit in limits.items()
             if limit is not None and held.get(node, 0) >= limit
         )
-
-    def _takes_one_more(self, node: RayNode, ranks: int) -> bool:
-        limit = self._limit(node.id)
-        if limit is not None and ranks >= limit:
-            return False
-        return self._room(node) >= 1 and self._count(node.total) > ranks
-
-    def _room(self, node: RayNode) -> int:
-        return self._count(node.free)
 
     def _count(self, there: Resources) -> int:
         """Return how many ranks these resources are enough for."""
@@ -150,19 +155,6 @@ class Packing:
             f"{amounts(self.needs)}. Free: {self._free(nodes, {})}. To go on: {advice}, or wait "
             "for nodes with --ray-wait-for-nodes"
         )
-
-    def lack(self, nodes: Sequence[RayNode], held: Mapping[str, int]) -> str:
-        """Return what a rank that finds no room waits for."""
-        return f"waiting for {amounts(self.needs)}: free are {self._free(nodes, held)}"
-
-    def _lacking(self, nodes: Sequence[RayNode]) -> str:
-        """Return what no node has enough of, or all if no node has enough of all."""
-        scarce = [
-            name
-            for name, amount in self.needs.items()
-            if all(node.free.get(name, 0.0) < amount for node in nodes)
-        ]
-        return ", ".join(scarce or self.needs)
 
     def _free(self, nodes: Sequence[RayNode], held: Mapping[str, int]) -> str:
         told = []

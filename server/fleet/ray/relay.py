@@ -69,7 +69,6 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
 
 
 def _listening(http: HttpConfig) -> int:
-    """Return the descriptor of a socket that listens."""
     try:
         listener: socket.socket = listen(http.host, http.port, _BACKLOG)
     except OSError as error:

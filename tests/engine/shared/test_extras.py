@@ -6,7 +6,7 @@ import sys
 import pytest
 from packaging.requirements import Requirement
 
-from engine.shared.extras import install_command
+from engine.shared.plugins import install_command
 
 
 @pytest.mark.parametrize(

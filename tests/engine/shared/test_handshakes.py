@@ -7,8 +7,7 @@ import pytest
 import zmq
 
 from engine.shared.config import ClusterConfig
-from engine.shared.handshakes import HandshakeWatch
-from engine.shared.transport import Transport, bound_address
+from engine.shared.transport import HandshakeWatch, Transport, bound_address
 
 Context = zmq.Context["zmq.Socket[bytes]"]
 

@@ -10,8 +10,7 @@ import pytest
 import zmq
 
 from engine.shared.config import ClusterConfig
-from engine.shared.listeners import SharedPort
-from engine.shared.transport import Transport, bound_address
+from engine.shared.transport import SharedPort, Transport, bound_address
 
 Context = zmq.Context[zmq.Socket[bytes]]
 OLD, NEW, WRONG = (f"{name:->32}" for name in ("old", "new", "wrong"))

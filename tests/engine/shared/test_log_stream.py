@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from engine.shared.log_stream import MAX_BACKLOG, LogStream
+from engine.shared.logs import MAX_BACKLOG, LogStream
 from tests.support.waiting import PATIENCE, until
 
 LINE = f"{'x' * 999}\n"
@@ -123,7 +123,7 @@ def test_a_full_disk_loses_lines_and_says_so_when_there_is_room_again(tmp_path: 
     log = tmp_path / "log"
     program = """
 import resource, signal
-from engine.shared.log_stream import LogStream
+from engine.shared.logs import LogStream
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 stream = LogStream(2)
@@ -154,7 +154,7 @@ def test_no_space_left_is_no_error_of_the_program() -> None:
 @pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
 def test_what_is_opened_never_takes_the_place_of_a_closed_standard_error(closed: str) -> None:
     program = (
-        "import os, sys; from engine.shared.log_stream import open_standard_descriptors as o; o();"
+        "import os, sys; from engine.shared.logs import open_standard_descriptors as o; o();"
         "from engine.shared.logs import name_process; name_process('x', 'info');"
         "assert os.open('/dev/zero', os.O_RDONLY) > 2;"
         "assert all(os.path.exists(f'/proc/self/fd/{n}') for n in range(3));"

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from engine.shared.patterns import Expression, is_enforceable, keys_of
+from engine.shared.matchers import Expression, is_enforceable, keys_of
 from tests.support.cpu_time import cpu_seconds, grows_no_faster_than_input
 
 

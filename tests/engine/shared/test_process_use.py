@@ -5,8 +5,7 @@ import os
 import psutil
 import pytest
 
-from engine.shared.descriptors import Descriptors
-from engine.shared.process_use import process_use
+from engine.shared.own_process import Descriptors, process_use
 
 
 def test_a_process_says_what_it_takes_of_its_machine() -> None:

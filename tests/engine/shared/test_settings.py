@@ -12,7 +12,7 @@ from server.config import FrontEndConfig, ServeConfig
 from server.flags import Command, parse
 from tests.support.plugins import offer
 
-COMMANDS = {"engine": Command("run", "", EngineConfig, None, frozenset(), lambda _: 0)}
+COMMANDS = {"engine": Command("run", "", EngineConfig, lambda _: 0)}
 
 
 def load(

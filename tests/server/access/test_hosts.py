@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server.access.hosts import KnownHosts, known_hosts
+from server.access.guards import KnownHosts, known_hosts
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
 
 MINE = [

@@ -4,9 +4,16 @@ import pytest
 
 from coordinator.tenants import TenantUsage
 from engine.shared.messages import ClusterView, TenantUse
-from server.access.admission import Admission, Overloaded, Reservation
+from server.access.admission import (
+    MAX_AGE,
+    MAX_TENANTS,
+    REPEAT_INTERVAL,
+    Admission,
+    Overloaded,
+    Reservation,
+    TenantsElsewhere,
+)
 from server.access.admission_table import AdmissionTable
-from server.access.tenants_elsewhere import MAX_AGE, MAX_TENANTS, REPEAT_INTERVAL, TenantsElsewhere
 from server.config import OverloadConfig, TenantConfig
 
 SEARCH, BATCH = 11, 12

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from server.config.tools import StatusConfig, StatusTarget
 from server.fleet.commands import _summary, engine_rows, status
-from server.fleet.commands_config import StatusConfig, StatusTarget
 
 COUNTS = {"running": 3, "waiting": 1, "kv_usage": 0.25}
 

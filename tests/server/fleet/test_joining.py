@@ -7,7 +7,7 @@ import pytest
 
 from engine.shared.config import ClusterConfig, ExecutorConfig, ParallelConfig
 from server.config import NodesConfig, RayConfig, ServeConfig
-from server.fleet.joining import BadNode, check_span, joining
+from server.fleet.backend import BadNode, check_span, joining
 from server.fleet.node_resources import engine_capacity, visible_devices
 from server.fleet.places import engine_role
 from server.router.load_table import MAX_ENGINES

@@ -14,9 +14,7 @@ from fastapi import FastAPI
 
 from server.access.admission_table import AdmissionTable, create_admission_table
 from server.config import GuardConfig
-from server.http import acceptor
-from server.http.acceptor import AcceptBackoff, Acceptor, ConnectionShare
-from server.http.listener import HttpServer
+from server.http.listener import AcceptBackoff, Acceptor, ConnectionShare, HttpServer
 from server.http.protocol import limited_protocol
 from tests.support.waiting import PATIENCE
 
@@ -104,7 +102,7 @@ def test_a_small_share_ends_what_was_learned_of_neighbours() -> None:
 async def test_who_has_many_connections_leaves_new_ones_to_others(
     tables: list[AdmissionTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceptor, "YIELD_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr("server.http.listener.YIELD_SECONDS", 10 * PATIENCE)
     taken: list[int] = []
 
     both = asyncio.Event()

@@ -12,7 +12,7 @@ import uvicorn
 
 from server.access.guards import tls_options
 from server.config import GuardConfig
-from server.http.certificates import LOOK_INTERVAL, Certificates
+from server.http.tls import LOOK_INTERVAL, Certificates
 from tests.server.http.test_http_protocol import served
 from tests.support.certificates import make_certificate
 from tests.support.waiting import PATIENCE

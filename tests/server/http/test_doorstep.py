@@ -6,7 +6,7 @@ import pytest
 
 from engine.shared.config import ModelConfig
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
-from server.http.request_id import plain_path
+from server.http.middleware import plain_path
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from server.http.paths import no_such_path
+from server.http.errors import no_such_path
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 

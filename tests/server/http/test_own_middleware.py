@@ -12,7 +12,7 @@ from engine.shared.config import ModelConfig
 from engine.shared.messages import ClusterView, EngineEntry, EngineStats
 from engine.shared.plugins import BadPlugin
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
-from server.http.own_middleware import BadMiddleware
+from server.http.middleware import BadMiddleware
 from tests.support.plugins import offer
 
 

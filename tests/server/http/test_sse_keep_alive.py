@@ -11,8 +11,7 @@ import pytest
 
 from engine.shared.messages import RequestOutput
 from server.config import FrontEndConfig, GuardConfig
-from server.http.call import COMMENT
-from server.http.keep_alive import HEADERS_WITHIN
+from server.http.call import COMMENT, HEADERS_WITHIN
 from server.router.generation_client import NoEngineAvailable
 from tests.server.http.test_http_protocol import connect, served
 from tests.support.waiting import PATIENCE, until_async
@@ -96,7 +95,7 @@ class TestWithManyComments(WithInterval):
         self, app: Any, engines: Any, path: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # However long the machine takes until then.
-        monkeypatch.setattr("server.http.keep_alive.HEADERS_WITHIN", 2 * PATIENCE)
+        monkeypatch.setattr("server.http.call.HEADERS_WITHIN", 2 * PATIENCE)
         engines.script = lambda stream: [FAILED]
 
         async with served(app, GuardConfig()) as port:

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from server.access.tenants import SCOPE_KEY, named_tenant
-from server.http.unsent import FREE_BYTES, UnsentBudget
+from server.http.protocol import FREE_BYTES, UnsentBudget
 from server.limits import MAX_UNSENT, MAX_UNSENT_OF_ONE
 
 SIZE = 4 << 20

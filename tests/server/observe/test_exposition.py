@@ -2,8 +2,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from engine.shared.messages import EngineSetup
-from server.observe.engine_metrics import Ages, EngineCollector
-from server.observe.exposition import text_of
+from server.observe.engine_metrics import EngineCollector
+from server.observe.metric_factory import text_of
 from tests.server.observe.test_metrics import engine, view
 
 
@@ -11,7 +11,7 @@ def test_engines_are_written_as_the_library_writes_them() -> None:
     setup = EngineSetup(100, 16, 512, "f", 8, True, 0.9, None, 1 << 30)
     shown = view(engine(0, running=3, setup=setup), engine(1, stats=None), engine(12, waiting=2))
     collector: Collector = EngineCollector(
-        "x:", 'a "model"\\of\nmine', shown, Ages(None, {0: 0.5}), None, shows_cluster=True
+        "x:", 'a "model"\\of\nmine', shown, None, {0: 0.5}, None, shows_cluster=True
     )
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)

@@ -28,7 +28,7 @@ from server.config import FrontEndConfig, GuardConfig, HttpConfig
 from server.observe.metric_factory import MetricFactory
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceMetrics
-from server.router.engine_times import EngineTimes
+from server.router.request import EngineTimes
 from tests.support.cpu_time import takes_less_than
 
 
@@ -412,7 +412,7 @@ def test_an_impossible_prefix_is_refused() -> None:
 
 _COUNTING_PROCESS = """
 from engine.shared.messages import RequestTiming
-from server.router.engine_times import EngineTimes
+from server.router.request import EngineTimes
 from engine.shared.config import ModelConfig
 from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics

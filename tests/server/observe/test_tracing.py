@@ -26,8 +26,8 @@ from server.observe.tracing import (
     RequestTracer,
     request_tracer,
 )
-from server.router.engine_times import EngineTimes, EngineVisit
 from server.router.generation_client import NoEngineAvailable
+from server.router.request import EngineTimes, EngineVisit
 from server.text.tokenizer import ServedTokenizer
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

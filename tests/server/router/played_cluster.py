@@ -20,7 +20,7 @@ from engine.shared.messages import (
 )
 from server.router.events import EngineHello, Tick
 from server.router.generation_client import KillsEngines, NoEngineAvailable
-from server.router.router import build_router
+from server.router.router import Router
 from server.router.routing import LeastLoaded
 from server.router.shell import RouterShell
 from server.router.split import Split
@@ -76,7 +76,7 @@ class Cluster:
         split: Split | None = None,
     ) -> None:
         self.now = 0.0
-        self.router = build_router(
+        self.router = Router(
             front_end=0, incarnation=ME, first_id=0, policy=LeastLoaded(), table=None, grace=5.0,
             max_resumes=max_resumes, halted_timeout=300.0, resume_timeout=resume_timeout,
             split=split,

@@ -1,8 +1,8 @@
 """Calls of engine utilities: every engine that was called is answered for, once."""
 
 from engine.shared.messages import UtilityResult
-from server.router.calls import UtilityCalls
 from server.router.events import Action, Call, CallResult
+from server.router.router import UtilityCalls
 from tests.server.router.known_engines import members_of
 
 FRONT_END = 3

@@ -42,7 +42,7 @@ from engine.shared.transport import Transport
 from server.router import engine_client
 from server.router.engine_client import EngineClient
 from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
-from server.router.router import build_router
+from server.router.router import Router
 from server.router.routing import LeastLoaded
 from server.router.token_stream import RequestStream
 from tests.server.router.played_cluster import GREEDY, SETUP
@@ -133,7 +133,7 @@ class World:
         self.engines: list[PlayedEngine] = []
         self.setup = SETUP
         self._version = 0
-        self.router = build_router(
+        self.router = Router(
             front_end=0,
             incarnation=77,
             first_id=0,

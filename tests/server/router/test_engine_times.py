@@ -1,5 +1,5 @@
 from engine.shared.messages import RequestTiming
-from server.router.engine_times import EngineTimes
+from server.router.request import EngineTimes
 
 
 def test_one_engine_says_it_all() -> None:

@@ -1,7 +1,7 @@
 """Whose turn it is to run alone, and what the deaths of engines say of a request."""
 
 from engine.shared.messages import AddRequest, SamplingParams
-from server.router.probation import Probation
+from server.router.failover import Probation
 from server.router.request import RoutedRequest, Suspicion
 
 HERE = (0, 10)

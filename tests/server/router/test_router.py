@@ -36,13 +36,13 @@ from server.router.events import (
 )
 from server.router.generation_client import NoEngineAvailable, NoSuchEngine
 from server.router.request import RoutedRequest
-from server.router.router import Router, build_router
+from server.router.router import Router
 from server.router.routing import LeastLoaded
 from tests.server.router.known_engines import entry, stats, view
 
 
 def new_router() -> Router:
-    return build_router(
+    return Router(
         front_end=0, incarnation=77, first_id=0, policy=LeastLoaded(), table=None, grace=5.0,
         max_resumes=1, halted_timeout=300.0, resume_timeout=5.0,
     )  # fmt: skip

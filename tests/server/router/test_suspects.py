@@ -3,8 +3,8 @@
 import pytest
 
 from engine.shared.messages import RequestOutput
+from server.router.failover import CONVICTING_DEATHS, MAX_TRIES, STEPS_ALONE
 from server.router.generation_client import KillsEngines
-from server.router.probation import CONVICTING_DEATHS, MAX_TRIES, STEPS_ALONE
 from server.router.token_stream import RequestStream
 from tests.server.router.played_cluster import Cluster, Played, error_of
 

@@ -12,8 +12,13 @@ from engine.shared.config import (
 )
 from server.config import RayConfig
 from server.fleet.backend import CannotServe
-from server.fleet.ray.needs import copied_environment, engine_config, needs_of_rank, uses_gpus
-from server.fleet.ray.versions import differences
+from server.fleet.ray.needs import (
+    copied_environment,
+    differences,
+    engine_config,
+    needs_of_rank,
+    uses_gpus,
+)
 
 TWO = ParallelConfig(tensor_parallel_size=2, data_parallel_rank=3)
 
@@ -77,8 +82,8 @@ def test_only_variables_that_are_named_are_copied_and_never_what_belongs_to_a_no
 
 
 def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.fleet.ray.versions.SWELL_VERSION", "0.2.0")
-    monkeypatch.setattr("server.fleet.ray.versions._torch", lambda: "2.13.0")
+    monkeypatch.setattr("server.fleet.ray.needs.SWELL_VERSION", "0.2.0")
+    monkeypatch.setattr("server.fleet.ray.needs._torch", lambda: "2.13.0")
     relay = {"relay": "server.fleet.ray.messages"}
     assert differences({"swell": "0.2.0", "torch": "2.13.0", **relay}, "b") is None
     told = differences({"swell": "0.1.0", "torch": "2.12.1", **relay}, "10.0.0.7")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from engine.shared.config import ModelConfig
+from server import doctor as command
 from server.config import GuardConfig, ServeConfig, StoreConfig
 from server.config.shown import changed_settings
-from server.doctor import command
-from server.doctor.command import Check, doctor, examine
-from server.doctor.config import DoctorConfig, DoctorTarget
+from server.config.tools import DoctorConfig, DoctorTarget
+from server.doctor import Check, doctor, examine
 
 
 def checks(target: DoctorTarget, describe: Callable[[], str] = lambda: "amx") -> dict[str, Check]:

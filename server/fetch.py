@@ -9,7 +9,7 @@ from rich.table import Table
 
 from engine.shared.config import ModelConfig
 from engine.shared.model_files import ModelNotFound, model_directory, with_local_file
-from server.fetch.config import CachedConfig, FetchConfig, ShardedConfig
+from server.config.tools import CachedConfig, FetchConfig, ShardedConfig
 
 
 def cached(config: CachedConfig) -> int:

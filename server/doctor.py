@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from engine.shared.cpu.machine import cpu_quota, read_topology, usable_cores
 from engine.shared.devices import num_cuda_devices
 from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
-from server.doctor.config import DoctorConfig, DoctorTarget
+from server.config.tools import DoctorConfig, DoctorTarget
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -61,7 +61,9 @@ def doctor(config: DoctorConfig, describe_processor: Callable[[], str]) -> int:
 def examine(target: DoctorTarget, describe_processor: Callable[[], str]) -> Iterator[Check]:
     """Look at everything, one thing after the other."""
     yield Check("swell", "ok", f"{SWELL_VERSION}, protocol {PROTOCOL_VERSION}")
-    yield _python()
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    text = f"{platform.python_version()} at {sys.executable}, {system}"
+    yield Check("python", "ok" if sys.platform == "linux" else "fail", text)
     yield _packages("packages", _NEEDED, "fail", "install swell again")
     yield _packages("packages of API servers", _SERVER, "warn", "they need swell[server]")
     yield _packages("packages of engines", _ENGINE, "warn", "they need swell[engine]")
@@ -71,17 +73,16 @@ def examine(target: DoctorTarget, describe_processor: Callable[[], str]) -> Iter
     yield _cores()
     yield _devices()
     yield _memory(Path("/"))
-    yield _descriptors()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY or hard >= MIN_DESCRIPTORS:
+        yield Check("file descriptors", "ok", f"{hard} per process")
+    else:
+        text = f"{hard} per process: raise the hard limit (ulimit -Hn, LimitNOFILE=)"
+        yield Check("file descriptors", "warn", text)
     yield _room("/dev/shm", Path("/dev/shm"), MIN_SHM, "docker run --shm-size, or emptyDir")
     yield _room("temporary files", Path(tempfile.gettempdir()), MIN_TMP, "set TMPDIR")
     yield _cache()
     yield _port(target)
-
-
-def _python() -> Check:
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    text = f"{platform.python_version()} at {sys.executable}, {system}"
-    return Check("python", "ok" if sys.platform == "linux" else "fail", text)
 
 
 def _packages(name: str, packages: tuple[str, ...], lacking: Verdict, advice: str) -> Check:
@@ -144,14 +145,6 @@ def _memory(root: Path) -> Check:
         free = min(free, int(limit))
         text += f", the container may have {int(limit) / _GIB:.1f} GiB"
     return Check("memory", "ok" if free >= MIN_MEMORY else "warn", text)
-
-
-def _descriptors() -> Check:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard == resource.RLIM_INFINITY or hard >= MIN_DESCRIPTORS:
-        return Check("file descriptors", "ok", f"{hard} per process")
-    text = f"{hard} per process: raise the hard limit (ulimit -Hn, LimitNOFILE=)"
-    return Check("file descriptors", "warn", text)
 
 
 def _room(name: str, directory: Path, least: int, advice: str) -> Check:

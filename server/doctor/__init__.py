@@ -1,1 +1,0 @@
-"""`swell doctor`."""
