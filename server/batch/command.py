@@ -3,11 +3,11 @@
 import asyncio
 import signal
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,27 +18,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from server.batch.config import BatchConfig, RunBatchConfig
+from server.batch.config import RunBatchConfig
 from server.batch.lines import Attempt, BadLine, BatchRequest, BatchResult, read_request
 from server.batch.output import OutputBusy, OutputFile
-from server.batch.sender import ServerUnusable, check_server, send_all
+from server.batch.sender import ServerUnusable, send_all
 from server.fleet.own_server import OwnServer, ServerFailed, serve_arguments
-
-
-class _Tally(msgspec.Struct):
-    """What has come of the requests of this run."""
-
-    succeeded: int = 0
-    refused: int = 0
-    failed: int = 0
-
-    def count(self, result: BatchResult) -> None:
-        if result.succeeded:
-            self.succeeded += 1
-        elif result.final:
-            self.refused += 1
-        else:
-            self.failed += 1
 
 
 def run_batch(config: RunBatchConfig) -> int:
@@ -64,11 +48,10 @@ def _run(config: RunBatchConfig, console: Console) -> int:
         print("swell run-batch: an input file and an output file are needed", file=sys.stderr)
         return 2
     source = Path(batch.input_file)
-    tally = _Tally()
+    came = Counter[str]()
     with OutputFile(Path(batch.output_file)) as output, ExitStack() as stack:
         with source.open("rb") as lines:
             bad = [isinstance(each, BadLine) for each in _attempts(lines)]
-        total, num_bad = len(bad), sum(bad)
         before = len(output.answered)
         with source.open("rb") as lines:
             left = sum(1 for _ in _unanswered(lines, output.answered))
@@ -78,55 +61,37 @@ def _run(config: RunBatchConfig, console: Console) -> int:
                 with console.status("starting a server"):
                     own = OwnServer(serve_arguments(config), config.supervisor.startup_timeout)
                     url = stack.enter_context(own).url
-            check_server(url, batch)
-            _send(source, (total, left), batch, url, output, tally, console)
+            bar = stack.enter_context(
+                Progress(
+                    TextColumn("{task.description}"),
+                    BarColumn(),
+                    MofNCompleteColumn(),
+                    TimeElapsedColumn(),
+                    TimeRemainingColumn(),
+                    console=console,
+                )
+            )
+            task = bar.add_task("requests", total=len(bad), completed=len(bad) - left)
+
+            def done(result: BatchResult) -> None:
+                output.append(result)
+                came[result.outcome] += 1
+                failures = came["refused"] + came["failed"]
+                told = f"requests, {failures} without success" if failures else "requests"
+                bar.update(task, advance=1, description=told)
+
+            requests = _unanswered(stack.enter_context(source.open("rb")), {*output.answered})
+            asyncio.run(send_all(url, batch, requests, done))
         with source.open("rb") as lines:
             output.order(_attempts(lines))
     console.print(
-        f"{batch.output_file}: {tally.succeeded} answered, {tally.refused} refused by the server, "
-        f"{tally.failed} failed, {num_bad} lines that are no requests; "
+        f"{batch.output_file}: {came['answered']} answered, {came['refused']} refused by the "
+        f"server, {came['failed']} failed, {sum(bad)} lines that are no requests; "
         f"{before} had been answered before",
         highlight=False,
         soft_wrap=True,
     )
-    return 0 if tally.failed == 0 else 1
-
-
-def _send(
-    source: Path,
-    counts: tuple[int, int],
-    batch: BatchConfig,
-    url: str,
-    output: OutputFile,
-    tally: _Tally,
-    console: Console,
-) -> None:
-    """Send what is left; `counts` are all requests, and those."""
-    total, left = counts
-    with (
-        source.open("rb") as lines,
-        Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        ) as progress,
-    ):
-        task = progress.add_task("requests", total=total, completed=total - left)
-
-        def done(result: BatchResult) -> None:
-            output.append(result)
-            tally.count(result)
-            failures = tally.refused + tally.failed
-            progress.update(
-                task,
-                advance=1,
-                description=f"requests, {failures} without success" if failures else "requests",
-            )
-
-        asyncio.run(send_all(url, batch, _unanswered(lines, frozenset(output.answered)), done))
+    return 1 if came["failed"] else 0
 
 
 def _unanswered(lines: Iterator[bytes], answered: Collection[str]) -> Iterator[BatchRequest]:

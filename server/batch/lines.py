@@ -1,7 +1,7 @@
 """The lines of batch files, as OpenAI has them: requests, and what came of them."""
 
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -62,22 +62,12 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
     error: BatchError | None = None
 
     @property
-    def succeeded(self) -> bool:
-        """Whether the server did what was asked."""
-        return self.response is not None and self.response.status_code == 200
-
-    @classmethod
-    def of(cls, line: "BadLine") -> "BatchResult":
-        """Return the result of a line that is no request."""
-        return cls(id=new_id(), custom_id=line.custom_id, error=line.error)
-
-    @property
-    def final(self) -> bool:
-        """Whether the same request would be answered in the same way again."""
-        if self.response is None:
-            return False
-        status = self.response.status_code
-        return status < 500 and status not in (408, 429)
+    def outcome(self) -> Literal["answered", "refused", "failed"]:
+        """What came of it; only what failed may be answered in another way the next time."""
+        status = 503 if self.response is None else self.response.status_code
+        if status == 200:
+            return "answered"
+        return "failed" if status >= 500 or status in (408, 429) else "refused"
 
 
 class BadLine(ValueError):

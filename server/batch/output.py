@@ -12,6 +12,7 @@ from server.batch.lines import (
     Attempt,
     BadLine,
     BatchResult,
+    new_id,
     read_result,
     write_result,
 )
@@ -74,7 +75,9 @@ class OutputFile:
         others = dict(self.answered)
         for attempt in attempts:
             if isinstance(attempt, BadLine):
-                yield write_result(BatchResult.of(attempt))
+                yield write_result(
+                    BatchResult(id=new_id(), custom_id=attempt.custom_id, error=attempt.error)
+                )
             else:
                 written.seek(others.pop(attempt.custom_id))
                 yield written.readline()
@@ -96,7 +99,7 @@ class OutputFile:
         with self._path.open("rb") as lines:
             for line in lines:
                 result = read_result(line)
-                if result is None or not result.final or result.custom_id is None:
+                if result is None or result.outcome == "failed" or result.custom_id is None:
                     dropped += 1
                 else:
                     kept.append(line)

@@ -4,41 +4,19 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator
 
-import httpx
 import msgspec
 
 from server.batch.config import BatchConfig
 from server.batch.lines import BatchError, BatchRequest, BatchResponse, BatchResult, new_id
+from server.bench.connection import BadAnswer, HttpClient
 
 _BUSY = (429, 502, 503, 504)
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 30.0
+_CHECK_SECONDS = 30.0
 
 
 class ServerUnusable(Exception):
     """There is no server, or none that lets this client in."""
-
-
-def check_server(base_url: str, config: BatchConfig) -> None:
-    """Make sure that a server answers, before any request is counted as failed.
-
-    Raises:
-        ServerUnusable: it does not.
-    """
-    try:
-        answer = httpx.get(
-            f"{base_url}/v1/models", headers=_headers(config), timeout=30.0, trust_env=False
-        )
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServerUnusable(f"{base_url} does not answer: {error}") from error
-    if answer.status_code != 200:
-        raise ServerUnusable(f"{base_url} answers {answer.status_code}: {answer.text}")
-
-
-def _headers(config: BatchConfig) -> dict[str, str]:
-    headers = {"content-type": "application/json"}
-    if config.api_key is not None:
-        headers["authorization"] = f"Bearer {config.api_key}"
-    return headers
 
 
 async def send_all(
@@ -47,52 +25,63 @@ async def send_all(
     requests: Iterator[BatchRequest],
     done: Callable[[BatchResult], None],
 ) -> None:
-    """Send all requests to a server; tell of each result as soon as there is one."""
-    async with httpx.AsyncClient(
-        base_url=base_url,
-        headers=_headers(config),
-        timeout=httpx.Timeout(config.request_timeout, connect=10.0),
-        limits=httpx.Limits(max_connections=config.max_concurrency),
-        trust_env=False,
-    ) as client:
+    """Send all requests to a server; tell of each result as soon as there is one.
 
-        async def work() -> None:
-            for request in requests:  # one iterator for all workers: each takes the next
-                done(await _send(client, request, config.max_retries))
+    Raises:
+        ServerUnusable: no server answers, before any request is counted as failed.
+    """
+    headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
+    try:
+        client = HttpClient(base_url, headers)
+        async with asyncio.timeout(_CHECK_SECONDS):
+            models = await client.request("GET", "/v1/models")
+    except (OSError, ValueError, BadAnswer) as error:
+        raise ServerUnusable(f"{base_url} does not answer: {error}") from error
+    if models.status != 200:
+        said = models.body.decode(errors="replace")
+        raise ServerUnusable(f"{base_url} answers {models.status}: {said}")
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(config.max_concurrency):
-                    group.create_task(work())
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+    async def work() -> None:
+        for request in requests:  # one iterator for all workers: each takes the next
+            done(await _send(client, request, config))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(config.max_concurrency):
+                group.create_task(work())
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    finally:
+        client.close()
 
 
-async def _send(client: httpx.AsyncClient, request: BatchRequest, max_retries: int) -> BatchResult:
+async def _send(client: HttpClient, request: BatchRequest, config: BatchConfig) -> BatchResult:
     """Send one request until it is answered, or has been sent often enough."""
-    name = new_id()
-    for attempt in range(max_retries + 1):
-        last = attempt == max_retries
+    name, body = new_id(), bytes(request.body)
+    for attempt in range(config.max_retries + 1):
+        last, asked_wait = attempt == config.max_retries, None
         try:
-            answer = await client.post(
-                request.url, content=bytes(request.body), headers={"x-request-id": name}
-            )
-        except httpx.HTTPError as error:
-            if last or isinstance(error, httpx.ReadTimeout):
-                code = (
-                    "request_timeout"
-                    if isinstance(error, httpx.TimeoutException)
-                    else ("connection_error")
+            async with asyncio.timeout(config.request_timeout):
+                answer = await client.request("POST", request.url, body, name=name)
+        except (OSError, BadAnswer) as error:
+            timed_out = isinstance(error, TimeoutError)
+            if last or timed_out:
+                code = "request_timeout" if timed_out else "connection_error"
+                why = BatchError(code, f"{type(error).__name__}: {error}")
+                return BatchResult(id=name, custom_id=request.custom_id, error=why)
+        else:
+            if last or answer.status not in _BUSY:
+                text = bytes(answer.body)
+                try:
+                    msgspec.json.decode(text)
+                except (ValueError, RecursionError):
+                    text = msgspec.json.encode(text.decode(errors="replace"))
+                response = BatchResponse(
+                    answer.status, answer.headers.get("x-request-id", ""), msgspec.Raw(text)
                 )
-                message = f"{type(error).__name__}: {error}"
-                return BatchResult(
-                    id=name, custom_id=request.custom_id, error=BatchError(code, message)
-                )
-            await asyncio.sleep(_wait(attempt, None))
-            continue
-        if last or answer.status_code not in _BUSY:
-            return BatchResult(id=name, custom_id=request.custom_id, response=_response(answer))
-        await asyncio.sleep(_wait(attempt, answer.headers.get("retry-after")))
+                return BatchResult(id=name, custom_id=request.custom_id, response=response)
+            asked_wait = answer.headers.get("retry-after")
+        await asyncio.sleep(_wait(attempt, asked_wait))
     raise AssertionError("the last attempt returns")
 
 
@@ -101,14 +90,3 @@ def _wait(attempt: int, asked: str | None) -> float:
     if asked is not None and asked.isdecimal():
         return min(float(asked), _LONGEST_WAIT) * random.uniform(1.0, 1.25)
     return min(_FIRST_WAIT * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
-
-
-def _response(answer: httpx.Response) -> BatchResponse:
-    try:
-        msgspec.json.decode(answer.content)
-        body = answer.content
-    except (ValueError, RecursionError):
-        body = msgspec.json.encode(answer.text)
-    return BatchResponse(
-        answer.status_code, answer.headers.get("x-request-id", ""), msgspec.Raw(body)
-    )
