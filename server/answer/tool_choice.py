@@ -11,7 +11,7 @@ from engine.shared.messages import GrammarSpec, JsonSchemaGrammar, LarkGrammar
 from server.answer.call_formats import JSON_LIST, CallFormat
 from server.answer.call_grammar import CallsGrammar, arguments_schema
 from server.answer.formats import AnswerFormats
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.schema.tools import (
     AllowedToolsChoice,
     FunctionDefinition,
@@ -89,7 +89,7 @@ def tool_use(
     """
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise invalid("tool_choice: needs tools to choose from", "tool_choice")
+            raise invalid_field("tool_choice", "needs tools to choose from")
         return ToolUse()
     functions = _checked(tools)
     if formats.closes_objects:
@@ -123,12 +123,12 @@ def _checked(tools: Sequence[Tool]) -> dict[int, FunctionDefinition]:
         name = tool.function.name
         if name in names:
             field = f"tools[{index}].function.name"
-            raise invalid(f"{field}: two functions are named {name!r}", field)
+            raise invalid_field(field, f"two functions are named {name!r}")
         names.add(name)
         properties = arguments_schema(tool.function).get("properties")
         if tool.function.input_grammar is not None and len(properties or ()) != 1:
             field = f"tools[{index}].function.input_grammar"
-            raise invalid(f"{field}: needs parameters with exactly one property", field)
+            raise invalid_field(field, "needs parameters with exactly one property")
     return {index: tool.function for index, tool in enumerate(tools)}
 
 
@@ -150,7 +150,7 @@ def _chosen(
             mode = choice
     for name in wanted:
         if name not in names:
-            raise invalid(f"tool_choice: there is no function {name!r} in tools", "tool_choice")
+            raise invalid_field("tool_choice", f"there is no function {name!r} in tools")
     return mode, wanted
 
 
@@ -161,8 +161,7 @@ def _cannot_parse(formats: AnswerFormats) -> ApiError:
         else "the model's chat template shows no known format of tool calls: start the server "
         "with --tool-call-parser"
     )
-    return invalid(
-        f"tool_choice: 'auto' is not available, because {reason}. 'none', 'required' and a named "
-        "function are.",
+    return invalid_field(
         "tool_choice",
+        f"'auto' is not available, because {reason}. 'none', 'required' and a named function are.",
     )

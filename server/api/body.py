@@ -109,11 +109,7 @@ async def _read_ids(text: bytes) -> list[int] | list[list[int]] | None:
 
 
 async def _read_list(text: bytes) -> list[int]:
-    """Read a list of token ids in parts.
-
-    Raises:
-        ValueError: an element is none, or this is no list.
-    """
+    """Read a list of token ids in parts."""
     if not text.startswith(b"["):
         raise ValueError("no list")
     found: list[int] = []

@@ -20,7 +20,7 @@ from server.access.admission import BYTES_PER_TOKEN
 from server.api.media import image_bytes, prepare_images
 from server.api.rendering import Renderer
 from server.api.services import Services
-from server.errors import ApiError, invalid, timed_out
+from server.errors import ApiError, invalid_field, timed_out
 from server.generate.answer import BestOf
 from server.generate.beam_run import BeamRun
 from server.generate.fold import Delta
@@ -299,8 +299,6 @@ _SERVES = {
 
 def unsuitable(name: str, lacks: str, pooling: PoolingModel) -> ApiError:
     """Return the error for a model of vectors that is asked for something else."""
-    return invalid(
-        f"model: {name!r} {lacks}; it serves {_SERVES[pooling.spec.task]}",
-        "model",
-        "model_not_suitable",
+    return invalid_field(
+        "model", f"{name!r} {lacks}; it serves {_SERVES[pooling.spec.task]}", "model_not_suitable"
     )

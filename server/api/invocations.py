@@ -37,11 +37,7 @@ class InvocationRoute(ModelRoute):
 
 
 async def _body_type(content: bytes, services: Services) -> type[RequestBody]:
-    """Return what a body is, by its fields and by what the model does.
-
-    Raises:
-        ApiError: it is none of these.
-    """
+    """Return what a body is, by its fields and by what the model does."""
     fields, pooling = await fields_of(content), services.model.pooling
     if pooling is not None:
         if "query" in fields:

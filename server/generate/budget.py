@@ -4,7 +4,7 @@ Checked before anything is tokenized, and again once the lengths of the prompts 
 request sets no limit of its own, its answer is limited to what fits.
 """
 
-from server.errors import invalid
+from server.errors import invalid_field
 from server.generate.request import GenerationRequest
 from server.limits import (
     MAX_ANSWER_TOKENS,
@@ -26,9 +26,8 @@ def check_size(request: GenerationRequest) -> None:
     """
     sequences = request.num_sequences
     if sequences > MAX_SEQUENCES:
-        raise invalid(
-            f"prompt: {sequences} sequences (prompts times choices), more than {MAX_SEQUENCES}",
-            "prompt",
+        raise invalid_field(
+            "prompt", f"{sequences} sequences (prompts times choices), more than {MAX_SEQUENCES}"
         )
     _check_stops(request.stop, sequences)
     check_named_tokens(request.fields, sequences)
@@ -49,10 +48,10 @@ def room_for_output(request: GenerationRequest, prompt_tokens: int) -> int:
     tokens = MAX_ANSWER_TOKENS - (shown if request.repeats_prompt else 0)
     if sequences * asked > tokens:
         field = request.tokens_field
-        raise invalid(
-            f"{field}: {sequences} sequences of {asked} tokens, with the prompts that the "
-            f"answer repeats, are more than the {MAX_ANSWER_TOKENS} that a request may have",
+        raise invalid_field(
             field,
+            f"{sequences} sequences of {asked} tokens, with the prompts that the "
+            f"answer repeats, are more than the {MAX_ANSWER_TOKENS} that a request may have",
         )
     if request.fields.use_beam_search:
         tokens = min(tokens, _tokens_of_beams(sequences, asked, shown))
@@ -62,11 +61,11 @@ def room_for_output(request: GenerationRequest, prompt_tokens: int) -> int:
     if scores < sequences * asked * per_token or scores < 0:
         of_answer = per_token and scores >= 0
         field = request.scores_field if of_answer else request.prompt_scores_field
-        raise invalid(
-            f"{field}: the answer could hold more than {MAX_SCORES} log probabilities (sequences "
+        raise invalid_field(
+            field,
+            f"the answer could hold more than {MAX_SCORES} log probabilities (sequences "
             "times tokens times alternatives); ask for fewer tokens or alternatives, or in "
             "several requests",
-            field,
         )
     if per_token:
         room = min(room, scores // (sequences * per_token))
@@ -74,18 +73,14 @@ def room_for_output(request: GenerationRequest, prompt_tokens: int) -> int:
 
 
 def _tokens_of_beams(sequences: int, asked: int, prompt_tokens: int) -> int:
-    """Return how many tokens all beams may have beside those of their prompts.
-
-    Raises:
-        ApiError: fewer than they are to have.
-    """
+    """Return how many tokens all beams may have beside those of their prompts."""
     tokens = MAX_BEAM_TOKENS - prompt_tokens
     if sequences * asked > tokens:
-        raise invalid(
-            f"n: {sequences} beams with {prompt_tokens} tokens of their prompts and {asked} "
+        raise invalid_field(
+            "n",
+            f"{sequences} beams with {prompt_tokens} tokens of their prompts and {asked} "
             f"more for each are more than the {MAX_BEAM_TOKENS} that a search sends to engines at "
             "each step",
-            "n",
         )
     return tokens
 
@@ -94,16 +89,15 @@ def _check_stops(stops: tuple[str, ...], sequences: int) -> None:
     """Check what it costs to search each sequence for stop strings at each of its tokens."""
     characters = sum(map(len, stops))
     if characters > MAX_STOP_CHARACTERS:
-        raise invalid(
-            f"stop: {characters} characters in {len(stops)} strings are more than "
-            f"{MAX_STOP_CHARACTERS}",
+        raise invalid_field(
             "stop",
+            f"{characters} characters in {len(stops)} strings are more than {MAX_STOP_CHARACTERS}",
         )
     if len(stops) * sequences > MAX_STOP_SEARCHES:
-        raise invalid(
-            f"stop: {len(stops)} strings in each of {sequences} sequences are more than "
-            f"{MAX_STOP_SEARCHES} in all",
+        raise invalid_field(
             "stop",
+            f"{len(stops)} strings in each of {sequences} sequences are more than "
+            f"{MAX_STOP_SEARCHES} in all",
         )
 
 
@@ -127,8 +121,8 @@ def check_named_tokens(fields: SamplingFields, sequences: int, of_bad_words: int
     total = sum(named.values())
     if total * sequences > MAX_NAMED_TOKENS:
         field = max(named, key=lambda name: named[name])
-        raise invalid(
-            f"{field}: {total} token ids in the sampling fields of {sequences} sequences are more "
-            f"than {MAX_NAMED_TOKENS} in all",
+        raise invalid_field(
             field,
+            f"{total} token ids in the sampling fields of {sequences} sequences are more "
+            f"than {MAX_NAMED_TOKENS} in all",
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from engine.shared.addresses import join_host_port, split_host_port
 from engine.shared.messages import KvSource
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.generate.request import GenerationRequest
 from server.router.generation_client import KvOffer
 from server.schema.kv_transfer import KvHandedOn, KvTransferParams
@@ -87,4 +87,4 @@ def _source(asked: KvTransferParams) -> KvSource:
 
 
 def _wrong(what: str) -> ApiError:
-    return invalid(f"{FIELD}: {what}", FIELD)
+    return invalid_field(FIELD, f"{what}")

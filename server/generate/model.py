@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from server.answer.formats import AnswerFormats
-from server.errors import invalid
+from server.errors import invalid_field
 from server.generate.grammar_check import GrammarCheck
 from server.generate.pooling.inputs import PoolingModel
 from server.text.request_templates import RequestTemplates
@@ -40,7 +40,7 @@ class ServedModel(msgspec.Struct, frozen=True):
         vocab_size = self.tokenizer.vocab_size
         count = vocab_size if asked == -1 else asked
         if 0 <= self.max_logprobs < count:
-            raise invalid(f"{field}: at most {self.max_logprobs} are served", field)
+            raise invalid_field(field, f"at most {self.max_logprobs} are served")
         return min(count, vocab_size)
 
     def scored(self, named: list[int] | None, likeliest: int | None, field: str) -> int | None:
@@ -55,7 +55,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             ApiError: it asks for more than are served, or names tokens and wants no scores.
         """
         if likeliest is None and named:
-            raise invalid("logprob_token_ids: needs logprobs", "logprob_token_ids")
+            raise invalid_field("logprob_token_ids", "needs logprobs")
         if likeliest is None:
             return None
         return len(named) if named else self.alternatives(likeliest, field)

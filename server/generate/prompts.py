@@ -9,7 +9,7 @@ import msgspec
 
 from server.answer.injection import told
 from server.answer.tool_choice import ToolUse
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, invalid_field
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest, Prompt
 from server.limits import MAX_ECHO
@@ -96,7 +96,7 @@ async def _of_conversation(
     else:
         found = await read(source)
     if not found[0].token_ids:
-        raise invalid("messages: the rendered conversation has no tokens", "messages")
+        raise invalid_field("messages", "the rendered conversation has no tokens")
     return found
 
 
@@ -166,9 +166,8 @@ def echo_of(source: Conversation, answers: int) -> str:
     """
     text = said_last(source.messages)
     if len(text) * answers > MAX_ECHO:
-        raise invalid(
-            f"echo: {answers} answers that repeat {len(text)} characters are more than {MAX_ECHO}",
-            "echo",
+        raise invalid_field(
+            "echo", f"{answers} answers that repeat {len(text)} characters are more than {MAX_ECHO}"
         )
     return text
 
@@ -179,7 +178,7 @@ def _of_token_lists(request: GenerationRequest, tokenizer: ServedTokenizer) -> l
         name = _prompt_name(index, lists)
         check_vocabulary(token_ids, tokenizer.vocab_size, name)
         if reserved and not reserved.isdisjoint(token_ids):
-            raise invalid(f"{name}: has tokens that stand for images", name)
+            raise invalid_field(name, "has tokens that stand for images")
     return [Prompt(_truncated(token_ids, request), None) for token_ids in lists]
 
 
@@ -233,10 +232,10 @@ async def _text_prompt(
             keep_beginning=_keeps_beginning(request),
         )
     except TextTooLong as error:
-        raise invalid(
-            f"{name}: this model's maximum context length is {request.max_model_len} tokens, but "
-            f"the text has more: {error}",
+        raise invalid_field(
             name,
+            f"this model's maximum context length is {request.max_model_len} tokens, but "
+            f"the text has more: {error}",
             "context_length_exceeded",
         ) from error
     return Prompt(kept, text if all_of_it else None)

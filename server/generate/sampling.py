@@ -5,7 +5,7 @@ import secrets
 from typing import TypeVar
 
 from engine.shared.messages import GrammarSpec, SamplingParams
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, invalid_field
 from server.generate.budget import check_named_tokens
 from server.generate.request import GenerationRequest
 from server.schema.fields import SamplingFields
@@ -32,9 +32,8 @@ async def sampling_params(
     fields, defaults = request.fields, tokenizer.sampling_defaults
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
-        raise invalid(
-            f"min_tokens: {min_tokens} is more than max_tokens, which is {max_tokens}",
-            "min_tokens",
+        raise invalid_field(
+            "min_tokens", f"{min_tokens} is more than max_tokens, which is {max_tokens}"
         )
     logprobs, prompt_logprobs = request.logprobs, fields.prompt_logprobs
     if logprobs is None and request.best_of > request.n:
@@ -115,7 +114,6 @@ def _logit_bias(bias: dict[str, float], tokenizer: ServedTokenizer) -> dict[int,
 
 
 def _bad_bias_key(key: str, tokenizer: ServedTokenizer) -> ApiError:
-    return invalid(
-        f"logit_bias: {key!r} is not a token id of the vocabulary ({tokenizer.vocab_size} tokens)",
-        "logit_bias",
+    return invalid_field(
+        "logit_bias", f"{key!r} is not a token id of the vocabulary ({tokenizer.vocab_size} tokens)"
     )

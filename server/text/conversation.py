@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from server.errors import invalid, too_complex
+from server.errors import invalid, invalid_field, too_complex
 from server.json_price import Price, TooCostly, price
 from server.schema.body import JsonObject
 from server.schema.messages import ChatMessage, MediaPart, RefusalPart
@@ -64,9 +64,8 @@ async def render_chat(
     """
     own = tokenizer.chat_template
     if template is not None and templates is None:
-        raise invalid(
-            "chat_template: the server runs without --trust-request-chat-template",
-            "chat_template",
+        raise invalid_field(
+            "chat_template", "the server runs without --trust-request-chat-template"
         )
     if template is None and own is None:
         raise invalid(
@@ -120,7 +119,7 @@ async def render_chat(
         return own.render(*attempts())
     except TemplateFailed as error:
         field = "messages" if template is None else "chat_template"
-        raise invalid(f"{field}: {error}", field) from error
+        raise invalid_field(field, f"{error}") from error
 
 
 def _check_options(
@@ -128,10 +127,7 @@ def _check_options(
 ) -> None:
     """Refuse options that exclude each other, and arguments that are fields of requests."""
     if add_generation_prompt and continue_final_message:
-        raise invalid(
-            "continue_final_message: not together with add_generation_prompt",
-            "continue_final_message",
-        )
+        raise invalid_field("continue_final_message", "not together with add_generation_prompt")
     reserved = RESERVED_ARGUMENTS.intersection(arguments or ())
     if reserved:
         name = min(reserved)
@@ -165,7 +161,7 @@ def image_parts(
             if isinstance(part, MediaPart) and part.url is not None:
                 field = f"messages[{index}].content[{place}]"
                 if message.role == "assistant":
-                    raise invalid(f"{field}: assistants send no images", field)
+                    raise invalid_field(field, "assistants send no images")
                 found.append((message, field, part))
     return found
 
@@ -191,7 +187,7 @@ def _turn(
     """Return a message as templates expect it: text parts joined, tool arguments as objects."""
     field = f"messages[{index}]"
     if message.function_call is not None:
-        raise invalid(f"{field}.function_call: use tool_calls instead", f"{field}.function_call")
+        raise invalid_field(f"{field}.function_call", "use tool_calls instead")
     turn = message.model_dump(exclude_none=True)
     turn["content"] = _content(message, field, images, hide)
     turn.pop("refusal", None)
@@ -245,12 +241,11 @@ def _content(
     """
     content, is_assistant = message.content, message.role == "assistant"
     if message.refusal is not None and not is_assistant:
-        raise invalid(f"{field}.refusal: {_ONLY_ASSISTANTS}", f"{field}.refusal")
+        raise invalid_field(f"{field}.refusal", f"{_ONLY_ASSISTANTS}")
     if content is None:
         if message.role not in ("assistant", "tool", "function"):
-            raise invalid(
-                f"{field}.content: may only be absent from messages of assistants and tools",
-                f"{field}.content",
+            raise invalid_field(
+                f"{field}.content", "may only be absent from messages of assistants and tools"
             )
         return str(hide(message.refusal or ""))
     if isinstance(content, str):
@@ -261,7 +256,7 @@ def _content(
         if isinstance(part, RefusalPart):
             if not is_assistant:
                 place = f"{field}.content[{index}]"
-                raise invalid(f"{place}: {_ONLY_ASSISTANTS}", place)
+                raise invalid_field(place, f"{_ONLY_ASSISTANTS}")
             texts.append(hide(part.refusal))
         elif id(part) in images:
             has_images = True
@@ -269,7 +264,7 @@ def _content(
         elif isinstance(part, MediaPart):
             if message.role not in ("tool", "function"):
                 place = f"{field}.content[{index}]"
-                raise invalid(f"{place}: {_why_not(part, hide)}; send no {part.type}", place)
+                raise invalid_field(place, f"{_why_not(part, hide)}; send no {part.type}")
             texts.append(f"[{part.type} omitted: {_why_not(part, hide)}]")
         else:
             texts.append(hide(part.text))

@@ -13,7 +13,7 @@ from tokenizers.normalizers import Sequence as Sequential
 
 from engine.shared.config import ModelConfig
 from engine.shared.end_tokens import end_token_ids
-from server.errors import invalid
+from server.errors import invalid_field
 from server.text.chat_template import ChatTemplate
 from server.text.placeholders import Placeholders
 from server.text.presets import Preset, preset_of
@@ -50,9 +50,8 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str) -> N
         ApiError: one is not; `field` is what it names.
     """
     if token_ids and max(token_ids) >= vocab_size:
-        raise invalid(
-            f"{field}: token id {max(token_ids)} is out of vocabulary: {vocab_size} tokens",
-            field,
+        raise invalid_field(
+            field, f"token id {max(token_ids)} is out of vocabulary: {vocab_size} tokens"
         )
 
 
@@ -277,11 +276,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _add_tokens(backend: Tokenizer, config: dict[str, Any]) -> None:
-    """Add the tokens that only tokenizer_config.json has, or has with other properties.
-
-    Raises:
-        TokenizerError: that is not how they are described.
-    """
+    """Add the tokens that only tokenizer_config.json has, or has with other properties."""
     described = config.get("added_tokens_decoder") or {}
     try:
         for number in sorted(described, key=int):

@@ -82,11 +82,7 @@ async def scale(body: ScaleRequest, services: ServicesDep) -> Response:
 
 
 def _answers(results: list[UtilityResult]) -> UtilityAnswers:
-    """Return what the engines answered.
-
-    Raises:
-        ApiError: 400, no engine could do it.
-    """
+    """Return what the engines answered."""
     if results and all(result.error is not None for result in results):
         raise invalid(f"Every engine failed: {results[0].error}", code="utility_failed")
     answers = [UtilityAnswer(each.rank, each.result, each.error) for each in results]

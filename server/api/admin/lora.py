@@ -12,7 +12,7 @@ from server.api.admin.schema import LoadLoraRequest, UnloadLoraRequest
 from server.api.openapi import text_responses
 from server.api.route import ApiRoute
 from server.api.services import ServicesDep
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 
 _CHANGED = text_responses(
     400, 403, 404, 413, 415, 503, kind="text/plain; charset=utf-8", text="It is done."
@@ -26,13 +26,11 @@ async def load_lora_adapter(body: LoadLoraRequest, services: ServicesDep) -> Res
     """Have all engines load an adapter; then requests may name it as their model."""
     name = body.lora_name
     if name in services.names:
-        raise invalid(f"lora_name: {name!r} is the name of the model itself", "lora_name")
+        raise invalid_field("lora_name", f"{name!r} is the name of the model itself")
     if body.base_model_name is not None and body.base_model_name not in services.names:
-        raise invalid(
-            f"base_model_name: the served model is {services.names[0]!r}", "base_model_name"
-        )
+        raise invalid_field("base_model_name", f"the served model is {services.names[0]!r}")
     if "\0" in body.lora_path:
-        raise invalid("lora_path: must not contain a NUL byte", "lora_path")
+        raise invalid_field("lora_path", "must not contain a NUL byte")
     outcome = await services.client.change_adapter(name, body.lora_path, body.load_inplace)
     return _answer(outcome, f"Success: LoRA adapter '{name}' added successfully.", "lora_path")
 

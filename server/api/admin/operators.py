@@ -227,11 +227,7 @@ async def _pause(services: Services, mode: PauseMode, rank: int | None) -> None:
 
 
 async def _order(services: Services, wish: FleetWish) -> None:
-    """Have all engines do it.
-
-    Raises:
-        ApiError: 400, one of them could not.
-    """
+    """Have all engines do it."""
     for answer in await services.client.order_fleet(wish):
         if isinstance(answer.result, dict) and (error := answer.result["fleet_error"]):
             raise invalid(f"Engine {answer.rank}: {error}.", code="utility_failed")
@@ -245,11 +241,7 @@ async def _call(
 
 
 def _result(answer: UtilityResult) -> dict[str, UtilityValue]:
-    """Return what an engine answered.
-
-    Raises:
-        ApiError: 400, it could not do it.
-    """
+    """Return what an engine answered."""
     if answer.error is not None or not isinstance(answer.result, dict):
         raise invalid(f"Engine {answer.rank}: {answer.error}", code="utility_failed")
     return answer.result

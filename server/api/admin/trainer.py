@@ -27,7 +27,7 @@ from server.api.admin.weights import LOAD_TIMEOUT, Update, results_of
 from server.api.openapi import ADMIN_ERRORS, json_responses
 from server.api.route import ApiRoute, json_response
 from server.api.services import ServicesDep
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.router.generation_client import GenerationClient, NoEngineAvailable
 
 logger = logging.getLogger(__name__)
@@ -87,19 +87,14 @@ class _Transfer:
         self._field = field or "weight_version"
 
     async def join(self, info: InitInfo) -> None:
-        """Have all engines meet the trainer.
-
-        Raises:
-            ApiError: not all could.
-            NoEngineAvailable: there is none.
-        """
+        """Have all engines meet the trainer."""
         infos = await self._client.call_utility(None, "info", {})
         ranks = sorted(each.rank for each in infos)
         if info.rank_offset + len(ranks) > info.world_size:
-            raise invalid(
-                f"init_info: a world of {info.world_size} has no room for {len(ranks)} engines "
-                f"from rank {info.rank_offset} on.",
+            raise invalid_field(
                 "init_info",
+                f"a world of {info.world_size} has no room for {len(ranks)} engines "
+                f"from rank {info.rank_offset} on.",
             )
         async with self._leaving_if_it_fails():
             calls = [
@@ -120,15 +115,10 @@ class _Transfer:
             await self._until_joined(2 * info.timeout + _MARGIN)
 
     async def receive(self, info: UpdateInfo) -> bool:
-        """Have all engines receive tensors; return whether more are to come.
-
-        Raises:
-            ApiError: not all could.
-            NoEngineAvailable: there is none.
-        """
+        """Have all engines receive tensors; return whether more are to come."""
         async with self._leaving_if_it_fails():
             if info.packed:
-                raise invalid("update_info: packed must be false.", "update_info")
+                raise invalid_field("update_info", "packed must be false.")
             said = await self.call(
                 "update_weights",
                 {
@@ -158,12 +148,7 @@ class _Transfer:
     async def call(
         self, name: str, arguments: dict[str, UtilityValue] | None = None
     ) -> list[dict[str, UtilityValue]]:
-        """Return what all engines answer.
-
-        Raises:
-            ApiError: one of them could not.
-            NoEngineAvailable: there is none.
-        """
+        """Return what all engines answer."""
         answers = await self._client.call_utility(None, name, arguments or {})
         for answer in answers:
             if "has not joined" in (answer.error or ""):
@@ -179,18 +164,16 @@ class _Transfer:
                 phases.add(said["phase"])
                 if said["phase"] == "none":
                     why = said["error"] or "it has started since"
-                    raise invalid(
-                        f"{self._field}: engine {answer.rank} lost the trainer: {why}.",
+                    raise invalid_field(
                         self._field,
+                        f"engine {answer.rank} lost the trainer: {why}.",
                         code="trainer_lost",
                     )
             if phases == {"joined"}:
                 return
             if time.monotonic() > until:
-                raise invalid(
-                    f"{self._field}: not done within {within:g} s.",
-                    self._field,
-                    code="trainer_lost",
+                raise invalid_field(
+                    self._field, f"not done within {within:g} s.", code="trainer_lost"
                 )
             await asyncio.sleep(_LOOK_INTERVAL)
 

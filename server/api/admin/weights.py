@@ -13,7 +13,7 @@ from server.api.admin.schema import WeightsRequest, WeightsStatus
 from server.api.openapi import ADMIN_ERRORS, json_responses
 from server.api.route import ApiRoute, json_response
 from server.api.services import ServicesDep
-from server.errors import ApiError, invalid, unavailable
+from server.errors import ApiError, invalid_field, unavailable
 from server.router.generation_client import GenerationClient, NoEngineAvailable
 
 router = APIRouter(route_class=ApiRoute)
@@ -36,9 +36,8 @@ async def update_weights(body: WeightsRequest, services: ServicesDep) -> Respons
     named = body.model if body.revision is None else f"{body.model}@{body.revision}"
     source = WeightsSource(body.model, body.revision, body.weight_version or named)
     if not source.version.isascii() or not source.version.isprintable():
-        raise invalid(
-            "weight_version: is required, because the model's name cannot be sent in a header",
-            "weight_version",
+        raise invalid_field(
+            "weight_version", "is required, because the model's name cannot be sent in a header"
         )
     ranks = await Update(services.client, source, "model").run(rolling=body.mode == "rolling")
     seconds = round(time.monotonic() - began, 3)
@@ -155,5 +154,5 @@ def results_of(answers: Sequence[UtilityResult], field: str) -> list[dict[str, U
             raise ApiError(409, f"Engine {answer.rank}: {answer.error}.", code="weights_busy")
         if "died before" in (answer.error or ""):
             raise unavailable(f"Engine {answer.rank}: {answer.error}.")
-        raise invalid(f"{field}: engine {answer.rank}: {answer.error}", field, code="bad_weights")
+        raise invalid_field(field, f"engine {answer.rank}: {answer.error}", code="bad_weights")
     return results

@@ -9,7 +9,7 @@ import pydantic
 
 from server.api.chat.schema import BatchChatRequest, ChatCompletionRequest, ChatFields
 from server.api.checks import check_fields
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.generate.budget import check_size
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
@@ -73,10 +73,9 @@ def parse_batch(
     for field in ("documents", "chat_template_kwargs"):
         size = len(msgspec.json.encode(getattr(body, field)))
         if size * len(every) > MAX_SHARED:
-            raise invalid(
-                f"{field}: {size} bytes in each of {len(every)} conversations are more than "
-                f"{MAX_SHARED}",
+            raise invalid_field(
                 field,
+                f"{size} bytes in each of {len(every)} conversations are more than {MAX_SHARED}",
             )
     return _parsed(body, every, model, max_model_len, is_batch=True)
 
@@ -94,11 +93,11 @@ def _parsed(
     logprobs = 0 if body.logprobs else None
     if body.top_logprobs is not None:
         if logprobs is None:
-            raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
+            raise invalid_field("top_logprobs", "needs logprobs to be true")
         logprobs = body.top_logprobs
     logprobs = model.scored(body.logprob_token_ids, logprobs, "top_logprobs")
     if body.structured_outputs is not None and isinstance(body.tool_choice, NamedTool):
-        raise invalid("structured_outputs: not together with a named tool", "structured_outputs")
+        raise invalid_field("structured_outputs", "not together with a named tool")
     of_prompt = body.prompt_logprobs
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     request = GenerationRequest(

@@ -26,7 +26,7 @@ from server.api.messages.schema import (
     ToolUseBlock,
     Turn,
 )
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
 from server.schema.tools import not_served
@@ -101,16 +101,14 @@ def _check(request: MessagesRequest | CountTokensRequest) -> None:
         ("container", "no tools run here"),
     ):
         if getattr(request, name, None):
-            raise invalid(f"{name}: {why}", name)
+            raise invalid_field(name, f"{why}")
     thinking = request.thinking
     if thinking is None or not isinstance(request, MessagesRequest):
         return
     if thinking.type == "enabled" and thinking.budget_tokens is None:
-        raise invalid("thinking.budget_tokens: Field required", "thinking.budget_tokens")
+        raise invalid_field("thinking.budget_tokens", "Field required")
     if (thinking.budget_tokens or 0) >= request.max_tokens:
-        raise invalid(
-            "thinking.budget_tokens: must be less than max_tokens", "thinking.budget_tokens"
-        )
+        raise invalid_field("thinking.budget_tokens", "must be less than max_tokens")
 
 
 def _template(request: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
@@ -173,8 +171,8 @@ class _Turns:
                     said.say(_read(block))
                 case DocumentBlock():
                     source = f"{field}.source.type"
-                    raise invalid(
-                        f"{source}: documents are read as 'text', not {block.source.type!r}", source
+                    raise invalid_field(
+                        source, f"documents are read as 'text', not {block.source.type!r}"
                     )
                 case ToolResultBlock():
                     self._result(block, field)
@@ -267,7 +265,7 @@ def _assistant(blocks: Sequence[Block], place: str) -> dict[str, Any]:
 
 def _refuse(block: Block, place: str, role: str) -> NoReturn:
     field = f"{place}.type"
-    raise invalid(f"{field}: {block.type!r} is not allowed in a turn of the {role}", field)
+    raise invalid_field(field, f"{block.type!r} is not allowed in a turn of the {role}")
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:
@@ -309,7 +307,7 @@ def _choice(
         raise not_served(*next(iter(others.items())))
     if choice.type == "tool":
         if choice.name is None:
-            raise invalid("tool_choice.name: Field required", "tool_choice.name")
+            raise invalid_field("tool_choice.name", "Field required")
         if choice.name in others:
             raise not_served(choice.name, others[choice.name])
         wanted = {"type": "function", "function": {"name": choice.name}}

@@ -24,7 +24,7 @@ from server.api.responses.schema import ItemReference, ResponsesRequest
 from server.api.route import ModelRoute, json_response
 from server.api.services import Services, ServicesDep
 from server.api.tokenize import count_tokens_of
-from server.errors import invalid
+from server.errors import invalid_field
 from server.http.call import Call
 from server.store.service import ResponseStore
 
@@ -89,7 +89,7 @@ def _keeping(
 def _refuse_kept(request: ResponsesRequest) -> None:
     for name in ("previous_response_id", "conversation", "store", "background"):
         if getattr(request, name):
-            raise invalid(f"{name}: {_UNKEPT}", name)
+            raise invalid_field(name, f"{_UNKEPT}")
     for index, item in enumerate(own_items(request)):
         if isinstance(item, ItemReference):
-            raise invalid(f"input[{index}]: {_UNKEPT}", f"input[{index}]")
+            raise invalid_field(f"input[{index}]", f"{_UNKEPT}")

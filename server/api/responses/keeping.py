@@ -19,7 +19,7 @@ from server.api.responses.schema import (
     MessageItem,
     ResponsesRequest,
 )
-from server.errors import ApiError, invalid, unavailable
+from server.errors import ApiError, invalid, invalid_field, unavailable
 from server.generate.request import GenerationRequest
 from server.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.schema.answer import Usage
@@ -112,9 +112,9 @@ class Keeping:
         """
         sent = self._sent
         if sent.previous_response_id is not None and self._conversation is not None:
-            raise invalid("conversation: not together with previous_response_id", "conversation")
+            raise invalid_field("conversation", "not together with previous_response_id")
         if sent.background and not self.keeps:
-            raise invalid("background: needs store to be true", "background")
+            raise invalid_field("background", "needs store to be true")
         earlier = await self._earlier()
         own = own_items(sent)
         if any(isinstance(item, ItemReference) for item in own):
@@ -194,8 +194,8 @@ class Keeping:
     async def _chain(self, previous: str) -> list[Any]:
         """Return the items of a response and of all earlier ones that it continues."""
         field = "previous_response_id"
-        too_long = invalid(
-            f"{field}: the earlier responses have more than {MAX_KEPT_LENGTH} bytes", field
+        too_long = invalid_field(
+            field, f"the earlier responses have more than {MAX_KEPT_LENGTH} bytes"
         )
         if not previous.startswith(ID_PREFIXES["response"]):
             raise _gone(previous, field)
@@ -206,8 +206,8 @@ class Keeping:
         for record in chain:
             items += [*msgspec.json.decode(record.input), *_output(record)]
             if len(items) > MAX_KEPT_ITEMS:  # before costly work is done on them
-                raise invalid(
-                    f"{field}: the earlier responses have more than {MAX_KEPT_ITEMS} items", field
+                raise invalid_field(
+                    field, f"the earlier responses have more than {MAX_KEPT_ITEMS} items"
                 )
         return items
 
@@ -239,7 +239,7 @@ class Keeping:
             # For each reference: the prompt repeats the item.
             size += sizes[item.id]
             if size > MAX_KEPT_LENGTH:
-                raise invalid(f"input: it refers to more than {MAX_KEPT_LENGTH} bytes", "input")
+                raise invalid_field("input", f"it refers to more than {MAX_KEPT_LENGTH} bytes")
             resolved.append(found)
         return resolved
 

@@ -38,7 +38,7 @@ from server.api.responses.tools import (
     function_name,
     offered_tools,
 )
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
 from server.schema.messages import RefusalPart
@@ -140,12 +140,12 @@ def _wants_logprobs(request: ResponsesRequest) -> bool:
 
 def _check(request: ResponsesRequest) -> None:
     if request.prompt is not None:
-        raise invalid(
-            "prompt: stored prompts are not supported; send instructions and input", "prompt"
+        raise invalid_field(
+            "prompt", "stored prompts are not supported; send instructions and input"
         )
     for index, value in enumerate(request.include or ()):
         if value not in _SERVED_INCLUDES | _NOTHING_TO_ADD:
-            raise invalid(f"include[{index}]: unknown value {value!r}", f"include[{index}]")
+            raise invalid_field(f"include[{index}]", f"unknown value {value!r}")
 
 
 class _Turns:
@@ -183,9 +183,8 @@ class _Turns:
             case CompactionItem():
                 summary = summary_of(item.encrypted_content)
                 if summary is None:
-                    raise invalid(
-                        f"{place}: a conversation that another server has compacted cannot be read",
-                        place,
+                    raise invalid_field(
+                        place, "a conversation that another server has compacted cannot be read"
                     )
                 self.say("user", f"A summary of the conversation so far:\n{summary}", place)
             case _:
@@ -268,14 +267,14 @@ def _check_parts(
     for index, part in enumerate([] if isinstance(content, str) else content):
         field = f"{place}.content[{index}]"
         if isinstance(part, RefusalPart) and not may_refuse:
-            raise invalid(f"{field}: only messages of assistants may have a refusal", field)
+            raise invalid_field(field, "only messages of assistants may have a refusal")
         if isinstance(part, MediaPart):
             if may_refuse:
-                raise invalid(f"{field}: assistants say texts; send no {part.type}", field)
+                raise invalid_field(field, f"assistants say texts; send no {part.type}")
             if part.type != "input_image":
-                raise invalid(f"{field}.type: {_why_not(part)}", f"{field}.type")
+                raise invalid_field(f"{field}.type", f"{_why_not(part)}")
             if part.image_url is None:
-                raise invalid(f"{field}.image_url: {_why_not(part)}", f"{field}.image_url")
+                raise invalid_field(f"{field}.image_url", f"{_why_not(part)}")
 
 
 def _why_not(part: MediaPart) -> str:

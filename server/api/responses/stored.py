@@ -30,7 +30,7 @@ from server.api.responses.schema import (
 )
 from server.api.route import ApiRoute, json_response
 from server.api.services import Services, ServicesDep
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, invalid_field
 from server.http.call import Call
 from server.limits import MAX_LISTED
 from server.store.records import UNFINISHED, Part, Record
@@ -61,17 +61,17 @@ async def retrieve(response_id: str, request: Request, services: ServicesDep) ->
     record = await _found(services, request, SqlBackend.get, response_id)
     if query.get("stream", "false") in ("false", "0"):
         if "starting_after" in query:
-            raise invalid("starting_after: needs stream", "starting_after")
+            raise invalid_field("starting_after", "needs stream")
         if store.is_abandoned(record.id, record.status, record.beat):
             return _json(as_failed(record.body))
         return _json(record.body)
     if query["stream"] not in ("true", "1"):
-        raise invalid("stream: must be true or false", "stream")
+        raise invalid_field("stream", "must be true or false")
     if not msgspec.json.decode(record.body, type=_Made).background:
-        raise invalid("stream: only for background responses", "stream")
+        raise invalid_field("stream", "only for background responses")
     after = query.get("starting_after", "-1")
     if not _NUMBER.fullmatch(after):
-        raise invalid("starting_after: must be the number of an event", "starting_after")
+        raise invalid_field("starting_after", "must be the number of an event")
     keep_alive = services.config.http.sse_keep_alive
     frames = told(store, record.tenant, record.id, keep_alive, int(after))
     if store.followers.exceeded(record.tenant, 1):
@@ -240,11 +240,7 @@ async def _asked(
 async def _found(
     services: Services, request: Request, query: Callable[..., T | None], id_: str, *args: Any
 ) -> T:
-    """Return the same of the record of a path.
-
-    Raises:
-        ApiError: 404, the tenant has none of this name and kind.
-    """
+    """Return the same of the record of a path."""
     kind = "response" if "response_id" in request.path_params else "conversation"
     found = None
     if id_.startswith(ID_PREFIXES[kind]):
@@ -264,7 +260,7 @@ def _kept_items(items: Sequence[InputItem]) -> list[Part]:
     for index, item in enumerate(items):
         if isinstance(item, ItemReference):
             field = f"items[{index}]"
-            raise invalid(f"{field}: an item of a conversation cannot be a reference", field)
+            raise invalid_field(field, "an item of a conversation cannot be a reference")
     return [kept_item(item) for item in items]
 
 
@@ -274,21 +270,17 @@ def _shown(record: Record) -> Conversation:
 
 
 def _page(request: Request, items: list[msgspec.Raw]) -> ItemList:
-    """Return the part of a list that a request asks for with `limit`, `order` and `after`.
-
-    Raises:
-        ApiError: they are wrong.
-    """
+    """Return the part of a list that a request asks for with `limit`, `order` and `after`."""
     query = request.query_params
     try:
         limit = int(query.get("limit", "20"))
     except ValueError:
         limit = 0
     if not 1 <= limit <= MAX_LISTED:
-        raise invalid(f"limit: must be from 1 to {MAX_LISTED}", "limit")
+        raise invalid_field("limit", f"must be from 1 to {MAX_LISTED}")
     order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
-        raise invalid("order: must be asc or desc", "order")
+        raise invalid_field("order", "must be asc or desc")
     if order == "desc":
         items = items[::-1]
     names = [msgspec.json.decode(item, type=_Named).id for item in items]

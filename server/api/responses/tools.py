@@ -16,7 +16,7 @@ from server.api.responses.schema import (
     ResponseTool,
     ToolSearchOutputItem,
 )
-from server.errors import invalid
+from server.errors import invalid_field
 from server.schema.body import JsonObject
 from server.schema.tools import not_served
 
@@ -164,14 +164,14 @@ def _custom_function(tool: NamespacedTool, field: str) -> JsonObject:
     told, format = tool.description, tool.format
     if format is not None and format.type == "grammar":
         if format.syntax is None or not format.definition:
-            raise invalid(f"{field}.format: needs a syntax and a definition", f"{field}.format")
+            raise invalid_field(f"{field}.format", "needs a syntax and a definition")
         if format.syntax == "regex":
             given["pattern"] = f"^(?:{format.definition})$"
         else:
             try:
                 function["input_grammar"] = quoted_lark(format.definition)
             except NotQuotable as error:
-                raise invalid(f"{field}.format: {error}", f"{field}.format") from error
+                raise invalid_field(f"{field}.format", f"{error}") from error
         function["strict"] = True
         grammar = f"The input matches this {format.syntax} grammar:\n{format.definition}"
         told = grammar if told is None else f"{told}\n\n{grammar}"

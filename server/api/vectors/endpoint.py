@@ -29,7 +29,7 @@ from server.api.vectors.schema import (
     PoolingRequest,
     PoolingResponse,
 )
-from server.errors import invalid
+from server.errors import invalid_field
 from server.generate.pooling.inputs import PoolingModel
 from server.http.call import Call
 from server.limits import MAX_VECTOR_NUMBERS
@@ -68,7 +68,7 @@ async def pool(body: PoolingRequest, call: Call, services: ServicesDep) -> Respo
     if model.spec.task == "embed":
         dimensions = _dimensions(body.dimensions, model)
     elif body.dimensions is not None:
-        raise invalid("dimensions: this model makes scores of classes", "dimensions")
+        raise invalid_field("dimensions", "this model makes scores of classes")
     inputs = await inputs_of(
         called,
         body.input,
@@ -119,73 +119,55 @@ async def classify(body: ClassifyRequest, call: Call, services: ServicesDep) -> 
 
 
 def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:
-    """Return whether each token gets a vector.
-
-    Raises:
-        ApiError: the model is for something else, or its tokens have no vectors.
-    """
+    """Return whether each token gets a vector."""
     spec = called.model.spec
     if task is None:
         return spec.tokens is not None and spec.tokens.is_usual
     called.wants(task.removeprefix("token_"))
     per_token = task.startswith("token_")
     if per_token and not spec.in_one_step:
-        raise invalid(
-            "task: this model's prompts are computed in parts, so tokens have no vectors; "
-            'serve it with --pooler-config \'{"tok_pooling_type": "ALL"}\'',
+        raise invalid_field(
             "task",
+            "this model's prompts are computed in parts, so tokens have no vectors; "
+            'serve it with --pooler-config \'{"tok_pooling_type": "ALL"}\'',
         )
     return per_token
 
 
 def _dimensions(asked: int | None, model: PoolingModel) -> int:
-    """Return how many numbers of each embedding are wanted; 0 for all.
-
-    Raises:
-        ApiError: the model was not trained for so few, or has fewer.
-    """
+    """Return how many numbers of each embedding are wanted; 0 for all."""
     size, allowed = model.spec.size, model.spec.dimensions
     if asked is None:
         return model.spec.usual_dimensions
     if asked == size:
         return 0
     if allowed is None:
-        raise invalid(
-            f"dimensions: this model's embeddings have {size} numbers and were not trained to be "
-            "cut",
+        raise invalid_field(
             "dimensions",
+            f"this model's embeddings have {size} numbers and were not trained to be cut",
         )
     if asked > size or (allowed and asked not in allowed):
         which = ", ".join(map(str, allowed)) if allowed else f"1 to {size}"
-        raise invalid(f"dimensions: this model's embeddings can have {which} numbers", "dimensions")
+        raise invalid_field("dimensions", f"this model's embeddings can have {which} numbers")
     return asked
 
 
 def _prompt(name: str | None, model: PoolingModel) -> str:
-    """Return what stands before texts.
-
-    Raises:
-        ApiError: the model has no prompt of that name.
-    """
+    """Return what stands before texts."""
     try:
         return model.prompt(name)
     except KeyError:
         known = ", ".join(model.spec.prompts) or "none"
-        raise invalid(
-            f"prompt_name: the model's files have no prompt of that name, but {known}",
-            "prompt_name",
+        raise invalid_field(
+            "prompt_name", f"the model's files have no prompt of that name, but {known}"
         ) from None
 
 
 def _check_answer(count: int, size: int) -> None:
-    """Check how large the answer gets.
-
-    Raises:
-        ApiError: too large.
-    """
+    """Check how large the answer gets."""
     if count * size > MAX_VECTOR_NUMBERS:
-        raise invalid(
-            f"input: {count} vectors of {size} numbers are more than the {MAX_VECTOR_NUMBERS} "
-            "numbers that an answer may have; send several requests",
+        raise invalid_field(
             "input",
+            f"{count} vectors of {size} numbers are more than the {MAX_VECTOR_NUMBERS} "
+            "numbers that an answer may have; send several requests",
         )

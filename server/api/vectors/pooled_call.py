@@ -12,7 +12,7 @@ from fastapi import Response
 
 from server.api.generation import admit, in_time, unsuitable
 from server.api.services import Services
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.generate.pooling.inputs import Length, PoolingInput, PoolingModel
 from server.generate.pooling.run import UNSAMPLED, PoolingRequest, PoolingRun
 from server.http.call import Call, CancelOnDisconnect, Pushed
@@ -202,17 +202,13 @@ def parts(payload: msgspec.Struct, field: str, items: Iterable[Iterable[bytes]])
 
 
 def _pooling_model(services: Services) -> PoolingModel:
-    """Return how the model makes vectors.
-
-    Raises:
-        ApiError: it generates.
-    """
+    """Return how the model makes vectors."""
     pooling = services.model.pooling
     if pooling is None:
-        raise invalid(
-            f"model: {services.names[0]!r} generates text and makes no embeddings or scores; serve "
-            "a model for that, or this one with --runner pooling",
+        raise invalid_field(
             "model",
+            f"{services.names[0]!r} generates text and makes no embeddings or scores; serve "
+            "a model for that, or this one with --runner pooling",
             "model_not_suitable",
         )
     return pooling
@@ -221,7 +217,5 @@ def _pooling_model(services: Services) -> PoolingModel:
 def _length(body: PoolingFields, services: Services) -> Length:
     max_len, keep = services.client.max_model_len, body.truncate_prompt_tokens
     if keep is not None and (keep == 0 or keep > max_len):
-        raise invalid(
-            f"truncate_prompt_tokens: must be -1 or from 1 to {max_len}", "truncate_prompt_tokens"
-        )
+        raise invalid_field("truncate_prompt_tokens", f"must be -1 or from 1 to {max_len}")
     return Length(max_len, max_len if keep == -1 else keep, body.truncation_side != "left")

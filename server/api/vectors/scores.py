@@ -27,7 +27,7 @@ from server.api.vectors.schema import (
     ScoreRequest,
     ScoreResponse,
 )
-from server.errors import invalid
+from server.errors import invalid, invalid_field
 from server.generate.pooling.inputs import Length
 from server.http.call import Call
 from server.limits import MAX_PROMPTS, MAX_VECTOR_NUMBERS
@@ -52,10 +52,10 @@ async def score(body: ScoreRequest, call: Call, services: ServicesDep) -> Respon
     first, firsts = _given(body, ("queries", "text_1", "data_1"))
     second, seconds = _given(body, ("documents", "items", "text_2", "data_2"))
     if len(firsts) not in (1, len(seconds)):
-        raise invalid(
-            f"{first}: {len(firsts)} texts cannot be paired with {len(seconds)}; send one, or the "
-            "same number",
+        raise invalid_field(
             first,
+            f"{len(firsts)} texts cannot be paired with {len(seconds)}; send one, or the "
+            "same number",
         )
     scores = await _scores(called, firsts, seconds, (first, second))
     payload = ScoreResponse(

@@ -7,7 +7,7 @@ from typing import Self
 import msgspec
 
 from engine.shared.pooling import PoolingSpec
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, invalid_field
 from server.limits import MAX_INPUT_TOKENS
 from server.text.frames import Frame, Frames
 from server.text.prompt_text import TextTooLong, encode_prompt
@@ -60,10 +60,9 @@ class InputMaker:
         frame = self._frames.single if add_special_tokens else Frame()
         room = length.max_tokens if length.keep is None else length.keep
         if room <= frame.size:
-            raise invalid(
-                f"truncate_prompt_tokens: must be more than the {frame.size} tokens that the model "
-                "adds",
+            raise invalid_field(
                 "truncate_prompt_tokens",
+                f"must be more than the {frame.size} tokens that the model adds",
             )
         found = await self._tokens(texts, length, room - frame.size, field)
         return _checked([PoolingInput(frame.around(ids)) for ids in found], length, field)
@@ -104,9 +103,8 @@ class InputMaker:
         frame = self._frames.pair
         room = (length.max_tokens if length.keep is None else length.keep) - frame.size
         if room < 2:
-            raise invalid(
-                f"truncate_prompt_tokens: the {frame.size} tokens the model adds leave no room",
-                "truncate_prompt_tokens",
+            raise invalid_field(
+                "truncate_prompt_tokens", f"the {frame.size} tokens the model adds leave no room"
             )
         left = await self._tokens(firsts, length, room, fields[0])
         right = await self._tokens(seconds, length, min(room, most_of_second or room), fields[1])
@@ -125,11 +123,7 @@ class InputMaker:
     async def _tokens(
         self, texts: Sequence[str], length: Length, room: int, field: str
     ) -> list[list[int]]:
-        """Return the tokens of texts without special ones: short ones together, long ones alone.
-
-        Raises:
-            ApiError: they are too many; the rest is not looked at.
-        """
+        """Return the tokens of texts without special ones: short ones together, long ones alone."""
         short = [text for text in texts if len(text) <= _LONG]
         each = self._tokenizer.encode_each_async(short, add_special_tokens=False)
         found, total = [], 0
@@ -227,10 +221,10 @@ def _checked(inputs: list[PoolingInput], length: Length, field: str) -> list[Poo
 
 
 def _too_many(field: str, count: int) -> ApiError:
-    return invalid(
-        f"{field}: {count} tokens in all are more than the {MAX_INPUT_TOKENS} that a request "
-        "may have; send several requests",
+    return invalid_field(
         field,
+        f"{count} tokens in all are more than the {MAX_INPUT_TOKENS} that a request "
+        "may have; send several requests",
     )
 
 
