@@ -6,10 +6,10 @@ import msgspec
 
 from server.api.services import Services
 from server.errors import invalid_field
+from server.generate.conversation import image_parts
 from server.generate.request import Conversation, GenerationRequest
 from server.http.call import Call
 from server.limits import MAX_TOKENS
-from server.text.conversation import image_parts
 
 if TYPE_CHECKING:
     from server.media.images import ImageSource, PreparedImage

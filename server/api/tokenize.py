@@ -13,7 +13,7 @@ from server.api.openapi import ENGINE_ERRORS, json_responses
 from server.api.route import ModelRoute, json_response
 from server.api.services import Services, ServicesDep
 from server.errors import ApiError, invalid, invalid_field
-from server.generate.prompts import rendered
+from server.generate.conversation import rendered
 from server.generate.request import Conversation
 from server.generate.specification import conversation_text
 from server.limits import MAX_COUNTED_TOKENS, MAX_MESSAGES, MAX_TEMPLATE, MAX_TOOLS

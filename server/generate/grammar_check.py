@@ -18,7 +18,7 @@ from engine.shared.fair_threads import FairExecutor, QueueFull
 from engine.shared.grammar_spec import BadGrammar, GrammarThreads, grammar_size
 from engine.shared.messages import GrammarSpec, LarkGrammar
 from server.errors import invalid_field, unavailable
-from server.generate.grammar_process import NOTHING, Check, Conversion, Found, found
+from server.generate.grammar_process import NOTHING, Check, Found, GrammarText, found
 from server.generate.structural_tags import StructuralTag, lark_from_tag
 from server.helper_process import HelperProcess
 from server.limits import MAX_CHECK_SECONDS
@@ -33,12 +33,6 @@ _MAX_WAIT = 30.0
 """Seconds after which a process is ended in any case: others may keep it from its processor."""
 MAX_REMEMBERED = 4096
 """Grammars whose check is not repeated; only their digests are kept."""
-
-
-class GrammarText(msgspec.Struct, frozen=True):
-    """A grammar as a client writes it, in Lark's syntax or in GBNF."""
-
-    text: str
 
 
 class GrammarCheck:
@@ -101,7 +95,7 @@ class GrammarCheck:
         """Return a grammar in a form that engines take; they may not be able to enforce it."""
         match wanted:
             case GrammarText(text):
-                conversion = self._checks.submit(tenant, self._job, Conversion(text), len(text))
+                conversion = self._checks.submit(tenant, self._job, wanted, len(text))
                 result = await asyncio.wrap_future(conversion)
                 if result.error is not None:
                     raise invalid_field(param, f"{result.error}")
@@ -115,7 +109,7 @@ class GrammarCheck:
         except BadGrammar as error:
             raise invalid_field(param, f"{error}") from error
 
-    def _job(self, job: Check | Conversion, size: int) -> Found:
+    def _job(self, job: Check | GrammarText, size: int) -> Found:
         """Do a job that a grammar of this size asks for."""
         if size <= MAX_SHORT:
             return found(job)

@@ -15,7 +15,7 @@ from engine.shared.messages import (
     RegexGrammar,
 )
 from server.errors import invalid_field, too_complex
-from server.generate.grammar_check import GrammarText
+from server.generate.grammar_process import GrammarText
 from server.generate.structural_tags import StructuralTag
 from server.json_price import TooCostly, check_price
 from server.schema.fields import SamplingFields

@@ -92,14 +92,16 @@ class Update:
 
     async def _replace_in(self, rank: int, *, alone: bool) -> None:
         """Replace the weights of one engine, whose requests go to the others meanwhile."""
-        [info] = self._results(await self._client.call_utility(rank, "info", {}))
+        [info] = results_of(await self._client.call_utility(rank, "info", {}), self._field)
         halts = not alone and not info["is_paused"] and not info["is_sleeping"]
         if halts:
-            self._results(await self._client.call_utility(rank, "pause", {"mode": "move"}))
+            results_of(
+                await self._client.call_utility(rank, "pause", {"mode": "move"}), self._field
+            )
         try:
             until = time.monotonic() + HAND_OVER_SECONDS
             while halts and time.monotonic() < until:
-                [info] = self._results(await self._client.call_utility(rank, "info", {}))
+                [info] = results_of(await self._client.call_utility(rank, "info", {}), self._field)
                 if not info["running"] and not info["waiting"]:
                     break
                 await asyncio.sleep(_LOOK_INTERVAL)
@@ -124,16 +126,12 @@ class Update:
                 self._before[answer.rank] = WeightsSource(
                     str(model), None if revision is None else str(revision), str(version)
                 )
-        self._results(answers)
-
-    def _results(self, answers: Sequence[UtilityResult]) -> list[dict[str, UtilityValue]]:
-        return results_of(answers, self._field)
+        results_of(answers, self._field)
 
     async def _take_back(self) -> None:
-        """Give all that were updated what they had."""
         for rank, source in self._before.items():
             try:
-                self._results(await self._load(rank, source))
+                results_of(await self._load(rank, source), self._field)
             except (ApiError, NoEngineAvailable) as error:
                 # It died meanwhile and starts with what was ordered before, or has to.
                 logger.error("cannot restore the weights of engine %d: %s", rank, error)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from server.api.checks import check_fields
 from server.api.completions.schema import CompletionRequest
 from server.errors import invalid_field
 from server.generate.budget import check_size
@@ -19,7 +18,7 @@ def parse(body: CompletionRequest, model: ServedModel, max_model_len: int) -> Ge
     Raises:
         ApiError: the request is wrong, or asks for too much; `param` names the field.
     """
-    stop = check_fields(body, model)
+    stop = model.check_fields(body)
     logprobs = model.scored(body.logprob_token_ids, body.logprobs, "logprobs")
     if body.logprob_token_ids and body.echo:
         raise invalid_field("logprob_token_ids", "not together with echo")

@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.api.openapi import ENGINE_ERRORS, json_responses
+from server.api.responses import schema
 from server.api.responses.items import Conversation, Deleted, ItemList, OutputMessage, Response
 from server.api.responses.journal import as_failed, told
 from server.api.responses.keeping import (
@@ -20,13 +21,6 @@ from server.api.responses.keeping import (
     kept,
     kept_item,
     now,
-)
-from server.api.responses.schema import (
-    ConversationRequest,
-    InputItem,
-    ItemReference,
-    ItemsRequest,
-    MetadataRequest,
 )
 from server.api.route import ApiRoute, json_response
 from server.api.services import Services, ServicesDep
@@ -123,7 +117,7 @@ async def input_items(response_id: str, request: Request, services: ServicesDep)
 
 @router.post("/v1/conversations", responses=_CONVERSATION_SHOWN)
 async def create_conversation(
-    body: ConversationRequest, call: Call, services: ServicesDep
+    body: schema.ConversationRequest, call: Call, services: ServicesDep
 ) -> HttpResponse:
     """Begin a conversation."""
     items = _kept_items(body.items or [])
@@ -150,7 +144,7 @@ async def retrieve_conversation(
 
 @router.post(_CONVERSATION, responses=_CONVERSATION_SHOWN)
 async def update_conversation(
-    body: MetadataRequest, conversation_id: str, call: Call, services: ServicesDep
+    body: schema.MetadataRequest, conversation_id: str, call: Call, services: ServicesDep
 ) -> HttpResponse:
     """Change the metadata of a conversation."""
     record = await _found(services, call, SqlBackend.get, conversation_id)
@@ -177,7 +171,7 @@ async def list_items(conversation_id: str, request: Request, services: ServicesD
 
 @router.post(f"{_CONVERSATION}/items", responses=_ITEMS_SHOWN)
 async def add_items(
-    body: ItemsRequest, conversation_id: str, call: Call, services: ServicesDep
+    body: schema.ItemsRequest, conversation_id: str, call: Call, services: ServicesDep
 ) -> HttpResponse:
     """Add items to a conversation."""
     items = _kept_items(body.items)
@@ -220,7 +214,6 @@ class _Made(msgspec.Struct):
 
 
 def _owner(request: Request) -> str:
-    """Return the owner whose records a request may access."""
     tenant: Tenant = request.scope.get(SCOPE_KEY, EVERYBODY)
     return str(tenant.id)
 
@@ -256,9 +249,9 @@ def _not_found(kind: str, id_: str) -> ApiError:
     )
 
 
-def _kept_items(items: Sequence[InputItem]) -> list[Part]:
+def _kept_items(items: Sequence[schema.InputItem]) -> list[Part]:
     for index, item in enumerate(items):
-        if isinstance(item, ItemReference):
+        if isinstance(item, schema.ItemReference):
             field = f"items[{index}]"
             raise invalid_field(field, "an item of a conversation cannot be a reference")
     return [kept_item(item) for item in items]
