@@ -90,7 +90,8 @@ async def _send(client: HttpClient, request: BatchRequest, config: BatchConfig) 
             async with asyncio.timeout(config.request_timeout):
                 answer = await client.request("POST", request.url, body, name=name)
         except (OSError, BadAnswer) as error:
-            timed_out = isinstance(error, TimeoutError)
+            # One with a number is of a connection that was not made: it may be, the next time.
+            timed_out = isinstance(error, TimeoutError) and error.errno is None
             if last or timed_out:
                 code = "request_timeout" if timed_out else "connection_error"
                 why = BatchError(code, f"{type(error).__name__}: {error}")
