@@ -8,18 +8,16 @@ from starlette.exceptions import HTTPException
 
 from engine.shared.version import SWELL_VERSION
 from server.access.guards import install
-from server.api import docs_page, invocations, meta, status, tokenize
+from server.api import invocations, meta, openapi, status, tokenize
 from server.api.admin import endpoint as admin
-from server.api.admin import lora, operators, trainer, weights
+from server.api.admin import operators, trainer, weights
 from server.api.chat import endpoint as chat
 from server.api.completions import endpoint as completions
 from server.api.messages import endpoint as messages
-from server.api.openapi import serve_document
 from server.api.responses import endpoint as responses
 from server.api.responses import stored
 from server.api.services import Services
 from server.api.vectors import endpoint as vectors
-from server.api.vectors import scores
 from server.errors import ApiError
 from server.http.call import foreseen
 from server.http.errors import no_such_path
@@ -34,12 +32,11 @@ ROUTERS = (
     responses.router,
     messages.router,
     vectors.router,
-    scores.router,
     invocations.router,
     tokenize.router,
     meta.router,
     status.router,
-    docs_page.router,
+    openapi.router,
 )
 """Paths that every front end serves. Those of which many requests come in a second are first."""
 
@@ -53,7 +50,7 @@ def build_app(services: Services) -> FastAPI:
         description="OpenAI-compatible API over data-parallel engines. Unknown fields of request "
         "bodies are ignored.",
         redirect_slashes=False,
-        openapi_url=None,  # `docs_page` has it
+        openapi_url=None,  # `server.api.openapi` has it
         docs_url=None,
         redoc_url=None,
         # Spans and metrics are our own (`server.observe`): it need not look for others' each time.
@@ -67,7 +64,7 @@ def build_app(services: Services) -> FastAPI:
         routers.append(meta.tokenizer_router)
     if access.has_admin:
         routers += [meta.settings_router, admin.router, weights.router]
-        routers += [operators.router, trainer.router, lora.router]
+        routers += [operators.router, trainer.router]
     for router in routers:
         app.router.routes += router.routes  # `include_router` would look up each request twice
     for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
@@ -79,7 +76,7 @@ def build_app(services: Services) -> FastAPI:
     if config.http.access_log:
         app.add_middleware(AccessLog)
     app.add_middleware(RequestIdMiddleware, root_path=config.http.root_path.rstrip("/"))
-    serve_document(app, config.http.root_path.rstrip("/"))
+    openapi.serve_document(app, config.http.root_path.rstrip("/"))
     return app
 
 

@@ -132,6 +132,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def invalid_field(param: str, why: str, code: str | None = None) -> ApiError:
+    """A field of the request cannot be served as it is (400)."""
+    return invalid(f"{param}: {why}", param, code)
+
+
 def too_complex(error: TooCostly, param: str | None = None) -> ApiError:
     """A JSON text would make more objects than one request may (400)."""
     what = param or "The body"

@@ -340,11 +340,7 @@ class LLM:
 
 
 def _check_alone(config: ServeConfig) -> None:
-    """Refuse what needs several processes.
-
-    Raises:
-        SettingsError: a setting asks for more than this process.
-    """
+    """Refuse what needs several processes."""
     parallel = config.parallel
     if parallel.data_parallel_size > 1 or parallel.processes > 1:
         raise settings.SettingsError(

@@ -29,7 +29,7 @@ _FUNCTIONS = {"compile", "match", "search", "fullmatch", "sub", "subn", "split",
 _HARMLESS = {
     "server/generate/structural_tags.py": "texts of the tokenizer's special tokens, escaped",
     "server/answer/quoted_lark.py": "classes, which are matched with single characters",
-    "server/answer/call_grammar.py": "texts of the tokenizer's special tokens, escaped",
+    "server/answer/tool_choice.py": "texts of the tokenizer's special tokens, escaped",
     "server/answer/python_call.py": "keywords of Python",
     "server/text/placeholders.py": "a class of characters for private use",
 }

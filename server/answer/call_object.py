@@ -1,12 +1,50 @@
 """One JSON object that names a function and holds its arguments, read as it is written."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-from server.answer.call_body import CallBody
 from server.answer.json_value import JsonValue, is_unicode, json_text
 from server.answer.parameters import Schemas
+
+
+class CallBody(ABC):
+    """Reads one call.
+
+    Where it breaks, or whether it is done, does not depend on how the text was cut.
+    """
+
+    def __init__(self, functions: Schemas, accepts: Callable[[str], bool]) -> None:
+        """`functions` are those of the request; `accepts` says whether a name may be called."""
+        self._functions = functions
+        self._accepts = accepts
+        self._arguments: list[str] = []
+        """What has come of the arguments and has not been taken."""
+        self.candidate: str | None = None
+        """The name that was read, even if there may still be no call."""
+        self.name: str | None = None
+        """Set once it is certain that there is a call."""
+        self.state: Literal["open", "done", "broken", "refused"] = "open"
+        """broken: this is no call; refused: a JSON object, of a function that may not be called."""
+
+    @property
+    @abstractmethod
+    def raw(self) -> str:
+        """What was taken before the name was set."""
+
+    @abstractmethod
+    def push(self, text: str) -> str:
+        """Add text; return what comes behind the call, or behind what could be one."""
+
+    def take_arguments(self) -> str:
+        """Return the arguments' text that has come since this was last called."""
+        taken, self._arguments = "".join(self._arguments), []
+        return taken
+
+    def finish(self) -> None:  # noqa: B027 - most calls that have not ended stay as they are
+        """End: a call whose arguments can only be missing is done."""
+
 
 _WHITESPACE = " \t\r\n"
 _NAME_KEYS = ("name", "tool_name", "function")
@@ -44,8 +82,10 @@ class CallObject(CallBody):
             position = self._expect(text, position)
         if self.name is None:
             self._raw.append(text[:position])
-        if self.state == "done" and self.candidate is not None:
-            self._end_without_arguments()
+        is_call = self.candidate is not None and not self._arguments_required
+        if self.state == "done" and is_call and self.name is None:
+            self.name = self.candidate
+            self._arguments.append("{}")
         return text[position:]
 
     # Each of these looks at the text from a position on, and returns the next position.
@@ -165,11 +205,6 @@ class CallObject(CallBody):
         if self._value.done:
             self._value = None
         return end
-
-    def _end_without_arguments(self) -> None:
-        if self.name is None and not self._arguments_required:
-            self.name = self.candidate
-            self._arguments.append("{}")
 
     def _break(self, position: int) -> int:
         self.state = "broken"

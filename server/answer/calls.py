@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from server.answer.call_body import CallBody
-from server.answer.call_object import CallObject
+from server.answer.call_object import CallBody, CallObject
 from server.answer.json_value import JsonValue
 from server.answer.parameters import Schemas
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
@@ -230,7 +229,6 @@ class CallsParser:
         return self._no_call(body, parts)
 
     def _of_body(self, body: CallBody, parts: list[Part]) -> None:
-        """Add what is known of a call."""
         if body.name is None:
             return
         if not self._begun:

@@ -9,7 +9,7 @@ from engine.shared.plugins import instance_of, load_plugin
 from server.answer.call_formats import CALL_FORMATS, CallFormat, detect
 from server.answer.reasoning import REASONING_FORMATS, ReasoningTags
 from server.config.answer import AnswerConfig
-from server.text.presets import Preset
+from server.text.sampling_defaults import Preset
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from server.answer.call_body import CallBody
+from server.answer.call_object import CallBody
 from server.answer.json_value import JsonValue
 from server.answer.parameters import Schemas
 from server.text.markers import MAX_HEAD, Until, certain_length, find_first

@@ -8,10 +8,9 @@ import keyword
 import re
 from collections.abc import Callable
 
-from server.answer.call_body import CallBody
+from server.answer.call_object import CallBody
 from server.answer.json_value import json_text
-from server.answer.parameters import Schemas
-from server.answer.python_value import MAX_CHARACTERS, literal, parsed
+from server.answer.parameters import MAX_CHARACTERS, Schemas, literal, parsed
 from server.text.markers import MAX_HEAD
 
 _BEGIN = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")

@@ -2,7 +2,11 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Literal
 
+import msgspec
+
+from server.answer.call_formats import CallFormat
 from server.answer.json_value import is_object
 from server.answer.parts import (
     AnswerParser,
@@ -12,7 +16,8 @@ from server.answer.parts import (
     Part,
     ReasoningText,
 )
-from server.answer.reasoning import ReasoningReader, ReasoningTokens
+from server.answer.reasoning import ReasoningReader, ReasoningTags
+from server.answer.tool_choice import ToolUse
 
 _MOST_AT_ONCE = 512
 """Characters that are taken apart at once: parsers look again at what stands behind each tag."""
@@ -56,7 +61,9 @@ class AnswerReader:
         self._only_calls = only_calls
         self._parallel = parallel
         self._show_reasoning = show_reasoning
-        self._tokens = ReasoningTokens(reasoning_end)
+        self._reasoning_end = reasoning_end
+        """Until it has come."""
+        self._reasoning_tokens = 0
         self._in_channels = 0
         """Tokens that came with reasoning that the parser of calls found."""
         self._whitespace: list[str] = []
@@ -77,11 +84,16 @@ class AnswerReader:
     def reasoning_tokens(self) -> int:
         """How many of the tokens that were pushed were for reasoning."""
         reasoned = self._reasoning is not None and self._reasoning.reasoned
-        return self._tokens.count if reasoned else self._in_channels
+        return self._reasoning_tokens if reasoned else self._in_channels
 
     def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Part]:
         """Add text and the tokens behind it; return the parts that are now certain."""
-        self._tokens.push(token_ids)
+        if self._reasoning_end is not None:
+            count = len(token_ids)
+            if self._reasoning_end in token_ids:
+                count = token_ids.index(self._reasoning_end) + 1
+                self._reasoning_end = None
+            self._reasoning_tokens += count
         pieces = [
             text[start : start + _MOST_AT_ONCE] for start in range(0, len(text), _MOST_AT_ONCE)
         ]
@@ -186,3 +198,62 @@ class AnswerReader:
             return []
         self._whitespace = [whitespace] if whitespace else []
         return [ContentText("".join([*held, certain]))]
+
+
+class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answers to a request are taken apart."""
+
+    tools: ToolUse = ToolUse()
+    reasoning: ReasoningTags | None = None
+    """None: the answers hold no reasoning."""
+    reasoning_end: int | None = None
+    """The end tag's token; None if it is spelled by several."""
+    channels: CallFormat | None = None
+    """Tells reasoning from the rest in answers without tools too."""
+    begins_inside: bool = False
+    """The answers begin inside the reasoning."""
+    may_call_at_once: bool = False
+    """An answer that begins with a call has no reasoning, wherever it begins."""
+    show_reasoning: bool = True
+    reasoning_field: Literal["both", "reasoning", "reasoning_content"] = "both"
+    """The name by which it is shown."""
+    echo: str = ""
+    """What each answer repeats before it begins."""
+
+    def reader(self) -> AnswerReader | None:
+        """Return a reader for one answer, or None if all of the answer is content."""
+        tools, tags, format = self.tools, self.reasoning, self._format
+        if tags is None and format is None:
+            return None
+        if format is not None and format.channels is not None:
+            tags = None  # the parser does it
+        functions = [*tools.functions.values()]
+        starts = tools.format.starts if tools.format is not None and self.may_call_at_once else ()
+        probe = None if format is None or tags is None else format.in_reasoning
+        return AnswerReader(
+            None
+            if tags is None
+            else ReasoningReader(tags, inside=self.begins_inside, call_starts=starts),
+            None if format is None else format.parser(functions),
+            calls_in_reasoning=None if probe is None else probe(functions),
+            only_calls=tools.forced,
+            parallel=tools.parallel,
+            show_reasoning=self.show_reasoning,
+            reasoning_end=self.reasoning_end,
+        )
+
+    def new_call_id(self) -> str:
+        """Return a name for a call of an answer."""
+        assert self.tools.format is not None, "nothing else finds calls"
+        return self.tools.format.new_id()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that readers have to see even if they are special tokens."""
+        calls = self._format.markers if self._format is not None else ()
+        tags = (self.reasoning.start, self.reasoning.end) if self.reasoning is not None else ()
+        return calls + tags
+
+    @property
+    def _format(self) -> CallFormat | None:
+        return self.tools.format or self.channels

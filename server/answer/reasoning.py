@@ -50,26 +50,6 @@ REASONING_FORMATS = {
 """Formats by the names that `--reasoning-parser` knows, but for those that need more settings."""
 
 
-class ReasoningTokens:
-    """Counts an answer's tokens up to the one that is the end tag."""
-
-    def __init__(self, end_token: int | None) -> None:
-        """Without an end token, because the tag is spelled by several, all count as none."""
-        self._end_token = end_token
-        self._open = end_token is not None
-        self.count = 0
-
-    def push(self, token_ids: Sequence[int]) -> None:
-        """Add the tokens of a delta."""
-        if not self._open:
-            return
-        if self._end_token in token_ids:
-            self._open = False
-            self.count += token_ids.index(self._end_token) + 1
-        else:
-            self.count += len(token_ids)
-
-
 class ReasoningReader:
     """Splits an answer into reasoning and what follows it.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from server.answer.call_body import CallBody
+from server.answer.call_object import CallBody
 from server.answer.json_value import JsonValue
 from server.answer.named_call import known_name
 from server.answer.parameters import Parameters, Schemas

@@ -17,7 +17,7 @@ from server.api.chat.schema import BatchChatRequest, ChatCompletionRequest
 from server.api.completions.schema import CompletionRequest
 from server.api.messages.schema import MessagesRequest
 from server.api.responses.schema import ResponsesRequest
-from server.errors import invalid
+from server.errors import invalid, invalid_field
 from server.schema.body import RequestBody
 from server.schema.support import KEY, Row, Rows
 
@@ -113,7 +113,7 @@ def refuse_unserved(model: type[BaseModel], body: bytes | dict[str, msgspec.Raw]
         if row is None:
             _log_unknown(name)
         elif row.state == "refused" and not _asks_for_nothing(bytes(value), row):
-            raise invalid(f"{name}: {row.why}", name)
+            raise invalid_field(name, f"{row.why}")
 
 
 def _log_unknown(name: str) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,39 +18,28 @@ from starlette.types import Receive, Scope, Send
 from engine.shared.fair_threads import tenant_id
 from server.access.admission import BYTES_PER_TOKEN
 from server.api.media import image_bytes, prepare_images
+from server.api.messages.schema import MessagesRequest
 from server.api.rendering import Renderer
 from server.api.services import Services
-from server.errors import ApiError, invalid, timed_out
-from server.generate.answer import BestOf
+from server.api.vectors.schema import PoolingFields
+from server.errors import ApiError, invalid_field, timed_out
 from server.generate.beam_run import BeamRun
 from server.generate.fold import Delta
 from server.generate.handover import hand_over, handed_on
 from server.generate.model import ServedModel
-from server.generate.pooling.inputs import PoolingModel
+from server.generate.pooling import PoolingModel
 from server.generate.request import GenerationRequest
-from server.generate.run import Output, Run
+from server.generate.run import BestOf, Output, Run
 from server.generate.specification import specify
 from server.http.call import Call, CancelOnDisconnect, KeepAlive, foreseen
 from server.observe.tracing import EndedRequest
 from server.schema.answer import Usage
-from server.schema.fields import SamplingFields
-from server.schema.pooling import PoolingFields
+from server.schema.fields import DrawingFields, SamplingFields
 from server.text.detokenizer import TokenTable
-
-
-class GenerationBody(Protocol):
-    """What the bodies of all these endpoints have."""
-
-    @property
-    def model(self) -> str | None: ...
-
-    @property
-    def request_id(self) -> str | None: ...
-
 
 BeforeEnd = Callable[[Usage], Awaitable[None]]
 
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=DrawingFields | MessagesRequest)
 T = TypeVar("T")
 
 
@@ -298,8 +287,6 @@ _SERVES = {
 
 def unsuitable(name: str, lacks: str, pooling: PoolingModel) -> ApiError:
     """Return the error for a model of vectors that is asked for something else."""
-    return invalid(
-        f"model: {name!r} {lacks}; it serves {_SERVES[pooling.spec.task]}",
-        "model",
-        "model_not_suitable",
+    return invalid_field(
+        "model", f"{name!r} {lacks}; it serves {_SERVES[pooling.spec.task]}", "model_not_suitable"
     )

@@ -7,10 +7,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from server.answer.parts import ContentText, Part
-from server.answer.plan import AnswerPlan
+from server.answer.reader import AnswerPlan
 from server.api.rendering import WholeBody
 from server.errors import ApiError
-from server.generate.fold import Delta
+from server.generate.fold import Delta, FinishReason
 from server.schema.answer import Usage
 
 Item = TypeVar("Item", bound=msgspec.Struct)
@@ -41,6 +41,8 @@ class Growing(ABC, Generic[Answer, Item, Event]):
         self._last: list[Event] | None = None
         """What there is to tell of the end of the answer, once it is complete."""
         self._begun = False
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
 
     def push(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta."""
@@ -75,8 +77,7 @@ class Growing(ABC, Generic[Answer, Item, Event]):
 
     def _grow(self, delta: Delta) -> list[Event]:
         """Add what is new of the answer; return what there is to tell."""
-        if delta.finish_reason is not None:
-            self._ends(delta)
+        self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
         return [event for part in self._taken_apart(delta) for event in self._add(part)]
 
     @abstractmethod
@@ -90,10 +91,6 @@ class Growing(ABC, Generic[Answer, Item, Event]):
     @abstractmethod
     def _failed(self, error: ApiError) -> Event:
         """Return the last event of a stream in which something went wrong."""
-
-    @abstractmethod
-    def _ends(self, delta: Delta) -> None:
-        """Note how the answer ends, of which this is the last delta."""
 
     @abstractmethod
     def _add(self, part: Part) -> list[Event]:

@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Response
 
-from server.api.body import fields_of, read_body
 from server.api.chat.endpoint import CHAT_RESPONSES, create_chat_completion
 from server.api.chat.schema import ChatCompletionRequest
 from server.api.completions.endpoint import COMPLETION_RESPONSES, create_completion
@@ -12,16 +11,15 @@ from server.api.completions.schema import CompletionRequest
 from server.api.openapi import REQUEST_HEADERS, any_of
 from server.api.responses.endpoint import RESPONSE_RESPONSES, create_response
 from server.api.responses.schema import ResponsesRequest
-from server.api.route import ModelRoute
+from server.api.route import ModelRoute, fields_of, read_body
 from server.api.services import Services, ServicesDep
-from server.api.vectors.endpoint import classify, create_embeddings
+from server.api.vectors.endpoint import classify, create_embeddings, rerank, score
 from server.api.vectors.schema import (
     ClassifyRequest,
     EmbeddingsRequest,
     RerankRequest,
     ScoreRequest,
 )
-from server.api.vectors.scores import rerank, score
 from server.errors import invalid
 from server.http.call import Call
 from server.schema.body import RequestBody
@@ -37,11 +35,7 @@ class InvocationRoute(ModelRoute):
 
 
 async def _body_type(content: bytes, services: Services) -> type[RequestBody]:
-    """Return what a body is, by its fields and by what the model does.
-
-    Raises:
-        ApiError: it is none of these.
-    """
+    """Return what a body is, by its fields and by what the model does."""
     fields, pooling = await fields_of(content), services.model.pooling
     if pooling is not None:
         if "query" in fields:

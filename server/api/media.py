@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from server.api.services import Services
-from server.errors import invalid
+from server.errors import invalid_field
+from server.generate.conversation import image_parts
 from server.generate.request import Conversation, GenerationRequest
 from server.http.call import Call
 from server.limits import MAX_TOKENS
-from server.text.conversation import image_parts
 
 if TYPE_CHECKING:
     from server.media.images import ImageSource, PreparedImage
@@ -39,11 +39,9 @@ async def prepare_images(request: GenerationRequest, call: Call, services: Servi
         return
     fields = request.fields
     if fields.use_beam_search:
-        raise invalid("use_beam_search: is not served with images", "use_beam_search")
+        raise invalid_field("use_beam_search", "is not served with images")
     if fields.truncate_prompt_tokens is not None:
-        raise invalid(
-            "truncate_prompt_tokens: a prompt with images is not cut", "truncate_prompt_tokens"
-        )
+        raise invalid_field("truncate_prompt_tokens", "a prompt with images is not cut")
     held = images.hold(call.tenant.id)
     call.on_release.append(held.release)
     # Of a conversation that is shortened images may be left out again.
@@ -70,11 +68,7 @@ async def with_counted_images(source: Conversation, services: Services) -> Conve
 
 
 def _sources(source: Conversation, services: Services) -> "list[ImageSource]":
-    """Return the images of a conversation; none if nothing here can see them.
-
-    Raises:
-        ApiError: the model could, but none of the engines can; what tools returned is left out.
-    """
+    """Return the images of a conversation; none if nothing here can see them."""
     if services.model.images is None:
         return []
     from server.media.images import ImageSource
@@ -83,7 +77,7 @@ def _sources(source: Conversation, services: Services) -> "list[ImageSource]":
     if found and not services.client.serves_images:
         for message, field, _ in found:
             if message.role not in _OF_TOOLS:
-                raise invalid(f"{field}: the engines of this server take no images", field)
+                raise invalid_field(field, "the engines of this server take no images")
         return []
     return [ImageSource(field, part.url or "") for _, field, part in found]
 

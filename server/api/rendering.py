@@ -1,15 +1,44 @@
 """What the renderers of all endpoints do, and what they have in common."""
 
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Protocol, TypeVar, cast
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
+from engine.shared.messages import TokenLogprob
+from server.api.chat.schema import ChatChunkChoice, ChatLogprob, ChatLogprobs, TopLogprob
+from server.api.completions.schema import CompletionChoice
 from server.errors import ApiError
-from server.generate.answer import DeltaSum
-from server.generate.fold import Delta
+from server.generate.fold import Delta, ScoredToken
 from server.generate.request import GenerationRequest
-from server.schema.answer import RequestMetrics, Usage
+from server.generate.run import DeltaSum
+from server.schema.answer import PromptLogprob, PromptLogprobs, RequestMetrics, Usage
 from server.schema.kv_transfer import KvHandedOn
+from server.text.detokenizer import TokenTable
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+_encode = msgspec.json.Encoder().encode
+_AT_ONCE = 256
+
+
+def encoded_list(items: Iterable[T]) -> list[T]:
+    """Return what encodes to the list of these items, which are made and dropped in parts."""
+    parts, rest = [], iter(items)
+    while part := list(islice(rest, _AT_ONCE)):
+        parts.append(_encode(part)[1:-1])
+    return cast("list[T]", msgspec.Raw(b"[" + b",".join(parts) + b"]"))
+
+
+def encoded_each(items: Sequence[T], show: Callable[[int, T], S]) -> list[S]:
+    """Return what encodes to what `show` makes of each item, given with its index."""
+    shown = [msgspec.Raw(_encode(show(index, item))) for index, item in enumerate(items)]
+    return cast("list[S]", shown)
+
 
 _LARGE = 2000
 """Tokens and scores of answers from which on JSON is made beside the event loop."""
@@ -92,3 +121,139 @@ class WholeBody:
     def error(self, error: ApiError) -> bytes:
         """Return the body of an error."""
         return error.body()
+
+
+DONE = b"data: [DONE]\n\n"
+
+ShownChoice = ChatChunkChoice | CompletionChoice
+"""What a chunk shows of a choice."""
+
+
+class ChunkFrames:
+    """Frames of one stream: only the choice is encoded, what surrounds it is ready bytes."""
+
+    def __init__(self, kind: str, id_: str, request: GenerationRequest) -> None:
+        """`kind` is the type of the chunks, `id_` the answer's."""
+        self._request = request
+        options = request.fields.stream_options
+        wanted = options is not None and bool(options.include_usage)
+        self._include_usage = wanted or request.force_usage
+        tells_each = options is not None and bool(options.continuous_usage_stats)
+        tells_each &= self._include_usage
+        self.counts: Counter[int] | None = Counter() if tells_each else None
+        """Tokens of each choice, added before they are shown, if every chunk tells them."""
+        head = {"id": id_, "object": kind, "created": request.created, "model": request.model}
+        self._prefix = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
+
+    def chunk(self, choice: ShownChoice) -> bytes:
+        """Return the frame of a chunk with one choice."""
+        if self.counts is not None:
+            return self._with_more(choice, {"usage": self._usage(self.counts, choice.index)})
+        return self._prefix + _encode(choice) + self._suffix
+
+    def chunks(
+        self, choices: Sequence[ShownChoice], prompt_token_ids: Sequence[int] | None = None
+    ) -> bytes:
+        """Return the frames of several chunks; the first has the prompt if there is one."""
+        frames = [self.chunk(choice) for choice in choices]
+        if prompt_token_ids is not None:
+            more: dict[str, object] = {"prompt_token_ids": prompt_token_ids}
+            if self.counts is not None:
+                more["usage"] = self._usage(self.counts, choices[0].index)
+            elif self._include_usage:
+                more["usage"] = None
+            frames[0] = self._with_more(choices[0], more)
+        return b"".join(frames)
+
+    def _usage(self, counts: Counter[int], index: int) -> Usage:
+        prompt = len(self._request.prompts[index // self._request.n].token_ids)
+        return Usage(prompt, counts[index], prompt + counts[index], UNSET)
+
+    def _with_more(self, choice: ShownChoice, more: dict[str, object]) -> bytes:
+        return self._prefix + _encode(choice) + b"]," + _encode(more)[1:] + b"\n\n"
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last frames; a chunk without choices has the usage if that is wanted."""
+        if not self._include_usage:
+            return DONE
+        metrics = timing_shown(self._request, usage)
+        timed = b"" if metrics is UNSET else b',"metrics":' + _encode(metrics)
+        return self._prefix + b'],"usage":' + _encode(usage) + timed + b"}\n\n" + DONE
+
+
+def error_frames(error: ApiError) -> bytes:
+    """Return the last frame of a stream that ends with an error: `[DONE]` is for whole answers."""
+    return b"data: " + error.body() + b"\n\n"
+
+
+MIN_LOGPROB = -9999.0
+"""JSON has no infinity; this is what clients of such servers know as "impossible"."""
+
+
+def token_names(table: TokenTable, *, ids: bool) -> Callable[[int], str]:
+    """Return what names tokens: as their ids if a client wants to tell all of them apart."""
+    return "token_id:{}".format if ids else table.name_of
+
+
+def prompt_scores(
+    token_ids: Sequence[int], scores: Sequence[TokenLogprob], table: TokenTable
+) -> PromptLogprobs:
+    """Return one entry per token of the prompt, as JSON already.
+
+    Args:
+        token_ids: the prompt.
+        scores: of every token but the first.
+        table: names tokens.
+    """
+
+    def entries() -> Iterator[dict[str, PromptLogprob] | None]:
+        yield None
+        for token_id, score in zip(token_ids[1:], scores, strict=True):
+            found = {str(token_id): _entry(token_id, score.logprob, score.rank, table)}
+            best = zip(score.top_ids, score.top_logprobs, strict=True)
+            for rank, (other, logprob) in enumerate(best, 1):
+                found.setdefault(str(other), _entry(other, logprob, rank, table))
+            yield found
+
+    return encoded_list(entries())
+
+
+def _entry(token_id: int, logprob: float, rank: int, table: TokenTable) -> PromptLogprob:
+    return PromptLogprob(max(logprob, MIN_LOGPROB), rank, table.name_of(token_id))
+
+
+def chat_logprobs(
+    tokens: Sequence[ScoredToken] | None, request: GenerationRequest, table: TokenTable
+) -> ChatLogprobs | None:
+    """Return the log probabilities of tokens as chat completions show them."""
+    return None if tokens is None else ChatLogprobs(list(_shown(tokens, request, table)))
+
+
+def whole_logprobs(
+    tokens: Sequence[ScoredToken] | None, request: GenerationRequest, table: TokenTable
+) -> ChatLogprobs | None:
+    """Return the same as JSON already."""
+    return None if tokens is None else ChatLogprobs(encoded_list(_shown(tokens, request, table)))
+
+
+def _shown(
+    tokens: Sequence[ScoredToken], request: GenerationRequest, table: TokenTable
+) -> Iterator[ChatLogprob]:
+    alternatives = request.sampling.logprobs or 0
+    name_of = token_names(table, ids=request.names_ids)
+    for token in tokens:
+        scores = token.logprob
+        assert scores is not None, "only a prompt's first token has no log probability"
+        shown = zip(scores.top_ids[:alternatives], scores.top_logprobs[:alternatives], strict=True)
+        yield ChatLogprob(
+            name_of(token.token_id),
+            max(scores.logprob, MIN_LOGPROB),
+            list(table.bytes_of(token.token_id)),
+            [
+                TopLogprob(
+                    name_of(token_id), max(logprob, MIN_LOGPROB), list(table.bytes_of(token_id))
+                )
+                for token_id, logprob in shown
+            ],
+        )

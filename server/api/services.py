@@ -19,7 +19,7 @@ from server.control import SupervisorControl
 from server.errors import model_not_found
 from server.generate.grammar_check import GrammarCheck
 from server.generate.model import ServedModel
-from server.generate.pooling.inputs import PoolingModel
+from server.generate.pooling import PoolingModel
 from server.http.body_budget import BodyBudget
 from server.http.call import BodyLimits
 from server.observe.metrics import FrontEndMetrics
@@ -123,12 +123,7 @@ def make_services(
     """Return what the endpoints of a front end are served with.
 
     Args:
-        config: of the front end.
-        client: reaches the engines.
-        tokenizer: of the model.
-        metrics: of this process.
         table: where the front ends of a node count what they have taken on; None for one alone.
-        control, tracer, store, forwarder: as in `Services`.
         pooling: how the model makes vectors, if it does.
         processor: how it takes images, if it does.
         elsewhere: what tenants hold in other nodes, where limits for them are set.
@@ -168,7 +163,7 @@ def make_services(
             formats,
             GrammarCheck(tokenizer.special_tokens),
             RequestTemplates(tokenizer.named_tokens) if trusts_templates else None,
-            PoolingModel.of(pooling, tokenizer),
+            None if pooling is None else PoolingModel(pooling, tokenizer),
             config.http.max_logprobs,
             images,
         ),

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from engine.shared.messages import AbsenceReason, EngineEntry, EngineStats
+from engine.shared.messages import AbsenceReason, EngineEntry
 from engine.shared.pooling import Task, TokenTask
 from engine.shared.version import SWELL_VERSION
 from server.api.openapi import json_responses
@@ -124,26 +124,22 @@ _PAGE_HEADERS = {
 router = APIRouter(route_class=ApiRoute)
 
 
-def _counts(stats: EngineStats | None) -> EngineCounts | None:
-    if stats is None:
-        return None
-    return EngineCounts(
-        step=stats.step,
-        waiting=stats.waiting,
-        running=stats.running,
-        kv_usage=stats.kv_usage,
-        queued_prefill_tokens=stats.queued_prefill_tokens,
-        prompt_tokens_total=stats.counters.prompt_tokens,
-        generation_tokens_total=stats.counters.generation_tokens,
-        prefix_cache_queries_total=stats.counters.prefix_cache_queries,
-        prefix_cache_hits_total=stats.counters.prefix_cache_hits,
-        preemptions_total=stats.counters.preemptions,
-        dummy_steps_total=stats.counters.dummy_steps,
-    )
-
-
 def _engine(entry: EngineEntry, stats_age: float | None) -> EngineOverview:
-    setup = entry.setup
+    setup, stats, counts = entry.setup, entry.stats, None
+    if stats is not None:
+        counts = EngineCounts(
+            step=stats.step,
+            waiting=stats.waiting,
+            running=stats.running,
+            kv_usage=stats.kv_usage,
+            queued_prefill_tokens=stats.queued_prefill_tokens,
+            prompt_tokens_total=stats.counters.prompt_tokens,
+            generation_tokens_total=stats.counters.generation_tokens,
+            prefix_cache_queries_total=stats.counters.prefix_cache_queries,
+            prefix_cache_hits_total=stats.counters.prefix_cache_hits,
+            preemptions_total=stats.counters.preemptions,
+            dummy_steps_total=stats.counters.dummy_steps,
+        )
     return EngineOverview(
         rank=entry.rank,
         incarnation=entry.incarnation,
@@ -154,8 +150,8 @@ def _engine(entry: EngineEntry, stats_age: float | None) -> EngineOverview:
         block_size=setup.block_size if setup else None,
         max_model_len=setup.max_model_len if setup else None,
         stats_age=stats_age,
-        counts=_counts(entry.stats),
-        halted=entry.stats.halted if entry.stats else False,
+        counts=counts,
+        halted=stats.halted if stats else False,
         draining=entry.draining,
         batch_invariant=setup.is_batch_invariant if setup else None,
     )

@@ -12,8 +12,8 @@ from server.api.media import with_counted_images
 from server.api.openapi import ENGINE_ERRORS, json_responses
 from server.api.route import ModelRoute, json_response
 from server.api.services import Services, ServicesDep
-from server.errors import ApiError, invalid
-from server.generate.prompts import rendered
+from server.errors import ApiError, invalid, invalid_field
+from server.generate.conversation import rendered
 from server.generate.request import Conversation
 from server.generate.specification import conversation_text
 from server.limits import MAX_COUNTED_TOKENS, MAX_MESSAGES, MAX_TEMPLATE, MAX_TOOLS
@@ -157,9 +157,9 @@ async def tokenized(
             keep=None,
         )
     except TextTooLong as error:
-        raise invalid(
-            f"{field}: texts of up to {longest} tokens are tokenized, this one has more: {error}.",
+        raise invalid_field(
             field,
+            f"texts of up to {longest} tokens are tokenized, this one has more: {error}.",
             code="context_length_exceeded",
         ) from error
     return token_ids

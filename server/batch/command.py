@@ -1,9 +1,11 @@
 """`swell run-batch`: from settings to a finished output file."""
 
 import asyncio
+import random
 import signal
 import sys
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,26 +21,102 @@ from rich.progress import (
 )
 
 from server.batch.config import BatchConfig, RunBatchConfig
-from server.batch.lines import Attempt, BadLine, BatchRequest, BatchResult, read_request
-from server.batch.output import OutputBusy, OutputFile
-from server.batch.sender import ServerUnusable, check_server, send_all
+from server.batch.lines import (
+    Attempt,
+    BadLine,
+    BatchError,
+    BatchRequest,
+    BatchResponse,
+    BatchResult,
+    OutputBusy,
+    OutputFile,
+    new_id,
+    read_request,
+)
+from server.bench.connection import BadAnswer, HttpClient
 from server.fleet.own_server import OwnServer, ServerFailed, serve_arguments
 
+_BUSY = (429, 502, 503, 504)
+_FIRST_WAIT, _LONGEST_WAIT = 0.25, 30.0
+_CHECK_SECONDS = 30.0
 
-class _Tally(msgspec.Struct):
-    """What has come of the requests of this run."""
 
-    succeeded: int = 0
-    refused: int = 0
-    failed: int = 0
+class ServerUnusable(Exception):
+    """There is no server, or none that lets this client in."""
 
-    def count(self, result: BatchResult) -> None:
-        if result.succeeded:
-            self.succeeded += 1
-        elif result.final:
-            self.refused += 1
+
+async def send_all(
+    base_url: str,
+    config: BatchConfig,
+    requests: Iterator[BatchRequest],
+    done: Callable[[BatchResult], None],
+) -> None:
+    """Send all requests to a server; tell of each result as soon as there is one.
+
+    Raises:
+        ServerUnusable: no server answers, before any request is counted as failed.
+    """
+    headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
+    try:
+        client = HttpClient(base_url, headers)
+        async with asyncio.timeout(_CHECK_SECONDS):
+            models = await client.request("GET", "/v1/models")
+    except (OSError, ValueError, BadAnswer) as error:
+        raise ServerUnusable(f"{base_url} does not answer: {error}") from error
+    if models.status != 200:
+        said = models.body.decode(errors="replace")
+        raise ServerUnusable(f"{base_url} answers {models.status}: {said}")
+
+    async def work() -> None:
+        for request in requests:  # one iterator for all workers: each takes the next
+            done(await _send(client, request, config))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(config.max_concurrency):
+                group.create_task(work())
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    finally:
+        client.close()
+
+
+async def _send(client: HttpClient, request: BatchRequest, config: BatchConfig) -> BatchResult:
+    """Send one request until it is answered, or has been sent often enough."""
+    name, body = new_id(), bytes(request.body)
+    for attempt in range(config.max_retries + 1):
+        last, asked_wait = attempt == config.max_retries, None
+        try:
+            async with asyncio.timeout(config.request_timeout):
+                answer = await client.request("POST", request.url, body, name=name)
+        except (OSError, BadAnswer) as error:
+            # One with a number is of a connection that was not made: it may be, the next time.
+            timed_out = isinstance(error, TimeoutError) and error.errno is None
+            if last or timed_out:
+                code = "request_timeout" if timed_out else "connection_error"
+                why = BatchError(code, f"{type(error).__name__}: {error}")
+                return BatchResult(id=name, custom_id=request.custom_id, error=why)
         else:
-            self.failed += 1
+            if last or answer.status not in _BUSY:
+                text = bytes(answer.body)
+                try:
+                    msgspec.json.decode(text)
+                except (ValueError, RecursionError):
+                    text = msgspec.json.encode(text.decode(errors="replace"))
+                response = BatchResponse(
+                    answer.status, answer.headers.get("x-request-id", ""), msgspec.Raw(text)
+                )
+                return BatchResult(id=name, custom_id=request.custom_id, response=response)
+            asked_wait = answer.headers.get("retry-after")
+        await asyncio.sleep(_wait(attempt, asked_wait))
+    raise AssertionError("the last attempt returns")
+
+
+def _wait(attempt: int, asked: str | None) -> float:
+    """Return the seconds until the next try, a little different for everybody."""
+    if asked is not None and asked.isdecimal():
+        return min(float(asked), _LONGEST_WAIT) * random.uniform(1.0, 1.25)
+    return min(_FIRST_WAIT * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
 
 
 def run_batch(config: RunBatchConfig) -> int:
@@ -64,11 +142,10 @@ def _run(config: RunBatchConfig, console: Console) -> int:
         print("swell run-batch: an input file and an output file are needed", file=sys.stderr)
         return 2
     source = Path(batch.input_file)
-    tally = _Tally()
+    came = Counter[str]()
     with OutputFile(Path(batch.output_file)) as output, ExitStack() as stack:
         with source.open("rb") as lines:
             bad = [isinstance(each, BadLine) for each in _attempts(lines)]
-        total, num_bad = len(bad), sum(bad)
         before = len(output.answered)
         with source.open("rb") as lines:
             left = sum(1 for _ in _unanswered(lines, output.answered))
@@ -78,59 +155,40 @@ def _run(config: RunBatchConfig, console: Console) -> int:
                 with console.status("starting a server"):
                     own = OwnServer(serve_arguments(config), config.supervisor.startup_timeout)
                     url = stack.enter_context(own).url
-            check_server(url, batch)
-            _send(source, (total, left), batch, url, output, tally, console)
+            bar = stack.enter_context(
+                Progress(
+                    TextColumn("{task.description}"),
+                    BarColumn(),
+                    MofNCompleteColumn(),
+                    TimeElapsedColumn(),
+                    TimeRemainingColumn(),
+                    console=console,
+                )
+            )
+            task = bar.add_task("requests", total=len(bad), completed=len(bad) - left)
+
+            def done(result: BatchResult) -> None:
+                output.append(result)
+                came[result.outcome] += 1
+                failures = came["refused"] + came["failed"]
+                told = f"requests, {failures} without success" if failures else "requests"
+                bar.update(task, advance=1, description=told)
+
+            requests = _unanswered(stack.enter_context(source.open("rb")), {*output.answered})
+            asyncio.run(send_all(url, batch, requests, done))
         with source.open("rb") as lines:
             output.order(_attempts(lines))
     console.print(
-        f"{batch.output_file}: {tally.succeeded} answered, {tally.refused} refused by the server, "
-        f"{tally.failed} failed, {num_bad} lines that are no requests; "
+        f"{batch.output_file}: {came['answered']} answered, {came['refused']} refused by the "
+        f"server, {came['failed']} failed, {sum(bad)} lines that are no requests; "
         f"{before} had been answered before",
         highlight=False,
         soft_wrap=True,
     )
-    return 0 if tally.failed == 0 else 1
-
-
-def _send(
-    source: Path,
-    counts: tuple[int, int],
-    batch: BatchConfig,
-    url: str,
-    output: OutputFile,
-    tally: _Tally,
-    console: Console,
-) -> None:
-    """Send what is left; `counts` are all requests, and those."""
-    total, left = counts
-    with (
-        source.open("rb") as lines,
-        Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        ) as progress,
-    ):
-        task = progress.add_task("requests", total=total, completed=total - left)
-
-        def done(result: BatchResult) -> None:
-            output.append(result)
-            tally.count(result)
-            failures = tally.refused + tally.failed
-            progress.update(
-                task,
-                advance=1,
-                description=f"requests, {failures} without success" if failures else "requests",
-            )
-
-        asyncio.run(send_all(url, batch, _unanswered(lines, frozenset(output.answered)), done))
+    return 1 if came["failed"] else 0
 
 
 def _unanswered(lines: Iterator[bytes], answered: Collection[str]) -> Iterator[BatchRequest]:
-    """Yield the requests that are left to send."""
     for each in _attempts(lines):
         if not isinstance(each, BadLine) and each.custom_id not in answered:
             yield each

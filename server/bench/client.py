@@ -1,93 +1,151 @@
 """One completion as its client sees it: what came, when, and what went wrong."""
 
 import asyncio
+import re
 import time
 from array import array
+from typing import Any
 
 import msgspec
 
 from server.bench.connection import BadAnswer, HttpClient
-from server.bench.events import DONE, Chunk, EventParser, decode_chunk
 from server.bench.summary import Record
 
+_DONE = b"[DONE]"
+_LINE_END = re.compile(b"\r\n|\r")
 _DETAIL_LENGTH = 300
 
 
-class _AnswerReader:
-    """Turns the bytes of an answer into what is known of its request."""
+class EventParser:
+    """Splits a stream of server-sent events, cut anywhere, into the data of its events."""
 
-    def __init__(self, record: Record, stream: bool) -> None:
-        self.began = self._last = self._previous = time.monotonic()
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the data of every event that is now complete; comments and names are skipped."""
+        data = self._rest + data if self._rest else data
+        held = b""
+        if b"\r" in data:
+            if data.endswith(b"\r"):  # its \n may come with the next bytes
+                data, held = data[:-1], b"\r"
+            data = _LINE_END.sub(b"\n", data)
+        *blocks, rest = data.split(b"\n\n")
+        self._rest = rest + held
+        found = []
+        for block in blocks:
+            if block.startswith(b"data: ") and b"\n" not in block:
+                found.append(block[6:])
+                continue
+            fields = [line.partition(b":") for line in block.split(b"\n")]
+            parts = [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]
+            if parts:
+                found.append(b"\n".join(parts))
+        return found
+
+
+class Message(msgspec.Struct):
+    """What a chat chunk adds, or a chat answer says."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class Choice(msgspec.Struct):
+    """One choice of a chunk or an answer; completions have `text`."""
+
+    text: str = ""
+    delta: Message | None = None
+    message: Message | None = None
+    finish_reason: str | None = None
+
+    @property
+    def shows_output(self) -> bool:
+        """Whether a client could show something of it: an opening role or an end is not that."""
+        said = self.delta or self.message
+        if said is None:
+            return bool(self.text)
+        return bool(said.content or said.reasoning_content or said.reasoning or said.tool_calls)
+
+
+class Usage(msgspec.Struct):
+    """Token counts of one request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Chunk(msgspec.Struct):
+    """A chunk of a stream or a whole answer; unknown fields are ignored."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+decode_chunk = msgspec.json.Decoder(Chunk).decode
+"""Decodes one event or body; raises msgspec.DecodeError."""
+
+
+class _Stream:
+    """Fills a record from the events of an answer."""
+
+    def __init__(self, record: Record) -> None:
+        self.began = self._previous = time.monotonic()
         self.gaps = array("f")
+        self.first_choice = 0.0
+        self.done = False
         self._record = record
-        self._stream = stream
         self._events = EventParser()
-        self._whole: list[bytes] = []
-        self._first_choice = 0.0
-        self._done = False
 
-    def begin(self, status: int) -> None:
-        self._record.status = status
-
-    def data(self, body: bytes, now: float) -> None:
-        self._last = now
-        if not self._stream or self._record.status != 200:
-            self._whole.append(body)
-            return
+    def take(self, body: bytes, now: float) -> None:
+        record = self._record
+        record.status = 200
         for payload in self._events.feed(body):
-            if payload == DONE:
-                self._done = True
+            if payload == _DONE:
+                self.done = True
+                continue
+            choices = _noted(record, payload)
+            if not choices:
+                continue
+            self.first_choice = self.first_choice or now
+            if not any(choice.shows_output for choice in choices):
+                continue
+            record.deltas += 1
+            if record.first_token is None:
+                record.first_token = now - self.began
             else:
-                self._take(payload, now)
+                self.gaps.append(now - self._previous)
+            self._previous = now
 
-    def _take(self, payload: bytes, now: float) -> None:
-        record = self._record
-        try:
-            chunk = decode_chunk(payload)
-        except msgspec.DecodeError:
-            record.error = "malformed_answer"
-            return
-        self._note(chunk)
-        if not chunk.choices:
-            return
-        self._first_choice = self._first_choice or now
-        if not any(choice.shows_output for choice in chunk.choices):
-            return
-        record.deltas += 1
-        if record.first_token is None:
-            record.first_token = now - self.began
-        else:
-            self.gaps.append(now - self._previous)
-        self._previous = now
 
-    def _note(self, chunk: Chunk) -> None:
-        record = self._record
-        for choice in chunk.choices:
-            record.finish_reason = choice.finish_reason or record.finish_reason
-        if chunk.usage is not None:
-            record.output_tokens = chunk.usage.completion_tokens
-            record.prompt_tokens = chunk.usage.prompt_tokens
-        if chunk.error is not None:
-            record.error, record.detail = "error_event", str(chunk.error)[:_DETAIL_LENGTH]
+def _noted(record: Record, payload: bytes | bytearray) -> list[Choice]:
+    """Note what a chunk or an answer says of its request; return its choices."""
+    try:
+        chunk = decode_chunk(payload)
+    except msgspec.DecodeError:
+        record.error = "malformed_answer"
+        return []
+    for choice in chunk.choices:
+        record.finish_reason = choice.finish_reason or record.finish_reason
+    if chunk.usage is not None:
+        record.output_tokens = chunk.usage.completion_tokens
+        record.prompt_tokens = chunk.usage.prompt_tokens
+    if chunk.error is not None:
+        record.error, record.detail = "error_event", str(chunk.error)[:_DETAIL_LENGTH]
+    return chunk.choices
 
-    def end(self) -> None:
-        """The answer is complete."""
-        record = self._record
-        last = self._last if self._last > self.began else time.monotonic()  # no body
-        record.total = last - self.began
-        if record.status != 200:
-            record.error = f"http_{record.status}"
-            record.detail = b"".join(self._whole)[:_DETAIL_LENGTH].decode(errors="replace")
-        elif not self._stream:
-            try:
-                self._note(decode_chunk(b"".join(self._whole)))
-            except msgspec.DecodeError:
-                record.error = "malformed_answer"
-        elif not self._done and record.error is None:
-            record.error = "stream_cut"
-        elif record.first_token is None and self._first_choice:
-            # Tokens without a text of their own were drawn all the same.
-            record.first_token = self._first_choice - self.began
+
+_KINDS = (
+    (asyncio.CancelledError, "cut_off"),
+    (TimeoutError, "timeout"),
+    (ConnectionRefusedError, "connection_refused"),
+    (ConnectionError, "connection_lost"),
+    (OSError, "connection_failed"),
+    (BadAnswer, "malformed_answer"),
+)
 
 
 async def complete(
@@ -107,29 +165,28 @@ async def complete(
         record: filled while the answer arrives and returned; a new one if absent.
     """
     record = Record() if record is None else record
-    reader = _AnswerReader(record, stream)
+    seen = _Stream(record)
     try:
         async with asyncio.timeout(give_up_after):
-            await client.request("POST", path, body, reader)
-        reader.end()
+            answer = await client.request("POST", path, body, on_body=seen.take if stream else None)
     except (OSError, BadAnswer, asyncio.CancelledError) as error:
-        record.error, record.detail = _kind_of(error), str(error)
-        record.total = time.monotonic() - reader.began
+        record.error = next(name for kind, name in _KINDS if isinstance(error, kind))
+        record.detail = str(error)
+        record.total = time.monotonic() - seen.began
         if isinstance(error, asyncio.CancelledError):
             raise
+        return record
     finally:
-        record.gaps = reader.gaps.tobytes()
+        record.gaps = seen.gaps.tobytes()
+    record.status, record.total = answer.status, answer.ended - seen.began
+    if answer.status != 200:
+        record.error = f"http_{answer.status}"
+        record.detail = answer.body[:_DETAIL_LENGTH].decode(errors="replace")
+    elif not stream:
+        _noted(record, answer.body)
+    elif not seen.done and record.error is None:
+        record.error = "stream_cut"
+    elif record.first_token is None and seen.first_choice:
+        # Tokens without a text of their own were drawn all the same.
+        record.first_token = seen.first_choice - seen.began
     return record
-
-
-def _kind_of(error: BaseException) -> str:
-    for kind, name in (
-        (asyncio.CancelledError, "cut_off"),
-        (TimeoutError, "timeout"),
-        (ConnectionRefusedError, "connection_refused"),
-        (ConnectionError, "connection_lost"),
-        (OSError, "connection_failed"),
-    ):
-        if isinstance(error, kind):
-            return name
-    return "malformed_answer"

@@ -3,8 +3,9 @@
 Where vLLM's `bench serve` has an option for the same thing, its name is used.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from engine.shared.config import NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -35,6 +36,20 @@ class TargetConfig(Section, frozen=True, kw_only=True):
     def address(self) -> str:
         """Base address of the server."""
         return self.base_url or self.url
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of every request.
+
+        Raises:
+            BenchError: a header is not NAME=VALUE.
+        """
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        for word in self.header:
+            name, separator, value = word.partition("=")
+            if not (name and separator):
+                raise BenchError(f"--header {word}: expected NAME=VALUE")
+            headers[name] = value
+        return headers
 
 
 class WorkloadConfig(Section, frozen=True, kw_only=True):
@@ -89,6 +104,21 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     stream: Annotated[bool, "Stream answers; with --no-stream only whole answers are timed."] = True
     seed: Annotated[int, "Seed of prompts, lengths and arrivals."] = 0
 
+    def extra_fields(self) -> dict[str, Any]:
+        """Return what is merged into every request body.
+
+        Raises:
+            BenchError: it is no JSON object, or sets what has a setting of its own.
+        """
+        text = self.extra_body
+        try:
+            extra = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+        except msgspec.DecodeError as error:
+            raise BenchError(f"--extra-body: {error}") from error
+        if owned := extra.keys() & {"stream", "stream_options", "n"}:
+            raise BenchError(f"--extra-body cannot set {', '.join(sorted(owned))}")
+        return extra
+
 
 class TrafficConfig(Section, frozen=True, kw_only=True):
     """Traffic"""
@@ -138,25 +168,3 @@ class BenchConfig(Section, frozen=True, kw_only=True):
     workload: WorkloadConfig = WorkloadConfig()
     traffic: TrafficConfig = TrafficConfig()
     report: ReportConfig = ReportConfig()
-
-
-def base_address(target: TargetConfig) -> str:
-    """Return an address to which paths like /v1/completions can be appended."""
-    return target.address.rstrip("/").removesuffix("/v1")
-
-
-def request_headers(target: TargetConfig) -> dict[str, str]:
-    """Return the headers of every request.
-
-    Raises:
-        BenchError: a header is not NAME=VALUE.
-    """
-    headers = {}
-    if target.api_key:
-        headers["Authorization"] = f"Bearer {target.api_key}"
-    for word in target.header:
-        name, separator, value = word.partition("=")
-        if not (name and separator):
-            raise BenchError(f"--header {word}: expected NAME=VALUE")
-        headers[name] = value
-    return headers

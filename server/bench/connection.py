@@ -1,32 +1,42 @@
-"""HTTP/1.1 connections for load: raw transports, a C parser, little work per byte."""
+"""HTTP/1.1 requests for load: raw transports, a C parser, little work per byte."""
 
 import asyncio
 import ssl
 import time
-from typing import Protocol, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
-
-class AnswerSink(Protocol):
-    """Takes an answer while it arrives."""
-
-    def begin(self, status: int) -> None:
-        """The head of the answer is there."""
-        ...
-
-    def data(self, body: bytes, now: float) -> None:
-        """A part of the body arrived at `now` (monotonic seconds)."""
-        ...
+OnBody = Callable[[bytes, float], None]
+"""Takes a piece of a body and the monotonic time at which it arrived."""
 
 
 class BadAnswer(Exception):
     """What came is not HTTP."""
 
 
+@dataclass
+class Answer:
+    """What a server answered."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    """By names in lower case."""
+    body: bytearray = field(default_factory=bytearray)
+    """Empty if the caller took it as it came."""
+    ended: float = 0.0
+    """Monotonic time of its last byte."""
+
+
 class _Connection(asyncio.Protocol):
     """One connection, which carries one exchange at a time."""
+
+    _transport: asyncio.Transport
+    _ended: asyncio.Future[None] | None = None
+    """Done when the answer is complete; None between exchanges."""
 
     def __init__(self) -> None:
         self.reusable = False
@@ -34,34 +44,24 @@ class _Connection(asyncio.Protocol):
         self.silent = True
         """Whether nothing of the current answer has arrived yet."""
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None
-        self._sink: AnswerSink | None = None
-        self._ended: asyncio.Future[None] | None = None
-        self._now = 0.0
-        self._ends_with_connection = True
 
-    async def exchange(self, request: bytes, sink: AnswerSink) -> None:
-        """Send a request and wait for the end of its answer.
-
-        Raises:
-            ConnectionError: the connection was lost before.
-            BadAnswer: the answer cannot be parsed.
-        """
-        if self._transport is None or self._transport.is_closing():
+    async def exchange(self, request: bytes, on_body: OnBody | None) -> Answer:
+        """Send a request and return its answer; see `HttpClient.request`."""
+        if self._transport.is_closing():
             raise ConnectionResetError("the connection is closed")
-        self.reusable, self.silent, self._ends_with_connection = False, True, True
-        self._sink = sink
+        self.reusable, self.silent = False, True
+        self._answer, self._on_body = Answer(), on_body
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
             await self._ended
         finally:
-            self._sink = self._ended = None
+            self._ended = None
+        return self._answer
 
     def close(self) -> None:
         """Close it, whatever it is doing."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     # -- called by the event loop ----------------------------------------------------------------
 
@@ -69,45 +69,51 @@ class _Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        self._now = time.monotonic()
+        if self._ended is None:
+            self.close()  # nothing was asked for
+            return
+        self._answer.ended = time.monotonic()
         self.silent = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(BadAnswer(str(error)))
+            self._end(BadAnswer(str(error)))
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.reusable = False
-        if error is None and not self.silent and self._ends_with_connection:
-            self._succeed()
+        if self._ended is None:
+            return
+        bounded = {"content-length", "transfer-encoding"} & self._answer.headers.keys()
+        if error is None and not self.silent and not bounded:
+            self._end()
         else:
-            self._fail(ConnectionResetError("the server closed the connection"))
+            self._end(ConnectionResetError("the server closed the connection"))
 
     # -- called by the parser --------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() in (b"content-length", b"transfer-encoding"):
-            self._ends_with_connection = False
+        self._answer.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        if self._sink is not None:
-            self._sink.begin(self._parser.get_status_code())
+        self._answer.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        if self._sink is not None:
-            self._sink.data(body, self._now)
+        if self._on_body is not None and self._answer.status == 200:
+            self._on_body(body, self._answer.ended)
+        else:
+            self._answer.body += body
 
     def on_message_complete(self) -> None:
         self.reusable = self._parser.should_keep_alive()
-        self._succeed()
+        self._end()
 
-    def _succeed(self) -> None:
-        if self._ended is not None and not self._ended.done():
+    def _end(self, error: Exception | None = None) -> None:
+        if self._ended is None or self._ended.done():
+            return
+        if error is None:
             self._ended.set_result(None)
-
-    def _fail(self, error: Exception) -> None:
-        if self._ended is not None and not self._ended.done():
+        else:
             self._ended.set_exception(error)
 
 
@@ -124,7 +130,7 @@ class HttpClient:
     """
 
     def __init__(
-        self, url: str, headers: dict[str, str] | None = None, *, keep_alive: bool = True
+        self, url: str, headers: Mapping[str, str] | None = None, *, keep_alive: bool = True
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
@@ -144,38 +150,48 @@ class HttpClient:
         self._lines = "\r\n".join(lines)
         self._idle: list[_Connection] = []
 
-    async def request(self, method: str, path: str, body: bytes, sink: AnswerSink) -> None:
-        """Send a request and feed its answer to `sink` until it has ended.
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        name: str | None = None,
+        on_body: OnBody | None = None,
+    ) -> Answer:
+        """Send a request and return its answer when it has ended.
 
         A kept connection that turns out to be closed already is replaced once, silently: the
         server was free to close it.
+
+        Args:
+            name: sent as X-Request-Id.
+            on_body: called with each piece of a body of status 200, in place of keeping it.
 
         Raises:
             OSError: there is no connection, or it was lost.
             BadAnswer: the answer cannot be parsed.
         """
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._lines}\r\nContent-Length: "
-        request = b"".join((head.encode("latin-1"), str(len(body)).encode(), b"\r\n\r\n", body))
-        kept = self._idle.pop() if self._idle else None
-        if kept is not None:
+        named = f"X-Request-Id: {name}\r\n" if name is not None else ""
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._lines}\r\n{named}"
+        request = b"%bContent-Length: %d\r\n\r\n%b" % (head.encode("latin-1"), len(body), body)
+        if self._idle:
+            kept = self._idle.pop()
             try:
-                await self._exchange(kept, request, sink)
-                return
+                return await self._exchange(kept, request, on_body)
             except ConnectionError:
                 if not kept.silent:
                     raise
-        await self._exchange(await self._connect(), request, sink)
-
-    async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
+        _, connection = await asyncio.get_running_loop().create_connection(
             _Connection, self._host, self._port, ssl=self._tls
         )
-        return connection
+        return await self._exchange(connection, request, on_body)
 
-    async def _exchange(self, connection: _Connection, request: bytes, sink: AnswerSink) -> None:
+    async def _exchange(
+        self, connection: _Connection, request: bytes, on_body: OnBody | None
+    ) -> Answer:
         try:
-            await connection.exchange(request, sink)
+            answer = await connection.exchange(request, on_body)
         except BaseException:
             connection.close()
             raise
@@ -183,6 +199,7 @@ class HttpClient:
             self._idle.append(connection)
         else:
             connection.close()
+        return answer
 
     def close(self) -> None:
         """Close the idle connections."""

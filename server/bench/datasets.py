@@ -1,22 +1,88 @@
-"""What is asked: prompts and output lengths, drawn or read from files."""
+"""What is asked: prompts and output lengths, drawn or read from files, counted by the server."""
 
+import asyncio
 import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from server.bench.config import BenchError, WorkloadConfig
-from server.bench.server_tokens import ServerTokens
+from server.bench.connection import BadAnswer, HttpClient
 
+T = TypeVar("T")
+
+_TIMEOUT_SECONDS = 60
+_AT_ONCE = 16
 _POOL_WORDS = 2000
 _FIT_ROUNDS = 10
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
 """Conversations outside of these lengths are left out, as is the custom with ShareGPT."""
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
+class ServerTokens:
+    """Tokenizes with the server's own tokenizer, so that none has to be installed here.
+
+    Its methods raise BenchError if the server does not answer as it should.
+    """
+
+    def __init__(self, client: HttpClient, model: str | None) -> None:
+        self._client = client
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._model = model
+
+    async def find_model(self) -> str:
+        """Return the model to ask for: the first that the server lists if none was named."""
+        if self._model is None:
+            models = await self._ask("GET", "/v1/models", None, _Models)
+            if not models.data:
+                raise self._failed("the server lists no model: name one with --model")
+            self._model = str(models.data[0].get("id"))
+        return self._model
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        return (await self._ask("POST", "/tokenize", body, _Tokens)).tokens
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Return the text of token ids."""
+        body = {"model": self._model, "tokens": token_ids}
+        return (await self._ask("POST", "/detokenize", body, _Text)).prompt
+
+    async def _ask(self, method: str, path: str, body: Any, kind: type[T]) -> T:
+        payload = b"" if body is None else msgspec.json.encode(body)
+        try:
+            async with self._slots, asyncio.timeout(_TIMEOUT_SECONDS):
+                answer = await self._client.request(method, path, payload)
+        except (OSError, BadAnswer) as error:
+            raise self._failed(f"{method} {path}: {error or type(error).__name__}") from error
+        if answer.status != 200:
+            reason = answer.body[:200].decode("utf-8", "replace")
+            raise self._failed(f"{method} {path} answered {answer.status}: {reason}")
+        try:
+            return msgspec.json.decode(answer.body, type=kind)
+        except msgspec.DecodeError as error:
+            raise self._failed(f"{method} {path}: {error}") from error
+
+    def _failed(self, why: str) -> BenchError:
+        return BenchError(f"{self._client.url}: {why}")
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -26,58 +92,55 @@ class Prompt(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
-def draw_lengths(count: int, length: int, ratio: float, generator: random.Random) -> list[int]:
-    """Return `count` lengths drawn evenly from length * (1 - ratio) to length * (1 + ratio)."""
-    low = max(1, round(length * (1 - ratio)))
-    return [generator.randint(low, max(low, round(length * (1 + ratio)))) for _ in range(count)]
-
-
 def draw_token_prompts(workload: WorkloadConfig, count: int, pool: Sequence[int]) -> list[Prompt]:
     """Return prompts of token ids from `pool`, of exactly the lengths that the settings say."""
     generator = random.Random(workload.seed)
     prefix = generator.choices(pool, k=workload.random_prefix_len)
     ratio = workload.random_range_ratio
-    inputs = draw_lengths(count, workload.random_input_len, ratio, generator)
-    outputs = draw_lengths(count, workload.random_output_len, ratio, generator)
+
+    def lengths(mean: int) -> list[int]:
+        """Draw evenly from mean * (1 - ratio) to mean * (1 + ratio)."""
+        low = max(1, round(mean * (1 - ratio)))
+        return [generator.randint(low, max(low, round(mean * (1 + ratio)))) for _ in range(count)]
+
+    inputs, outputs = lengths(workload.random_input_len), lengths(workload.random_output_len)
     return [
         Prompt(prefix + generator.choices(pool, k=length), output)
         for length, output in zip(inputs, outputs, strict=True)
     ]
 
 
-def pool_text(seed: int) -> str:
-    """Return made-up words, whose tokens are harmless to any model."""
-    generator = random.Random(seed)
-    words = (
-        "".join(generator.choices(_LETTERS, k=generator.randint(1, 8))) for _ in range(_POOL_WORDS)
-    )
-    return " ".join(words)
-
-
-async def token_pool(workload: WorkloadConfig, tokens: ServerTokens) -> list[int]:
-    """Return the token ids that random prompts are drawn from.
-
-    Raises:
-        BenchError: the server has no /tokenize and no vocabulary size was given.
-    """
+async def _random_prompts(
+    workload: WorkloadConfig, tokens: ServerTokens, count: int, *, as_text: bool
+) -> list[Prompt]:
+    """Return prompts of drawn token ids, or of texts that have as many tokens, or nearly."""
+    generator = random.Random(workload.seed)
     if workload.random_vocab_size is not None:
-        return list(range(workload.random_vocab_size))
-    return sorted(set(await tokens.encode(pool_text(workload.seed))))
-
-
-async def text_of_length(
-    token_ids: list[int], pool: Sequence[int], tokens: ServerTokens, generator: random.Random
-) -> str:
-    """Return a text that has as many tokens as `token_ids`, or nearly: not every length exists."""
-    wanted = len(token_ids)
-    text = await tokens.decode(token_ids)
-    for _ in range(_FIT_ROUNDS):
-        found = await tokens.encode(text)
-        if len(found) == wanted:
-            break
-        missing = max(0, wanted - len(found))
-        text = await tokens.decode(found[:wanted] + generator.choices(pool, k=missing))
-    return text
+        pool = list(range(workload.random_vocab_size))
+    else:
+        # Made-up words, whose tokens are harmless to any model.
+        words = [
+            "".join(generator.choices(_LETTERS, k=generator.randint(1, 8)))
+            for _ in range(_POOL_WORDS)
+        ]
+        pool = sorted(set(await tokens.encode(" ".join(words))))
+    drawn = draw_token_prompts(workload, count, pool)
+    if not as_text:
+        return drawn
+    generator = random.Random(workload.seed)
+    made = []
+    for prompt in drawn:
+        assert isinstance(prompt.content, list)
+        wanted = len(prompt.content)
+        text = await tokens.decode(prompt.content)
+        for _ in range(_FIT_ROUNDS):  # not every length exists
+            found = await tokens.encode(text)
+            if len(found) == wanted:
+                break
+            missing = max(0, wanted - len(found))
+            text = await tokens.decode(found[:wanted] + generator.choices(pool, k=missing))
+        made.append(Prompt(text, prompt.output_tokens))
+    return made
 
 
 def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
@@ -104,11 +167,13 @@ def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
     return prompts
 
 
-def read_conversations(path: Path) -> list[tuple[str, str]]:
-    """Return the first question and answer of every conversation in a ShareGPT file.
+async def conversation_prompts(
+    workload: WorkloadConfig, path: Path, count: int, tokens: ServerTokens
+) -> list[Prompt]:
+    """Return up to `count` first questions of a ShareGPT file, in an order drawn from the seed.
 
     Raises:
-        BenchError: the file is not JSON of that form.
+        BenchError: the file is not JSON of that form, or the server has no /tokenize.
     """
     try:
         entries = json.loads(_read(path))
@@ -119,27 +184,12 @@ def read_conversations(path: Path) -> list[tuple[str, str]]:
     pairs = []
     for entry in entries:
         turns = entry.get("conversations") if isinstance(entry, dict) else None
-        if isinstance(turns, list) and len(turns) >= 2:
-            question, answer = (_said(turn) for turn in turns[:2])
-            if question and answer:
-                pairs.append((question, answer))
-    return pairs
-
-
-def _said(turn: Any) -> str:
-    value = turn.get("value") if isinstance(turn, dict) else None
-    return value if isinstance(value, str) else ""
-
-
-async def conversation_prompts(
-    workload: WorkloadConfig, path: Path, count: int, tokens: ServerTokens
-) -> list[Prompt]:
-    """Return up to `count` questions, in an order drawn from the seed.
-
-    Raises:
-        BenchError: see `read_conversations`, or the server has no /tokenize.
-    """
-    pairs = read_conversations(path)
+        if not isinstance(turns, list):
+            continue
+        said = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+        texts = [text for text in said if isinstance(text, str) and text]
+        if len(texts) == 2:
+            pairs.append((texts[0], texts[1]))
     random.Random(workload.seed).shuffle(pairs)
     prompts: list[Prompt] = []
     for question, answer in pairs:
@@ -156,27 +206,24 @@ async def conversation_prompts(
     return prompts
 
 
-def repeated(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """Return `count` prompts, beginning anew when the dataset has fewer.
-
-    Raises:
-        BenchError: there is none.
-    """
-    if not prompts:
-        raise BenchError("the dataset holds no usable prompt")
-    return [prompts[index % len(prompts)] for index in range(count)]
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"{path}: {error}") from error
 
 
 async def make_prompts(
     workload: WorkloadConfig, tokens: ServerTokens, *, as_text: bool
 ) -> list[Prompt]:
-    """Return the prompts of a run, those of the warm-up at the end.
+    """Return the prompts of a run, those of the warm-up at the end; a short dataset is repeated.
 
     Args:
         as_text: whether prompts must be text: chat takes no token ids.
 
     Raises:
-        BenchError: the dataset cannot be read, or the server does not answer what is needed.
+        BenchError: the dataset cannot be read or holds no prompt, or the server does not answer
+            what is needed.
     """
     count = workload.num_prompts + workload.num_warmups
     if workload.dataset_name == "random":
@@ -185,51 +232,33 @@ async def make_prompts(
         raise BenchError(f"--dataset-name {workload.dataset_name} needs --dataset-path")
     path = Path(workload.dataset_path)
     if workload.dataset_name == "sharegpt":
-        return repeated(await conversation_prompts(workload, path, count, tokens), count)
-    prompts = repeated(read_json_lines_or_text(path, workload.custom_output_len), count)
+        prompts = await conversation_prompts(workload, path, count, tokens)
+    else:
+        prompts = read_json_lines_or_text(path, workload.custom_output_len)
+    if not prompts:
+        raise BenchError("the dataset holds no usable prompt")
+    prompts = [prompts[index % len(prompts)] for index in range(count)]
     if as_text and not all(isinstance(prompt.content, str) for prompt in prompts):
         raise BenchError(f"{path}: chat takes no token ids")
     return prompts
 
 
-async def _random_prompts(
-    workload: WorkloadConfig, tokens: ServerTokens, count: int, *, as_text: bool
-) -> list[Prompt]:
-    pool = await token_pool(workload, tokens)
-    prompts = draw_token_prompts(workload, count, pool)
-    if not as_text:
-        return prompts
-    generator = random.Random(workload.seed)
-    made = []
-    for prompt in prompts:
-        assert isinstance(prompt.content, list)
-        text = await text_of_length(prompt.content, pool, tokens, generator)
-        made.append(Prompt(text, prompt.output_tokens))
-    return made
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"{path}: {error}") from error
-
-
-def request_body(
-    workload: WorkloadConfig, prompt: Prompt, model: str, *, chat: bool, extra: dict[str, Any]
-) -> bytes:
-    """Return the JSON body of one request."""
-    body: dict[str, Any] = {"model": model}
-    if chat:
-        body["messages"] = [{"role": "user", "content": prompt.content}]
-        body["max_completion_tokens"] = prompt.output_tokens
-    else:
-        body["prompt"] = prompt.content
-        body["max_tokens"] = prompt.output_tokens
+def request_bodies(
+    workload: WorkloadConfig, prompts: Sequence[Prompt], model: str, *, chat: bool
+) -> list[bytes]:
+    """Return the JSON bodies of requests."""
+    common: dict[str, Any] = {"model": model}
     if workload.temperature is not None:
-        body["temperature"] = workload.temperature
+        common["temperature"] = workload.temperature
     if workload.ignore_eos:
-        body["ignore_eos"] = True
+        common["ignore_eos"] = True
     if workload.stream:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return msgspec.json.encode(body | extra)
+        common |= {"stream": True, "stream_options": {"include_usage": True}}
+    extra, bodies = workload.extra_fields(), []
+    for prompt in prompts:
+        asked: dict[str, Any] = {"prompt": prompt.content, "max_tokens": prompt.output_tokens}
+        if chat:
+            messages = [{"role": "user", "content": prompt.content}]
+            asked = {"messages": messages, "max_completion_tokens": prompt.output_tokens}
+        bodies.append(msgspec.json.encode(common | asked | extra))
+    return bodies

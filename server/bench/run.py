@@ -14,23 +14,41 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from multiprocessing.sharedctypes import Synchronized
 
 import msgspec
+import uvloop
 
-from server.bench import worker
-from server.bench.config import BenchConfig, BenchError, base_address, request_headers
+from engine.shared.own_process import settle_heap
+from server.bench.client import complete
+from server.bench.config import BenchConfig, BenchError, TargetConfig
 from server.bench.connection import HttpClient
-from server.bench.datasets import make_prompts, request_body
-from server.bench.server_tokens import ServerTokens
-from server.bench.summary import ClientCost, Record
-from server.bench.worker import Finished, Report, WarmedUp, WorkerMessage, WorkerPlan
+from server.bench.datasets import ServerTokens, make_prompts, request_bodies
+from server.bench.summary import ClientCost, Record, percentile
 
 _START_SECONDS = 0.2
 _REFRESH_SECONDS = 0.1
+_REPORT_SECONDS = 0.25
+_TICK_SECONDS = 0.02
 _STOP_SECONDS = 5.0
 
-_decode = msgspec.msgpack.Decoder(WorkerMessage).decode
+
+class _WarmedUp(msgspec.Struct):
+    """The first message of a sending process, which then waits for the start."""
+
+    succeeded: int
+    errors: dict[str, str]
+
+
+class Report(msgspec.Struct):
+    """What happened in one sending process since its last report."""
+
+    records: list[Record] = []
+    running: int = 0
+    tokens: int = 0
+    """Output tokens so far; those of running requests by their deltas."""
+    cost: ClientCost | None = None
+    """In the last report: all is sent and answered, or was cut off."""
 
 
 @dataclass
@@ -41,17 +59,33 @@ class Progress:
     started_at: float = 0.0
     """Monotonic time of the start of the measurement; 0 before."""
     records: list[Record] = field(default_factory=list)
-    running: dict[int, int] = field(default_factory=dict)
-    """Requests in flight, by process."""
-    tokens: dict[int, int] = field(default_factory=dict)
-    """Output tokens so far, by process."""
-    costs: dict[int, ClientCost] = field(default_factory=dict)
+    newest: dict[int, Report] = field(default_factory=dict)
+    """The last report of each sending process."""
     model: str = ""
     parent_cpu_seconds: float = 0.0
     """CPU time of this process, the live display's, during the measurement."""
 
+    @property
+    def costs(self) -> list[ClientCost]:
+        """What each sending process that has finished has used."""
+        return [report.cost for report in self.newest.values() if report.cost is not None]
 
-Watcher = Callable[[Progress], None]
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one sending process has to do."""
+
+    config: BenchConfig
+    bodies: list[bytes]
+    """Bodies of all requests of the run, whichever process sends them."""
+    schedule: list[float]
+    """Seconds after the start at which each is due."""
+    warmups: list[bytes]
+    """Bodies that this process sends before."""
+    share: slice
+    """Which requests this process sends if there is no limit of concurrency."""
+    slots: int | None
+    """How many requests it may have in flight; None for no limit."""
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -71,54 +105,32 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     return [time * stretch for time in times]
 
 
-def extra_fields(config: BenchConfig) -> dict[str, Any]:
-    """Return what is merged into every request body.
+def _client(target: TargetConfig, *, keep_alive: bool = True) -> HttpClient:
+    url = target.address.rstrip("/").removesuffix("/v1")
+    return HttpClient(url, target.headers(), keep_alive=keep_alive)
 
-    Raises:
-        BenchError: it is no JSON object, or sets what has a setting of its own.
-    """
-    text = config.workload.extra_body
+
+async def _plans(config: BenchConfig) -> tuple[str, list[_Plan]]:
+    """Return the model's name, and what each sending process has to do."""
+    target, workload, traffic = config.target, config.workload, config.traffic
+    client = _client(target)
     try:
-        extra = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
-    except msgspec.DecodeError as error:
-        raise BenchError(f"--extra-body: {error}") from error
-    if owned := extra.keys() & {"stream", "stream_options", "n"}:
-        raise BenchError(f"--extra-body cannot set {', '.join(sorted(owned))}")
-    return extra
-
-
-async def make_bodies(config: BenchConfig) -> tuple[str, list[bytes]]:
-    """Return the model's name and the bodies of all requests, those of the warm-up at the end.
-
-    Raises:
-        BenchError: see `request_headers`, `extra_fields` and `datasets.make_prompts`.
-    """
-    extra = extra_fields(config)
-    client = HttpClient(base_address(config.target), request_headers(config.target))
-    try:
-        tokens = ServerTokens(client, config.target.model)
+        tokens = ServerTokens(client, target.model)
         model = await tokens.find_model()
-        chat = config.target.backend == "openai-chat"
-        prompts = await make_prompts(config.workload, tokens, as_text=chat)
+        chat = target.backend == "openai-chat"
+        prompts = await make_prompts(workload, tokens, as_text=chat)
     finally:
         client.close()
-    return model, [
-        request_body(config.workload, prompt, model, chat=chat, extra=extra) for prompt in prompts
-    ]
-
-
-def make_plans(config: BenchConfig, bodies: list[bytes]) -> list[WorkerPlan]:
-    """Return what each sending process has to do."""
-    workload, traffic = config.workload, config.traffic
+    bodies = request_bodies(workload, prompts, model, chat=chat)
     measured, warmups = bodies[: workload.num_prompts], bodies[workload.num_prompts :]
     schedule = arrival_times(len(measured), traffic.request_rate, traffic.burstiness, workload.seed)
     limit = traffic.max_concurrency
     count = min(traffic.processes, limit or traffic.processes)
-    return [
-        WorkerPlan(
-            config=config,
-            bodies=measured,
-            schedule=schedule,
+    return model, [
+        _Plan(
+            config,
+            measured,
+            schedule,
             warmups=warmups[index::count],
             share=slice(index, None, count),
             slots=None if limit is None else limit // count + (index < limit % count),
@@ -127,10 +139,162 @@ def make_plans(config: BenchConfig, bodies: list[bytes]) -> list[WorkerPlan]:
     ]
 
 
+# -- a sending process ---------------------------------------------------------------------------
+
+
+class _Sender:
+    """Sends this process's requests and keeps what is to be reported."""
+
+    def __init__(self, plan: _Plan, counter: "Synchronized[int]") -> None:
+        self._plan = plan
+        self._counter = counter
+        self._start = 0.0
+        self._client = _client(plan.config.target, keep_alive=plan.config.traffic.keep_alive)
+        self._records: list[Record] = []
+        self._running: dict[int, Record] = {}
+        self._ended_tokens = 0
+        self.deltas = 0
+
+    async def warm_up(self) -> _WarmedUp:
+        """Send what is not measured."""
+        plan = self._plan
+        slots = asyncio.Semaphore(plan.slots or len(plan.warmups) or 1)
+
+        async def one(body: bytes) -> Record:
+            async with slots:
+                return await self._complete(body, Record())
+
+        results = await asyncio.gather(*(one(body) for body in plan.warmups))
+        self._client.close()
+        errors = {result.error: result.detail for result in results if result.error is not None}
+        return _WarmedUp(sum(result.error is None for result in results), errors)
+
+    async def run(self, start: float) -> None:
+        """Send all; requests that still run at the time limit are cut off and recorded as such."""
+        plan, self._start = self._plan, start
+        limit = asyncio.get_running_loop().time() + (start - time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            async with (
+                asyncio.timeout_at(limit + plan.config.traffic.time_limit),
+                asyncio.TaskGroup() as group,
+            ):
+                if plan.slots is None:
+                    for index in range(*plan.share.indices(len(plan.bodies))):
+                        await self._until_due(index)
+                        group.create_task(self._send(index))
+                else:
+                    for _ in range(plan.slots):
+                        group.create_task(self._send_next())
+        self._client.close()
+
+    async def _send_next(self) -> None:
+        """Send one request after the other that no other task or process sends."""
+        while True:
+            with self._counter.get_lock():
+                index = self._counter.value
+                self._counter.value = index + 1
+            if index >= len(self._plan.bodies):
+                return
+            await self._until_due(index)
+            await self._send(index)
+
+    async def _until_due(self, index: int) -> None:
+        # The loop's timers count milliseconds; sleep(0) lets answers be read.
+        await asyncio.sleep(max(0.0, self._start + self._plan.schedule[index] - time.monotonic()))
+
+    async def _send(self, index: int) -> None:
+        plan = self._plan
+        record = self._running[index] = Record(
+            index=index, scheduled=plan.schedule[index], started=time.monotonic() - self._start
+        )
+        try:
+            await self._complete(plan.bodies[index], record)
+        finally:
+            del self._running[index]
+            self._ended_tokens += max(record.output_tokens, record.deltas)
+            self.deltas += record.deltas
+            self._records.append(record)
+
+    async def _complete(self, body: bytes, record: Record) -> Record:
+        target, workload = self._plan.config.target, self._plan.config.workload
+        return await complete(
+            self._client,
+            "/v1/chat/completions" if target.backend == "openai-chat" else "/v1/completions",
+            body,
+            stream=workload.stream,
+            give_up_after=target.request_timeout,
+            record=record,
+        )
+
+    def report(self) -> Report:
+        """Return what is new, and forget it."""
+        records, self._records = self._records, []
+        running = sum(record.deltas for record in self._running.values())
+        return Report(records, len(self._running), self._ended_tokens + running)
+
+
+async def _note_lateness(samples: list[float]) -> None:
+    """Note by how many seconds the timers of the event loop are late."""
+    while True:
+        # Not the loop's own clock, which stands still while callbacks run.
+        due = time.monotonic() + _TICK_SECONDS
+        await asyncio.sleep(_TICK_SECONDS)
+        samples.append(max(0.0, time.monotonic() - due))
+
+
+async def _measure(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) -> None:
+    async def tell(message: _WarmedUp | Report) -> None:
+        # The pipe is small: in a thread, a reader that is slow for once delays no answer.
+        await asyncio.to_thread(pipe.send_bytes, msgspec.msgpack.encode(message))
+
+    loop = asyncio.get_running_loop()
+    sender = _Sender(plan, counter)
+    await tell(await sender.warm_up())
+    start = await asyncio.to_thread(pipe.recv)
+    if start is None:
+        return
+    sending = asyncio.create_task(sender.run(start))
+    # Anything that comes now, also the end of the pipe, means to stop.
+    loop.add_reader(pipe.fileno(), sending.cancel)
+    await asyncio.sleep(max(0.0, start - time.monotonic()))
+    cpu, began = time.process_time(), time.monotonic()
+    late: list[float] = []
+    noting = asyncio.create_task(_note_lateness(late))
+    while not sending.done():
+        await asyncio.wait([sending], timeout=_REPORT_SECONDS)
+        await tell(sender.report())
+    noting.cancel()
+    loop.remove_reader(pipe.fileno())
+    if not sending.cancelled():
+        sending.result()
+    late.sort()
+    last = sender.report()  # whatever ended while the one before was on its way
+    last.cost = ClientCost(
+        cpu_seconds=time.process_time() - cpu,
+        wall_seconds=time.monotonic() - began,
+        deltas=sender.deltas,
+        loop_lag_p99=percentile(late or [0.0], 99),
+        loop_lag_max=late[-1] if late else 0.0,
+    )
+    await tell(last)
+
+
+def _work(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) -> None:
+    """Body of a sending process; its parent ends it through the pipe."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    settle_heap()
+    with contextlib.suppress(BrokenPipeError, EOFError), pipe:
+        uvloop.run(_measure(plan, counter, pipe))
+
+
+# -- the process that watches --------------------------------------------------------------------
+
+
 class _Workers:
     """The sending processes and the pipes to them."""
 
-    def __init__(self, plans: list[WorkerPlan]) -> None:
+    def __init__(self, plans: list[_Plan]) -> None:
         context = multiprocessing.get_context("spawn")
         # Kept here: with its last owner in this process, the children could not open it.
         self._counter = context.Value("q", 0)
@@ -139,35 +303,21 @@ class _Workers:
         for index, plan in enumerate(plans):
             pipe, end = context.Pipe()
             process = context.Process(
-                target=worker.main,
-                args=(plan, self._counter, end),
-                name=f"bench {index}",
-                daemon=True,
+                target=_work, args=(plan, self._counter, end), name=f"bench {index}", daemon=True
             )
             process.start()
             end.close()
             self.pipes[pipe] = index
             self._processes.append(process)
 
-    def receive(self, timeout: float) -> list[tuple[int, WorkerMessage]]:
-        """Return what came within `timeout` seconds.
-
-        Raises:
-            BenchError: a process ended before it had finished.
-        """
-        received = []
-        for pipe in multiprocessing.connection.wait(list(self.pipes), timeout):
+    def receive(self) -> Iterator[tuple[Connection, bytes]]:
+        """Yield what comes within a moment."""
+        for pipe in multiprocessing.connection.wait(list(self.pipes), _REFRESH_SECONDS):
             assert isinstance(pipe, Connection)
-            index = self.pipes[pipe]
             try:
-                message = _decode(pipe.recv_bytes())
+                yield pipe, pipe.recv_bytes()
             except EOFError:
-                raise BenchError(f"sending process {index} died") from None
-            received.append((index, message))
-            if isinstance(message, Finished):
-                del self.pipes[pipe]
-                pipe.close()
-        return received
+                raise BenchError(f"sending process {self.pipes[pipe]} died") from None
 
     def tell(self, message: float | None) -> None:
         for pipe in self.pipes:
@@ -185,7 +335,7 @@ class _Workers:
             process.close()
 
 
-def run(config: BenchConfig, watch: Watcher) -> Progress:
+def run(config: BenchConfig, watch: Callable[[Progress], None]) -> Progress:
     """Run the whole benchmark and return what was measured.
 
     An interrupt from the keyboard cuts off what still runs; the result is then partial.
@@ -199,15 +349,14 @@ def run(config: BenchConfig, watch: Watcher) -> Progress:
     """
     progress = Progress(planned=config.workload.num_prompts)
     watch(progress)
-    progress.model, bodies = asyncio.run(make_bodies(config))
-    workers = _Workers(make_plans(config, bodies))
+    progress.model, plans = asyncio.run(_plans(config))
+    workers = _Workers(plans)
     try:
         _wait_for_warm_up(workers, progress, watch)
         cpu = time.process_time()
         progress.started_at = time.monotonic() + _START_SECONDS
         workers.tell(progress.started_at)
-        with _noted_interrupt() as interrupted:
-            _collect(workers, progress, watch, interrupted)
+        _collect(workers, progress, watch)
         progress.parent_cpu_seconds = time.process_time() - cpu
     finally:
         workers.close()
@@ -215,19 +364,38 @@ def run(config: BenchConfig, watch: Watcher) -> Progress:
     return progress
 
 
-def _wait_for_warm_up(workers: _Workers, progress: Progress, watch: Watcher) -> None:
+def _wait_for_warm_up(
+    workers: _Workers, progress: Progress, watch: Callable[[Progress], None]
+) -> None:
     waiting = len(workers.pipes)
     succeeded, errors = 0, dict[str, str]()
     while waiting:
-        for _, message in workers.receive(_REFRESH_SECONDS):
-            if isinstance(message, WarmedUp):
-                waiting -= 1
-                succeeded += message.succeeded
-                errors |= message.errors
+        for _, message in workers.receive():
+            warmed_up = msgspec.msgpack.decode(message, type=_WarmedUp)
+            waiting -= 1
+            succeeded += warmed_up.succeeded
+            errors |= warmed_up.errors
         watch(progress)
     if errors and not succeeded:
         told = "; ".join(f"{kind} {detail}".strip() for kind, detail in errors.items())
         raise BenchError(f"every request of the warm-up failed: {told}")
+
+
+def _collect(workers: _Workers, progress: Progress, watch: Callable[[Progress], None]) -> None:
+    was_told = False
+    with _noted_interrupt() as interrupted:
+        while workers.pipes:
+            if interrupted.is_set() and not was_told:
+                workers.tell(None)
+                was_told = True
+            for pipe, message in workers.receive():
+                report = msgspec.msgpack.decode(message, type=Report)
+                progress.records += report.records
+                progress.newest[workers.pipes[pipe]] = report
+                if report.cost is not None:
+                    del workers.pipes[pipe]
+                    pipe.close()
+            watch(progress)
 
 
 @contextlib.contextmanager
@@ -253,21 +421,3 @@ def _noted_interrupt() -> Iterator[threading.Event]:
     finally:
         for signum in raising:
             signal.signal(signum, signal.default_int_handler)
-
-
-def _collect(
-    workers: _Workers, progress: Progress, watch: Watcher, interrupted: threading.Event
-) -> None:
-    was_told = False
-    while workers.pipes:
-        if interrupted.is_set() and not was_told:
-            workers.tell(None)
-            was_told = True
-        for index, message in workers.receive(_REFRESH_SECONDS):
-            if isinstance(message, Report):
-                progress.records += message.records
-                progress.running[index] = message.running
-                progress.tokens[index] = message.tokens
-            elif isinstance(message, Finished):
-                progress.costs[index] = message.cost
-        watch(progress)

@@ -156,6 +156,8 @@ def summarize(
         "itl": (gap for each in good for gap in each.inter_token_latencies()),
         "e2el": [record.total for record in good],
     }
+    due = [record.scheduled for record in records]
+    delays = [max(0.0, record.started - record.scheduled) for record in records]
     latencies = {name: distribution(values, percents) for name, values in samples.items()}
     return Summary(
         duration=duration,
@@ -172,14 +174,8 @@ def summarize(
         max_concurrent_requests=max_at_once(records),
         errors=dict(Counter(each.error for each in records if each.error is not None)),
         latencies={name: found for name, found in latencies.items() if found is not None},
-        schedule_delay=_schedule_delay(records, percents),
+        schedule_delay=distribution(delays, percents) if any(due) else None,
     )
-
-
-def _schedule_delay(records: Sequence[Record], percents: Sequence[float]) -> Distribution | None:
-    if not any(record.scheduled for record in records):
-        return None
-    return distribution((max(0.0, each.started - each.scheduled) for each in records), percents)
 
 
 def max_at_once(records: Iterable[Record]) -> int:

@@ -181,7 +181,6 @@ def _scores(output: RequestOutput) -> TokenLogprob:
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of searches that failed together."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

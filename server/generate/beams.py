@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from engine.shared.messages import TokenLogprob
-from server.errors import invalid
+from server.errors import invalid_field
 from server.limits import MAX_BEAM_CANDIDATES, MAX_BEAMS
 from server.schema.fields import SamplingFields
 
@@ -64,9 +64,9 @@ def beams_of(fields: SamplingFields, width: int) -> Beams | None:
         return None
     for name, neutral in _NOT_SEARCHED.items():
         if getattr(fields, name, None) not in neutral:
-            raise invalid(f"{name}: not together with use_beam_search", name)
+            raise invalid_field(name, "not together with use_beam_search")
     if width > MAX_BEAMS:
-        raise invalid(f"n: at most {MAX_BEAMS} beams are supported", "n")
+        raise invalid_field("n", f"at most {MAX_BEAMS} beams are supported")
     return Beams(
         width,
         1.0 if fields.length_penalty is None else fields.length_penalty,
@@ -89,11 +89,11 @@ def check_candidates(beams: Beams, searches: int, named_ends: int, other_ends: i
     count = searches * beams.width * alternatives(beams.width, named_ends + other_ends)
     if count > MAX_BEAM_CANDIDATES:
         field = "stop_token_ids" if named_ends else "n"
-        raise invalid(
-            f"{field}: {searches} searches with {beams.width} beams, of which "
+        raise invalid_field(
+            field,
+            f"{searches} searches with {beams.width} beams, of which "
             f"{named_ends + other_ends} tokens are an end, choose from {count} next tokens at each "
             f"step, more than {MAX_BEAM_CANDIDATES}",
-            field,
         )
 
 

@@ -4,17 +4,9 @@ Checked before anything is tokenized, and again once the lengths of the prompts 
 request sets no limit of its own, its answer is limited to what fits.
 """
 
-from server.errors import invalid
+from server import limits
+from server.errors import invalid_field
 from server.generate.request import GenerationRequest
-from server.limits import (
-    MAX_ANSWER_TOKENS,
-    MAX_BEAM_TOKENS,
-    MAX_NAMED_TOKENS,
-    MAX_SCORES,
-    MAX_SEQUENCES,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_SEARCHES,
-)
 from server.schema.fields import SamplingFields
 
 
@@ -25,12 +17,25 @@ def check_size(request: GenerationRequest) -> None:
         ApiError: it is too much; `param` names the field that makes it so.
     """
     sequences = request.num_sequences
-    if sequences > MAX_SEQUENCES:
-        raise invalid(
-            f"prompt: {sequences} sequences (prompts times choices), more than {MAX_SEQUENCES}",
+    if sequences > limits.MAX_SEQUENCES:
+        raise invalid_field(
             "prompt",
+            f"{sequences} sequences (prompts times choices), more than {limits.MAX_SEQUENCES}",
         )
-    _check_stops(request.stop, sequences)
+    # What it costs to search each sequence for stop strings at each of its tokens.
+    stops, characters = request.stop, sum(map(len, request.stop))
+    if characters > limits.MAX_STOP_CHARACTERS:
+        raise invalid_field(
+            "stop",
+            f"{characters} characters in {len(stops)} strings are more than "
+            f"{limits.MAX_STOP_CHARACTERS}",
+        )
+    if len(stops) * sequences > limits.MAX_STOP_SEARCHES:
+        raise invalid_field(
+            "stop",
+            f"{len(stops)} strings in each of {sequences} sequences are more than "
+            f"{limits.MAX_STOP_SEARCHES} in all",
+        )
     check_named_tokens(request.fields, sequences)
     room_for_output(request, sum(map(len, request.token_lists)))
 
@@ -46,65 +51,39 @@ def room_for_output(request: GenerationRequest, prompt_tokens: int) -> int:
     sequences = request.num_sequences
     asked = min(request.max_tokens or 1, request.max_model_len)
     shown = prompt_tokens * request.best_of
-    tokens = MAX_ANSWER_TOKENS - (shown if request.repeats_prompt else 0)
+    tokens = limits.MAX_ANSWER_TOKENS - (shown if request.repeats_prompt else 0)
     if sequences * asked > tokens:
         field = request.tokens_field
-        raise invalid(
-            f"{field}: {sequences} sequences of {asked} tokens, with the prompts that the "
-            f"answer repeats, are more than the {MAX_ANSWER_TOKENS} that a request may have",
+        raise invalid_field(
             field,
+            f"{sequences} sequences of {asked} tokens, with the prompts that the "
+            f"answer repeats, are more than the {limits.MAX_ANSWER_TOKENS} that a request may have",
         )
     if request.fields.use_beam_search:
-        tokens = min(tokens, _tokens_of_beams(sequences, asked, shown))
+        of_beams = limits.MAX_BEAM_TOKENS - shown  # beside those of their prompts
+        if sequences * asked > of_beams:
+            raise invalid_field(
+                "n",
+                f"{sequences} beams with {shown} tokens of their prompts and {asked} more for each "
+                f"are more than the {limits.MAX_BEAM_TOKENS} that a search sends to engines at "
+                "each step",
+            )
+        tokens = min(tokens, of_beams)
     room = tokens // sequences
     per_token = request.scores
-    scores = MAX_SCORES - shown * request.prompt_scores
+    scores = limits.MAX_SCORES - shown * request.prompt_scores
     if scores < sequences * asked * per_token or scores < 0:
         of_answer = per_token and scores >= 0
         field = request.scores_field if of_answer else request.prompt_scores_field
-        raise invalid(
-            f"{field}: the answer could hold more than {MAX_SCORES} log probabilities (sequences "
+        raise invalid_field(
+            field,
+            f"the answer could hold more than {limits.MAX_SCORES} log probabilities (sequences "
             "times tokens times alternatives); ask for fewer tokens or alternatives, or in "
             "several requests",
-            field,
         )
     if per_token:
         room = min(room, scores // (sequences * per_token))
     return room
-
-
-def _tokens_of_beams(sequences: int, asked: int, prompt_tokens: int) -> int:
-    """Return how many tokens all beams may have beside those of their prompts.
-
-    Raises:
-        ApiError: fewer than they are to have.
-    """
-    tokens = MAX_BEAM_TOKENS - prompt_tokens
-    if sequences * asked > tokens:
-        raise invalid(
-            f"n: {sequences} beams with {prompt_tokens} tokens of their prompts and {asked} "
-            f"more for each are more than the {MAX_BEAM_TOKENS} that a search sends to engines at "
-            "each step",
-            "n",
-        )
-    return tokens
-
-
-def _check_stops(stops: tuple[str, ...], sequences: int) -> None:
-    """Check what it costs to search each sequence for stop strings at each of its tokens."""
-    characters = sum(map(len, stops))
-    if characters > MAX_STOP_CHARACTERS:
-        raise invalid(
-            f"stop: {characters} characters in {len(stops)} strings are more than "
-            f"{MAX_STOP_CHARACTERS}",
-            "stop",
-        )
-    if len(stops) * sequences > MAX_STOP_SEARCHES:
-        raise invalid(
-            f"stop: {len(stops)} strings in each of {sequences} sequences are more than "
-            f"{MAX_STOP_SEARCHES} in all",
-            "stop",
-        )
 
 
 def check_named_tokens(fields: SamplingFields, sequences: int, of_bad_words: int = 0) -> None:
@@ -125,10 +104,10 @@ def check_named_tokens(fields: SamplingFields, sequences: int, of_bad_words: int
         "bad_words": max(of_bad_words, len(fields.bad_words or ())),
     }
     total = sum(named.values())
-    if total * sequences > MAX_NAMED_TOKENS:
+    if total * sequences > limits.MAX_NAMED_TOKENS:
         field = max(named, key=lambda name: named[name])
-        raise invalid(
-            f"{field}: {total} token ids in the sampling fields of {sequences} sequences are more "
-            f"than {MAX_NAMED_TOKENS} in all",
+        raise invalid_field(
             field,
+            f"{total} token ids in the sampling fields of {sequences} sequences are more "
+            f"than {limits.MAX_NAMED_TOKENS} in all",
         )

@@ -166,7 +166,12 @@ class ChoiceFold:
             if shown is not None:
                 delta.prompt_logprobs = [highest(each, shown) for each in output.prompt_logprobs]
         if self._echo is not None:
-            self._repeat_prompt(self._echo, output.prompt_logprobs, delta)
+            # Before the answer, with its tokens' log probabilities if wanted.
+            delta.text = self._echo.text
+            self._offset = len(delta.text)
+            if delta.logprobs is not None:
+                shown = request.logprobs or 0
+                delta.logprobs += self._echo.tokens(output.prompt_logprobs or (), shown)
             self._echo = None
         if request.only_echo:
             rest = ""
@@ -247,12 +252,3 @@ class ChoiceFold:
             delta.finish_reason = output.finish_reason
             if output.stop_token_id in self._request.sampling.stop_token_ids:
                 delta.stop_reason = output.stop_token_id
-
-    def _repeat_prompt(
-        self, echo: PromptEcho, logprobs: Sequence[TokenLogprob] | None, delta: Delta
-    ) -> None:
-        """Put the prompt before the answer, with its tokens' log probabilities if wanted."""
-        delta.text = echo.text
-        self._offset = len(delta.text)
-        if delta.logprobs is not None:
-            delta.logprobs += echo.tokens(logprobs or (), self._request.logprobs or 0)

@@ -17,8 +17,8 @@ import msgspec
 from engine.shared.fair_threads import FairExecutor, QueueFull
 from engine.shared.grammar_spec import BadGrammar, GrammarThreads, grammar_size
 from engine.shared.messages import GrammarSpec, LarkGrammar
-from server.errors import invalid, unavailable
-from server.generate.grammar_process import NOTHING, Check, Conversion, Found, found
+from server.errors import invalid_field, unavailable
+from server.generate.grammar_process import NOTHING, Check, Found, GrammarText, found
 from server.generate.structural_tags import StructuralTag, lark_from_tag
 from server.helper_process import HelperProcess
 from server.limits import MAX_CHECK_SECONDS
@@ -33,12 +33,6 @@ _MAX_WAIT = 30.0
 """Seconds after which a process is ended in any case: others may keep it from its processor."""
 MAX_REMEMBERED = 4096
 """Grammars whose check is not repeated; only their digests are kept."""
-
-
-class GrammarText(msgspec.Struct, frozen=True):
-    """A grammar as a client writes it, in Lark's syntax or in GBNF."""
-
-    text: str
 
 
 class GrammarCheck:
@@ -92,23 +86,19 @@ class GrammarCheck:
                 self._found.popitem(last=False)
         reason = self._found[digest]
         if reason is not None:
-            raise invalid(f"{param}: {reason}", param)
+            raise invalid_field(param, f"{reason}")
         return spec
 
     async def _spec(
         self, wanted: GrammarSpec | GrammarText | StructuralTag, param: str, tenant: int
     ) -> GrammarSpec:
-        """Return a grammar in a form that engines take, though they may not be able to enforce it.
-
-        Raises:
-            ApiError: it has no such form.
-        """
+        """Return a grammar in a form that engines take; they may not be able to enforce it."""
         match wanted:
             case GrammarText(text):
-                conversion = self._checks.submit(tenant, self._job, Conversion(text), len(text))
+                conversion = self._checks.submit(tenant, self._job, wanted, len(text))
                 result = await asyncio.wrap_future(conversion)
                 if result.error is not None:
-                    raise invalid(f"{param}: {result.error}", param)
+                    raise invalid_field(param, f"{result.error}")
                 return LarkGrammar(result.lark)
             case StructuralTag():
                 converted = self._checks.submit(tenant, lark_from_tag, wanted, self._special_tokens)
@@ -117,9 +107,9 @@ class GrammarCheck:
         try:
             return LarkGrammar(await asyncio.wrap_future(converted))
         except BadGrammar as error:
-            raise invalid(f"{param}: {error}", param) from error
+            raise invalid_field(param, f"{error}") from error
 
-    def _job(self, job: Check | Conversion, size: int) -> Found:
+    def _job(self, job: Check | GrammarText, size: int) -> Found:
         """Do a job that a grammar of this size asks for."""
         if size <= MAX_SHORT:
             return found(job)

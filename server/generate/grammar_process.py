@@ -17,8 +17,8 @@ class Check(msgspec.Struct, frozen=True, tag="check"):
     special_tokens: tuple[str, ...] = ()
 
 
-class Conversion(msgspec.Struct, frozen=True, tag="conversion"):
-    """What a grammar in GBNF is in Lark's syntax."""
+class GrammarText(msgspec.Struct, frozen=True, tag="text"):
+    """A grammar as a client writes it, in Lark's syntax or in GBNF."""
 
     text: str
 
@@ -31,13 +31,13 @@ class Found(msgspec.Struct, frozen=True):
     lark: str = ""
 
 
-def found(job: Check | Conversion) -> Found:
+def found(job: Check | GrammarText) -> Found:
     """Return the result of a job, in a thread of `GrammarThreads`."""
     try:
         match job:
             case Check(spec, special_tokens):
                 return Found(check_grammar(spec, special_tokens))
-            case Conversion(text):
+            case GrammarText(text):
                 return Found(lark=lark_from_ebnf(text))
     except BadGrammar as error:
         return Found(str(error))
@@ -50,7 +50,7 @@ NOTHING = msgspec.msgpack.encode(Check(LarkGrammar('start: "a"')))
 
 if __name__ == "__main__":
     threads = GrammarThreads(1, "grammar check")
-    decode = msgspec.msgpack.Decoder(Check | Conversion).decode
+    decode = msgspec.msgpack.Decoder(Check | GrammarText).decode
 
     def answer(job: bytes) -> bytes:
         """Do a job with a deep stack."""

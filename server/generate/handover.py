@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from engine.shared.addresses import join_host_port, split_host_port
 from engine.shared.messages import KvSource
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.generate.request import GenerationRequest
 from server.router.generation_client import KvOffer
 from server.schema.kv_transfer import KvHandedOn, KvTransferParams
@@ -43,16 +43,16 @@ def hand_over(
             code="kv_transfer_not_allowed",
         )
     if asked.do_remote_decode and asked.do_remote_prefill:
-        raise _wrong("do_remote_decode and do_remote_prefill exclude each other")
+        raise invalid_field(FIELD, "do_remote_decode and do_remote_prefill exclude each other")
     if asked.do_remote_prefill:
         request.kv_source = _source(asked)
     if not asked.do_remote_decode:
         return
     if request.num_sequences != 1 or request.beams is not None or stream:
-        raise _wrong("do_remote_decode is for one sequence, without stream")
+        raise invalid_field(FIELD, "do_remote_decode is for one sequence, without stream")
     if not any(each.source.address.startswith(_TCP) for each in offers.values()):
         needed = "--kv-role, and --data-parallel-address"
-        raise _wrong(f"no engine here offers KV blocks over TCP ({needed})")
+        raise invalid_field(FIELD, f"no engine here offers KV blocks over TCP ({needed})")
     request.offers_blocks = True
 
 
@@ -74,17 +74,15 @@ def handed_on(request: GenerationRequest, offer: KvOffer | None) -> KvHandedOn |
 def _source(asked: KvTransferParams) -> KvSource:
     engine, host, port = asked.remote_engine_id, asked.remote_host, asked.remote_port
     if engine is None or host is None or port is None:
-        raise _wrong("do_remote_prefill needs remote_engine_id, remote_host and remote_port")
+        raise invalid_field(
+            FIELD, "do_remote_prefill needs remote_engine_id, remote_host and remote_port"
+        )
     if not _HOST.fullmatch(host):
-        raise _wrong("remote_host is neither a name nor an address")
+        raise invalid_field(FIELD, "remote_host is neither a name nor an address")
     try:
         incarnation = int(engine, 16)
     except ValueError:
-        raise _wrong("remote_engine_id is none of an engine of Swell") from None
+        raise invalid_field(FIELD, "remote_engine_id is none of an engine of Swell") from None
     if not 0 <= incarnation < 1 << 63:
-        raise _wrong("remote_engine_id is none of an engine of Swell")
+        raise invalid_field(FIELD, "remote_engine_id is none of an engine of Swell")
     return KvSource(f"{_TCP}{join_host_port(host, port)}", incarnation)
-
-
-def _wrong(what: str) -> ApiError:
-    return invalid(f"{FIELD}: {what}", FIELD)

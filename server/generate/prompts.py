@@ -7,13 +7,12 @@ from functools import partial
 
 import msgspec
 
-from server.answer.injection import told
 from server.answer.tool_choice import ToolUse
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, invalid_field
+from server.generate.conversation import rendered, said_last
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest, Prompt
 from server.limits import MAX_ECHO
-from server.text.conversation import render_chat, said_last
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer, check_vocabulary
 
@@ -36,7 +35,15 @@ async def prompts_of(
         ApiError: they are wrong or too long, or there are too many tokens in a conversation's.
     """
     if request.is_batch:
-        return await _of_batch(request, model)
+        found: list[Read] = []
+        for index, each in enumerate(request.conversations):
+            try:
+                found.append(await _of_conversation(each, request, ToolUse(), model))
+            except ApiError as error:
+                place = f"messages[{index}]"
+                raise error.renamed(partial(re.sub, r"^messages\b", place)) from error
+            await asyncio.sleep(0)  # each takes a millisecond: let other requests run in between
+        return [prompt for prompt, _ in found], found[0][1]
     if request.conversation is not None:
         prompt, text = await _of_conversation(request.conversation, request, tools, model)
         return [prompt], text
@@ -48,30 +55,6 @@ async def prompts_of(
         if not prompt.token_ids:
             raise invalid(f"{_prompt_name(index, prompts)}: must not be empty", "prompt")
     return prompts, ""
-
-
-async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> str:
-    """Return the text of a conversation; `tools` are those that the template shows.
-
-    Raises:
-        ApiError: there is no template, or it does not accept the conversation.
-    """
-    text = await render_chat(
-        model.tokenizer,
-        source.messages,
-        template=source.template,
-        templates=model.templates,
-        add_generation_prompt=source.add_generation_prompt,
-        continue_final_message=source.continue_final_message,
-        tools=tools.shown,
-        told=told if model.formats.tells_tools else None,
-        documents=source.documents,
-        arguments=source.template_arguments,
-        images=source.images,
-    )
-    if source.images and model.images is not None:
-        text = model.images.prompt_text(text, source.shown_images)
-    return text
 
 
 async def _of_conversation(
@@ -96,20 +79,8 @@ async def _of_conversation(
     else:
         found = await read(source)
     if not found[0].token_ids:
-        raise invalid("messages: the rendered conversation has no tokens", "messages")
+        raise invalid_field("messages", "the rendered conversation has no tokens")
     return found
-
-
-async def _of_batch(request: GenerationRequest, model: ServedModel) -> tuple[list[Prompt], str]:
-    found: list[Read] = []
-    for index, each in enumerate(request.conversations):
-        try:
-            found.append(await _of_conversation(each, request, ToolUse(), model))
-        except ApiError as error:
-            place = f"messages[{index}]"
-            raise error.renamed(partial(re.sub, r"^messages\b", place)) from error
-        await asyncio.sleep(0)  # each takes a millisecond: let other requests run in between
-    return [prompt for prompt, _ in found], found[0][1]
 
 
 async def shortened(
@@ -166,9 +137,8 @@ def echo_of(source: Conversation, answers: int) -> str:
     """
     text = said_last(source.messages)
     if len(text) * answers > MAX_ECHO:
-        raise invalid(
-            f"echo: {answers} answers that repeat {len(text)} characters are more than {MAX_ECHO}",
-            "echo",
+        raise invalid_field(
+            "echo", f"{answers} answers that repeat {len(text)} characters are more than {MAX_ECHO}"
         )
     return text
 
@@ -179,7 +149,7 @@ def _of_token_lists(request: GenerationRequest, tokenizer: ServedTokenizer) -> l
         name = _prompt_name(index, lists)
         check_vocabulary(token_ids, tokenizer.vocab_size, name)
         if reserved and not reserved.isdisjoint(token_ids):
-            raise invalid(f"{name}: has tokens that stand for images", name)
+            raise invalid_field(name, "has tokens that stand for images")
     return [Prompt(_truncated(token_ids, request), None) for token_ids in lists]
 
 
@@ -233,10 +203,10 @@ async def _text_prompt(
             keep_beginning=_keeps_beginning(request),
         )
     except TextTooLong as error:
-        raise invalid(
-            f"{name}: this model's maximum context length is {request.max_model_len} tokens, but "
-            f"the text has more: {error}",
+        raise invalid_field(
             name,
+            f"this model's maximum context length is {request.max_model_len} tokens, but "
+            f"the text has more: {error}",
             "context_length_exceeded",
         ) from error
     return Prompt(kept, text if all_of_it else None)

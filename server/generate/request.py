@@ -14,7 +14,7 @@ from engine.shared.messages import (
     SamplingParams,
 )
 from server.access.admission import Reservation
-from server.answer.plan import AnswerPlan
+from server.answer.reader import AnswerPlan
 from server.errors import ApiError
 from server.generate.beams import Beams
 from server.schema.answer import PromptTokensDetails, Usage

@@ -1,13 +1,14 @@
 """All sequences of one request, from their submission to the last delta."""
 
 import asyncio
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from engine.shared.messages import RequestOutput
-from server.generate.fold import ChoiceFold, Delta, PromptEcho
+from engine.shared.messages import RequestOutput, TokenLogprob
+from server.generate.fold import ChoiceFold, Delta, FinishReason, PromptEcho, ScoredToken
 from server.generate.request import GenerationRequest, Prompt
 from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
@@ -17,13 +18,6 @@ from server.router.request import EngineVisit
 from server.router.token_stream import RequestStream, Unread
 from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
-
-
-def _seed(base: int, index: int) -> int:
-    """Return base + index, wrapped to a signed 64-bit integer."""
-    seed = base + index
-    return seed if seed <= INT64_MAX else seed - 2**64
-
 
 _SLICE = 32
 """Sequences that are submitted without a break: each takes some forty microseconds."""
@@ -108,7 +102,9 @@ class Run:
         request, index = self._request, len(self._streams)
         sampling, name, group = request.sampling, request.request_id, 0
         if index:
-            sampling = msgspec.structs.replace(sampling, seed=_seed(sampling.seed, index))
+            seed = sampling.seed + index
+            seed = seed if seed <= INT64_MAX else seed - 2**64  # a signed 64-bit integer
+            sampling = msgspec.structs.replace(sampling, seed=seed)
             name, group = f"{name}-{index}", self._streams[0].id
         message = request.message(name, prompt.token_ids, sampling, group, prompt.encoder_inputs)
         stream = self._client.submit(message, request.pinned_rank, self._unread)
@@ -176,3 +172,85 @@ class Run:
                 self.finish_reasons.append(reason)
         if self._timers:
             self._request.timing = self._timers[0].timing
+
+
+_PIECES = 256
+"""Pieces of text that become one."""
+
+
+class DeltaSum:
+    """Adds up the deltas of one sequence, keeping no more than the answer needs."""
+
+    __slots__ = (
+        "_logprobs", "_pieces", "_prompt_logprobs", "_reasons", "_token_ids", "logprob_sum",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.logprob_sum = 0.0
+        """Of all tokens, if the engine reports log probabilities."""
+        self._prompt_logprobs: list[TokenLogprob] | None = None
+        self._pieces: list[str] = []
+        self._token_ids = array("i")
+        self._logprobs: list[ScoredToken] | None = None
+        self._reasons: tuple[FinishReason | None, int | str | None] = (None, None)
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta; the last one says how the answer ended."""
+        if delta.text:
+            self._pieces.append(delta.text)
+            if len(self._pieces) == _PIECES:
+                self._pieces = ["".join(self._pieces)]
+        self._token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
+        self.logprob_sum += delta.logprob_sum
+        self._reasons = delta.finish_reason, delta.stop_reason
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self._token_ids)
+
+    @property
+    def size(self) -> int:
+        """Tokens, and log probabilities of them."""
+        count = len(self._token_ids)
+        for each in self._logprobs or ():
+            count += 1 if each.logprob is None else 1 + len(each.logprob.top_ids)
+        for score in self._prompt_logprobs or ():
+            count += 1 + len(score.top_ids)
+        return count
+
+    def whole(self) -> Delta:
+        """Return the sum of all deltas."""
+        text, scores = "".join(self._pieces), self._logprobs
+        token_ids, prompt_scores = self._token_ids, self._prompt_logprobs
+        return Delta(text, token_ids, scores, *self._reasons, prompt_scores, self.logprob_sum)
+
+
+class BestOf:
+    """Holds all deltas back, and shows the best sequences once all have ended.
+
+    The best have the highest mean log probability per token.
+    """
+
+    def __init__(self, output: Output, prompts: int, n: int, best_of: int) -> None:
+        """Each of `prompts` has `best_of` sequences, of which `n` go to `output`."""
+        self._output = output
+        self._n = n
+        self._sums = [[DeltaSum() for _ in range(best_of)] for _ in range(prompts)]
+
+    async def push(self, deltas: Sequence[tuple[int, Delta]], usage: Usage | None) -> None:
+        """Add deltas; with `usage` they are the last."""
+        best_of = len(self._sums[0])
+        for index, delta in deltas:
+            self._sums[index // best_of][index % best_of].add(delta)
+        if usage is not None:
+            best = []
+            for sums in self._sums:
+                sums.sort(key=lambda one: one.logprob_sum / max(1, len(one)), reverse=True)
+                best += [one.whole() for one in sums[: self._n]]
+            await self._output.push(list(enumerate(best)), usage)

@@ -1,21 +1,129 @@
 """From a request to what is generated for it: prompts, sampling, how answers are read."""
 
-from collections.abc import Sequence
+import re
+import secrets
+from typing import TypeVar
 
 import msgspec
 
 from engine.shared.messages import GrammarSpec, LarkGrammar, SamplingParams
-from server.answer.plan import AnswerPlan
+from server.answer.reader import AnswerPlan
 from server.answer.tool_choice import ToolUse, tool_use
-from server.errors import context_length_exceeded
+from server.errors import context_length_exceeded, invalid, invalid_field
 from server.generate.beams import beams_of, check_candidates
-from server.generate.budget import room_for_output
+from server.generate.budget import check_named_tokens, room_for_output
+from server.generate.conversation import rendered
 from server.generate.model import ServedModel
-from server.generate.prompts import echo_of, prompts_of, rendered
+from server.generate.prompts import echo_of, prompts_of
 from server.generate.request import Conversation, GenerationRequest
-from server.generate.sampling import sampling_params
 from server.generate.structured_outputs import check_copies, requested_grammar
-from server.text.tokenizer import ServedTokenizer
+from server.schema.fields import SamplingFields
+from server.text.tokenizer import ServedTokenizer, check_vocabulary
+
+T = TypeVar("T")
+
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
+
+
+async def sampling_params(
+    request: GenerationRequest,
+    tokenizer: ServedTokenizer,
+    max_tokens: int,
+    grammar: GrammarSpec | None,
+) -> SamplingParams:
+    """Return the sampling parameters; the model's defaults stand for fields without a value.
+
+    The grammar applies from the first token.
+
+    Raises:
+        ApiError: a field is wrong; `param` names it.
+    """
+    fields, defaults = request.fields, tokenizer.sampling_defaults
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid_field(
+            "min_tokens", f"{min_tokens} is more than max_tokens, which is {max_tokens}"
+        )
+    logprobs, prompt_logprobs = request.logprobs, fields.prompt_logprobs
+    if logprobs is None and request.best_of > request.n:
+        logprobs = 0  # they say which sequences are the best
+    elif request.echo and logprobs is not None:
+        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+        temperature=_or(fields.temperature, defaults.temperature),
+        top_k=max(0, _or(fields.top_k, defaults.top_k)),
+        top_p=_or(fields.top_p, defaults.top_p),
+        min_p=_or(fields.min_p, defaults.min_p),
+        repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_or(fields.presence_penalty, 0.0),
+        frequency_penalty=_or(fields.frequency_penalty, 0.0),
+        min_tokens=min_tokens,
+        ignore_eos=bool(fields.ignore_eos),
+        stop_token_ids=_token_ids(fields.stop_token_ids, tokenizer, "stop_token_ids") or (),
+        logit_bias=_logit_bias(fields.logit_bias, tokenizer) if fields.logit_bias else {},
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+        allowed_token_ids=_token_ids(fields.allowed_token_ids, tokenizer, "allowed_token_ids"),
+        logprob_token_ids=tuple(fields.logprob_token_ids or ()),
+        bad_words=await bad_word_tokens(fields, request.num_sequences, tokenizer),
+    )
+
+
+async def bad_word_tokens(
+    request: SamplingFields, sequences: int, tokenizer: ServedTokenizer
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that spell words, at the beginning of a text and after a space.
+
+    Raises:
+        ApiError: a word has no tokens, or all words together have too many for all sequences.
+    """
+    if not request.bad_words:
+        return ()
+    stripped = [word.lstrip() for word in request.bad_words]
+    if "" in stripped:
+        index = stripped.index("")
+        raise invalid(f"bad_words[{index}]: must not be empty", "bad_words")
+    bare = list(dict.fromkeys(stripped))
+    encoded = await tokenizer.encode_many_async(
+        [*bare, *[" " + word for word in bare]], add_special_tokens=False
+    )
+    found: dict[tuple[int, ...], None] = {}
+    for first, spaced in zip(encoded[: len(bare)], encoded[len(bare) :], strict=True):
+        found[tuple(first)] = None
+        # A space that is a token of its own only comes before the word: that is ruled out already.
+        if len(spaced) == len(first) and spaced[:1] != first[:1]:
+            found[tuple(spaced)] = None
+    check_named_tokens(request, sequences, sum(map(len, found)))
+    return tuple(found)
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _token_ids(
+    token_ids: list[int] | None, tokenizer: ServedTokenizer, field: str
+) -> tuple[int, ...] | None:
+    if not token_ids:
+        return None
+    check_vocabulary(token_ids, tokenizer.vocab_size, field)
+    return tuple(sorted(set(token_ids)))
+
+
+def _logit_bias(bias: dict[str, float], tokenizer: ServedTokenizer) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for key, value in bias.items():
+        if not _TOKEN_ID.fullmatch(key) or int(key) >= tokenizer.vocab_size:
+            size = tokenizer.vocab_size
+            raise invalid_field(
+                "logit_bias", f"{key!r} is not a token id of the vocabulary ({size} tokens)"
+            )
+        found[int(key)] = value
+    return found
+
 
 RESERVED_FOR_FORM = 1024
 """Maximum tokens reserved for the constrained part of an answer; at most a quarter of all its
@@ -53,7 +161,7 @@ async def specify(request: GenerationRequest, model: ServedModel) -> None:
             sampling = _reasoning_first(sampling, plan, source.thinking_budget)
     request.sampling = sampling
     hidden, markers = fields.skip_special_tokens is not False, request.plan.markers
-    request.skip_special_tokens = hidden and not _has_special(markers, model.tokenizer)
+    request.skip_special_tokens = hidden and not any(map(model.tokenizer.is_special_text, markers))
 
 
 async def _form(
@@ -147,10 +255,6 @@ def _reasoning_first(
         grammar_opening="" if plan.begins_inside else tags.start,
         grammar_budget=min(max(1, max_tokens - reserved), thinking_budget or max_tokens),
     )
-
-
-def _has_special(markers: Sequence[str], tokenizer: ServedTokenizer) -> bool:
-    return any([tokenizer.is_special_text(marker) for marker in markers])
 
 
 def _max_tokens(request: GenerationRequest, tokenizer: ServedTokenizer) -> int:

@@ -14,8 +14,8 @@ from engine.shared.messages import (
     JsonSchemaGrammar,
     RegexGrammar,
 )
-from server.errors import invalid, too_complex
-from server.generate.grammar_check import GrammarText
+from server.errors import invalid_field, too_complex
+from server.generate.grammar_process import GrammarText
 from server.generate.structural_tags import StructuralTag
 from server.json_price import TooCostly, check_price
 from server.schema.fields import SamplingFields
@@ -33,10 +33,10 @@ def check_copies(spec: GrammarSpec, sequences: int) -> None:
     """
     size = grammar_size(spec) * sequences
     if size > MAX_COPIES_SIZE:
-        raise invalid(
-            f"prompt: a grammar of {grammar_size(spec)} characters is too long for {sequences} "
-            "sequences (prompts times choices)",
+        raise invalid_field(
             "prompt",
+            f"a grammar of {grammar_size(spec)} characters is too long for {sequences} "
+            "sequences (prompts times choices)",
         )
 
 
@@ -57,9 +57,8 @@ def requested_grammar(request: SamplingFields, *, closes_objects: bool = False) 
     if constraints is None:
         return found
     if found is not None:
-        raise invalid(
-            "structured_outputs: cannot be combined with a response_format other than text",
-            "structured_outputs",
+        raise invalid_field(
+            "structured_outputs", "cannot be combined with a response_format other than text"
         )
     return _of_constraints(constraints, closes_objects)
 
@@ -74,7 +73,7 @@ def _of_response_format(form: ResponseFormat, closes_objects: bool) -> Wanted | 
             wanted = form.json_schema
             if wanted is None:
                 field = "response_format.json_schema"
-                raise invalid(f"{field}: is needed for type 'json_schema'", field)
+                raise invalid_field(field, "is needed for type 'json_schema'")
             lenient = wanted.strict is False
             schema = closed(wanted.schema_) if closes_objects else wanted.schema_
             spec = JsonSchemaGrammar(_json_text(schema), lenient=lenient)
@@ -87,10 +86,10 @@ def _of_response_format(form: ResponseFormat, closes_objects: bool) -> Wanted | 
 def _of_constraints(wanted: StructuredOutputs, closes_objects: bool) -> Wanted:
     given = [name for name in _KINDS if getattr(wanted, name) not in (None, False)]
     if len(given) != 1:
-        raise invalid(
-            "structured_outputs: exactly one of json, json_object, regex, choice, grammar and "
-            f"structural_tag is needed, but there are {len(given)}",
+        raise invalid_field(
             "structured_outputs",
+            "exactly one of json, json_object, regex, choice, grammar and "
+            f"structural_tag is needed, but there are {len(given)}",
         )
     whitespace = "" if wanted.disable_any_whitespace else wanted.whitespace_pattern
     param = f"structured_outputs.{_KINDS[given[0]]}"
@@ -105,7 +104,7 @@ def _of_constraints(wanted: StructuredOutputs, closes_objects: bool) -> Wanted:
         if isinstance(tag, str):
             tag = _decoded(_checked(tag, param), param)
         if not isinstance(tag, dict):
-            raise invalid(f"{param}: must be a JSON object", param)
+            raise invalid_field(param, "must be a JSON object")
         return StructuralTag(tag, whitespace), param
     if wanted.regex is not None:
         return RegexGrammar(wanted.regex), param
@@ -140,7 +139,7 @@ def _decoded(text: str, param: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"{param}: not valid JSON: {error}", param) from error
+        raise invalid_field(param, f"not valid JSON: {error}") from error
 
 
 def _json_text(schema: Any) -> str:

@@ -5,13 +5,18 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-from server.limits import MAX_KEYS, MAX_LIST_LENGTH, MAX_NAME_LENGTH, MAX_TEXT_LENGTH
+from server.limits import MAX_KEYS, MAX_LIST_LENGTH, MAX_NAME_LENGTH, MAX_TEXT_LENGTH, MAX_TOKENS
 from server.schema.support import Rows
 
 JsonObject = dict[str, Any]
 
 Name = Annotated[str, Field(max_length=MAX_NAME_LENGTH)]
 """A text that names something."""
+
+Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Alternatives = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
+"""How many tokens; -1 stands for all there are."""
 
 _LONGEST = {"str": MAX_TEXT_LENGTH, "list": MAX_LIST_LENGTH, "dict": MAX_KEYS}
 

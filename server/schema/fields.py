@@ -9,23 +9,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from server.limits import (
-    INT64_MAX,
-    INT64_MIN,
-    MAX_BAD_WORD_LENGTH,
-    MAX_BAD_WORDS,
-    MAX_CACHE_SALT,
-    MAX_CHOICES,
-    MAX_LENGTH_PENALTY,
-    MAX_NAMED_TOKENS,
-    MAX_REPETITION_PENALTY,
-    MAX_SCORED_TOKENS,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_TOKENS,
-    MIN_REPETITION_PENALTY,
-)
-from server.schema.body import RequestBody
+from server import limits
+from server.schema.body import Alternatives, Count, RequestBody
 from server.schema.structured import ResponseFormat, StructuredOutputs
 from server.schema.support import (
     LABELS,
@@ -38,21 +23,22 @@ from server.schema.support import (
     ignored,
 )
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenId = Annotated[int, Field(ge=0, le=limits.MAX_TOKENS)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-NamedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_NAMED_TOKENS)]
-StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+NamedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=limits.MAX_NAMED_TOKENS)]
+StopString = Annotated[str, Field(max_length=limits.MAX_STOP_LENGTH)]
 StopStrings = (
-    StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+    StopString
+    | Annotated[list[StopString], Field(max_length=limits.MAX_STOP_STRINGS, fail_fast=True)]
 )
-BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_LENGTH)]
+BadWord = Annotated[str, Field(max_length=limits.MAX_BAD_WORD_LENGTH)]
 
 LogitBias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_NAMED_TOKENS)
+    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=limits.MAX_NAMED_TOKENS)
 ]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
-CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=limits.MAX_CACHE_SALT)]
 
 
 class StreamOptions(RequestBody):
@@ -76,7 +62,8 @@ class DrawingFields(RequestBody):
     )
     stop: StopStrings | None = Field(
         None,
-        description=f"One string or up to {MAX_STOP_STRINGS}, of {MAX_STOP_LENGTH} characters.",
+        description=f"One string or up to {limits.MAX_STOP_STRINGS}, of {limits.MAX_STOP_LENGTH} "
+        "characters.",
     )
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
@@ -85,8 +72,8 @@ class DrawingFields(RequestBody):
     )
     seed: int | None = Field(
         None,
-        ge=INT64_MIN,
-        le=INT64_MAX,
+        ge=limits.INT64_MIN,
+        le=limits.INT64_MAX,
         description="Makes draws repeatable; choice i uses seed + i. Default: random.",
     )
     top_k: int | None = Field(
@@ -95,11 +82,11 @@ class DrawingFields(RequestBody):
     min_p: float | None = Field(None, ge=0, le=1, description="Default: the model's, else 0.")
     repetition_penalty: float | None = Field(
         None,
-        ge=MIN_REPETITION_PENALTY,
-        le=MAX_REPETITION_PENALTY,
+        ge=limits.MIN_REPETITION_PENALTY,
+        le=limits.MAX_REPETITION_PENALTY,
         description="Default: the model's, else 1, which changes nothing.",
     )
-    min_tokens: int | None = Field(0, ge=0, le=MAX_TOKENS)
+    min_tokens: Count | None = 0
     ignore_eos: bool | None = False
     stop_token_ids: NamedTokenIds | None = None
     priority: int | None = Field(
@@ -125,7 +112,7 @@ class DrawingFields(RequestBody):
 class SamplingFields(DrawingFields):
     """Fields shared by completions and chat completions; null always means the default."""
 
-    n: int | None = Field(1, ge=1, le=MAX_CHOICES, description="Choices per prompt.")
+    n: int | None = Field(1, ge=1, le=limits.MAX_CHOICES, description="Choices per prompt.")
     use_beam_search: bool | None = Field(
         False,
         description="Search with as many beams as choices (or best_of) instead of drawing tokens.",
@@ -135,8 +122,8 @@ class SamplingFields(DrawingFields):
     )
     length_penalty: float | None = Field(
         1.0,
-        ge=-MAX_LENGTH_PENALTY,
-        le=MAX_LENGTH_PENALTY,
+        ge=-limits.MAX_LENGTH_PENALTY,
+        le=limits.MAX_LENGTH_PENALTY,
         description="With use_beam_search: above 0 long answers are preferred.",
     )
     early_stopping: bool | Literal["never"] | None = Field(
@@ -154,20 +141,18 @@ class SamplingFields(DrawingFields):
     allowed_token_ids: Annotated[NamedTokenIds, Field(min_length=1)] | None = Field(
         None, description="The only tokens that may be generated."
     )
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
-        Field(
-            None, description="Words that the output must not contain, each as the model spells it."
-        )
+    bad_words: (
+        Annotated[list[BadWord], Field(max_length=limits.MAX_BAD_WORDS, fail_fast=True)] | None
+    ) = Field(
+        None, description="Words that the output must not contain, each as the model spells it."
     )
-    prompt_logprobs: int | None = Field(
+    prompt_logprobs: Alternatives | None = Field(
         None,
-        ge=-1,
-        le=MAX_TOKENS,
         description="Alternatives reported beside each token of the prompt; -1: all tokens.",
         json_schema_extra=different("not in a stream; bounded by --max-logprobs"),
     )
     logprob_token_ids: (
-        Annotated[list[TokenId], Field(max_length=MAX_SCORED_TOKENS, fail_fast=True)] | None
+        Annotated[list[TokenId], Field(max_length=limits.MAX_SCORED_TOKENS, fail_fast=True)] | None
     ) = Field(
         None,
         description="With logprobs: the alternatives reported, instead of the likeliest.",
@@ -180,11 +165,8 @@ class SamplingFields(DrawingFields):
         False, description="Log probabilities name each token as token_id:ID."
     )
     response_format: ResponseFormat | None = None
-    truncate_prompt_tokens: int | None = Field(
-        None,
-        ge=-1,
-        le=MAX_TOKENS,
-        description="Keep only this many of the prompt's tokens; -1: all that fit.",
+    truncate_prompt_tokens: Alternatives | None = Field(
+        None, description="Keep only this many of the prompt's tokens; -1: all that fit."
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Where the prompt is cut: left, the default, keeps its last tokens."

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field
 
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.limits import MAX_TOOLS
 from server.schema.body import JsonObject, Name, RequestBody
 
@@ -73,9 +73,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoic
 
 def not_served(name: str, kind: str | None) -> ApiError:
     """Return the error for a demanded tool that is neither a function nor run here."""
-    return invalid(
-        f"tool_choice: {name!r} is of type {kind!r}, which is not served here; use a function",
-        "tool_choice",
+    return invalid_field(
+        "tool_choice", f"{name!r} is of type {kind!r}, which is not served here; use a function"
     )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -33,15 +33,10 @@ _LOOK = 1.0
 
 
 class Jobs:
-    """The responses that are being generated here, by id.
+    """The responses that are being generated here, by id."""
 
-    Args:
-        beat: notes that responses of an owner are still being generated, and returns which of
-            them are to be cancelled.
-    """
-
-    def __init__(self, beat: Callable[[str, Sequence[str]], Awaitable[set[str]]]) -> None:
-        self._beat = beat
+    def __init__(self, store: "ResponseStore") -> None:
+        self._store = store
         self._tasks: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._watch: asyncio.Task[None] | None = None
         self.closing = False
@@ -84,7 +79,7 @@ class Jobs:
                 by_owner.setdefault(owner, []).append(id_)
             for owner, ids in by_owner.items():
                 try:
-                    stopped = await self._beat(owner, ids)
+                    stopped = await self._store.call(SqlBackend.beat, owner, ids)
                 except StoreUnavailable:
                     continue
                 for id_ in stopped:
@@ -113,7 +108,7 @@ class ResponseStore:
         self.unread = TenantBudget(MAX_UNSENT_OF_ONE, MAX_UNSENT)
         """Bytes of large events that clients have not read yet."""
         self._log_after = 0.0
-        self.jobs = Jobs(lambda owner, ids: self.call(SqlBackend.beat, owner, ids))
+        self.jobs = Jobs(self)
         """Responses that this process generates in the background."""
 
     def close(self) -> None:
@@ -169,7 +164,7 @@ class ResponseStore:
                 self._end_turn(tenant, 0.0)
             raise
 
-    def _end_turn(self, tenant: Hashable, seconds: float) -> None:
+    def _end_turn(self, tenant: str, seconds: float) -> None:
         self._queue.finish(tenant, seconds)
         self._start()
 

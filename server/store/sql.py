@@ -256,7 +256,6 @@ class SqlBackend:
         )  # fmt: skip
 
     def _delete(self, where: str, *values: object) -> int:
-        """Delete records; return how many."""
         gone = self._execute(
             f"DELETE FROM records WHERE {where} RETURNING tenant, size", *values
         ).fetchall()

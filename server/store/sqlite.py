@@ -61,8 +61,12 @@ class SqliteDatabase:
     def _connected(self) -> sqlite3.Connection:
         """Return a connection to the file that is at the path now."""
         old = self._connection
-        if old is not None and (self._in_transaction or self._lasting or self._is_there()):
-            return old
+        if old is not None:
+            if self._in_transaction or self._lasting:
+                return old
+            with contextlib.suppress(OSError):
+                if self._path.stat().st_ino == self._inode:
+                    return old
         connection = None
         try:
             if old is not None and not self._path.exists():
@@ -84,12 +88,6 @@ class SqliteDatabase:
             old.close()
         self._connection, self._inode = connection, self._path.stat().st_ino
         return connection
-
-    def _is_there(self) -> bool:
-        try:
-            return self._path.stat().st_ino == self._inode
-        except OSError:
-            return False
 
     def _put_back(self, old: sqlite3.Connection) -> None:
         """Copy the file, which is still open, back to its path, unless another process has."""

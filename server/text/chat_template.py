@@ -56,10 +56,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -85,7 +81,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -179,26 +175,21 @@ class ChatTemplate:
         """Whether the template shows texts only if they are parts of a content."""
         return not self._shows(_PROBE) and self._reads_parts
 
-    def _shows(self, content: object) -> bool:
-        """Whether the content of a user's message reaches the prompt as it is."""
-        messages = [{"role": "user", "content": content}]
+    @functools.cached_property
+    def _shows_later_system(self) -> bool:
+        """Whether a system message after the first turn reaches the prompt."""
+        return self._shows("c", ("user", "a"), ("assistant", "b"), ("system", _PROBE))
+
+    def _shows(self, content: object, *before: tuple[str, str]) -> bool:
+        """Whether the probe in a user's last message, or in one before it, reaches the prompt."""
+        said = [*before, ("user", content)]
+        messages = [{"role": role, "content": each} for role, each in said]
         context = {"messages": messages, "tools": None, "add_generation_prompt": False}
         try:
             text = self._template.render({**self._special_tokens, **context})
         except Exception:  # as in `render`
             return False
         return _PROBE in text and "'type'" not in text  # a list may be shown as Python writes it
-
-    @functools.cached_property
-    def _shows_later_system(self) -> bool:
-        """Whether a system message after the first turn reaches the prompt."""
-        said = (("user", "a"), ("assistant", "b"), ("system", _PROBE), ("user", "c"))
-        messages = [{"role": role, "content": content} for role, content in said]
-        context = {"messages": messages, "tools": None, "add_generation_prompt": False}
-        try:
-            return _PROBE in self._template.render({**self._special_tokens, **context})
-        except Exception:  # as in `render`
-            return False
 
 
 def _with_one_opening(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

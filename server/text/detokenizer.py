@@ -41,19 +41,15 @@ class TokenDecoder(Protocol):
 # -- bytes of tokens -----------------------------------------------------------------------------
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte behind each character of byte-level vocabularies.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + position): byte
+    for position, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
+}
+"""The byte behind each character of byte-level vocabularies.
 
-    Printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up, in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + position): byte for position, byte in enumerate(others)
-    }
-
-
-_BYTE_OF = _byte_alphabet()
+Printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up, in order.
+"""
 
 
 def _byte_level(token: str) -> bytes:
@@ -248,9 +244,9 @@ class StopStrings:
     def push(self, piece: str) -> str:
         """Add text; return what is certain. Once `found` is set, the text is over."""
         text = self._held + piece
-        match = self._first_match(text)
-        if match is not None:
-            start, string = match
+        found = [(text.find(string), string) for string in self._strings if string in text]
+        if found:
+            start, string = min(found, key=lambda each: (each[0] + len(each[1]), each[0]))
             self.found = string
             self._held = ""
             return text[: start + len(string) if self._include else start]
@@ -262,12 +258,3 @@ class StopStrings:
         """End: return what was held back."""
         held, self._held = self._held, ""
         return held
-
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        best: tuple[int, int, str] | None = None
-        for string in self._strings:
-            start = text.find(string)
-            if start >= 0:
-                candidate = (start + len(string), start, string)
-                best = candidate if best is None or candidate < best else best
-        return None if best is None else (best[1], best[2])

@@ -51,7 +51,13 @@ async def encode_prompt(
     """
     if len(text) > max(_PIECE, 2 * longest):  # a token is rarely less than two characters
         if keep is None or keep > longest:
-            await _refuse_too_long(tokenizer, text, longest)
+            count, slack = 0, _SLACK
+            for first in range(0, len(text), _PIECE):
+                piece = text[first : first + _PIECE]
+                count += len(await tokenizer.encode_async(piece, add_special_tokens=False))
+                slack += _MORE_BY_A_CUT
+                if count > longest + slack:
+                    raise TextTooLong(min(len(text), first + _PIECE), count)
         else:
             found = await _end(tokenizer, text, add_special_tokens, keep, first=keep_beginning)
             if found is not None:
@@ -60,17 +66,6 @@ async def encode_prompt(
     if keep is None or len(token_ids) <= keep:
         return token_ids, True
     return (token_ids[:keep] if keep_beginning else token_ids[-keep:]), False
-
-
-async def _refuse_too_long(tokenizer: ServedTokenizer, text: str, longest: int) -> None:
-    """Count the tokens of one piece after the other, until there are too many."""
-    count, slack = 0, _SLACK
-    for first in range(0, len(text), _PIECE):
-        piece = text[first : first + _PIECE]
-        count += len(await tokenizer.encode_async(piece, add_special_tokens=False))
-        slack += _MORE_BY_A_CUT
-        if count > longest + slack:
-            raise TextTooLong(min(len(text), first + _PIECE), count)
 
 
 async def _end(

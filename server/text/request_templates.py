@@ -1,15 +1,49 @@
-"""Chat templates that requests bring along, rendered in a process that can be ended."""
+"""Chat templates that requests bring along, rendered in a process that can be ended.
+
+Templates are programs. The process is `python -m server.text.request_templates`.
+"""
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from engine.shared.fair_threads import FairThreads
-from server.helper_process import HelperProcess
-from server.limits import MAX_TEMPLATE_SECONDS
-from server.text.chat_template import Rendering, TemplateFailed
-from server.text.template_process import Job, Rendered
+from server.helper_process import HelperProcess, serve
+from server.limits import MAX_TEMPLATE_MEMORY, MAX_TEMPLATE_OUTPUT, MAX_TEMPLATE_SECONDS
+from server.text.chat_template import ChatTemplate, Rendering, TemplateFailed
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A template, and what to render with it: the first of several that it accepts."""
+
+    source: str
+    special_tokens: dict[str, str]
+    attempts: list[Rendering]
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """The result of a job: a text, or why there is none."""
+
+    text: str = ""
+    error: str = ""
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
+
+
+def render(job: Job) -> Rendered:
+    """Return the result of a job."""
+    try:
+        text = _compiled(job.source, tuple(job.special_tokens.items())).render(*job.attempts)
+    except (ValueError, MemoryError, RecursionError) as failure:
+        return Rendered(error=(str(failure) or type(failure).__name__)[:500])
+    if len(text) > MAX_TEMPLATE_OUTPUT:
+        return Rendered(error=f"it wrote more than {MAX_TEMPLATE_OUTPUT} characters")
+    return Rendered(text)
 
 
 class RequestTemplates:
@@ -20,7 +54,7 @@ class RequestTemplates:
         self._special_tokens = dict(special_tokens)
         self._thread = FairThreads(1, "request templates")
         nothing = msgspec.msgpack.encode(Job("", {}, []))
-        self._process = HelperProcess("server.text.template_process", nothing)
+        self._process = HelperProcess("server.text.request_templates", nothing)
 
     async def render(self, source: str, attempts: Sequence[Rendering]) -> str:
         """Return what a template makes of the first conversation that it accepts.
@@ -42,3 +76,13 @@ class RequestTemplates:
         if answer is None:
             return Rendered(error=f"it took more than {MAX_TEMPLATE_SECONDS:g} seconds, or memory")
         return msgspec.msgpack.decode(answer, type=Rendered)
+
+
+if __name__ == "__main__":
+
+    def answer(job: bytes) -> bytes:
+        """Do one job."""
+        return msgspec.msgpack.encode(render(msgspec.msgpack.decode(job, type=Job)))
+
+    # Ended here, too, in case the parent does not end it.
+    serve(answer, MAX_TEMPLATE_MEMORY, 2 * MAX_TEMPLATE_SECONDS)

@@ -13,11 +13,15 @@ from tokenizers.normalizers import Sequence as Sequential
 
 from engine.shared.config import ModelConfig
 from engine.shared.end_tokens import end_token_ids
-from server.errors import invalid
+from server.errors import invalid_field
 from server.text.chat_template import ChatTemplate
 from server.text.placeholders import Placeholders
-from server.text.presets import Preset, preset_of
-from server.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from server.text.sampling_defaults import (
+    Preset,
+    SamplingDefaults,
+    preset_of,
+    read_sampling_defaults,
+)
 
 # More than this takes over a millisecond and is done beside the event loop.
 _INLINE_CHARACTERS = 4000
@@ -50,9 +54,8 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str) -> N
         ApiError: one is not; `field` is what it names.
     """
     if token_ids and max(token_ids) >= vocab_size:
-        raise invalid(
-            f"{field}: token id {max(token_ids)} is out of vocabulary: {vocab_size} tokens",
-            field,
+        raise invalid_field(
+            field, f"token id {max(token_ids)} is out of vocabulary: {vocab_size} tokens"
         )
 
 
@@ -101,21 +104,10 @@ class ServedTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text; of what is hidden in it, those of plain text."""
-        if self.placeholders is not None and self.placeholders.hides(text):
-            return self._encode_hidden(self.placeholders, text, add_special_tokens)
-        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-
-    def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of several texts."""
-        if self.placeholders is not None and any(map(self.placeholders.hides, texts)):
-            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        batch = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in batch]
-
-    def _encode_hidden(
-        self, placeholders: Placeholders, text: str, add_special_tokens: bool
-    ) -> list[int]:
-        pieces = list(placeholders.pieces(text))
+        if self.placeholders is None or not self.placeholders.hides(text):
+            batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return batch[0].ids
+        pieces = list(self.placeholders.pieces(text))
         batch = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
         ids = [token_id for encoding in batch for token_id in encoding.ids]
         if not add_special_tokens:
@@ -125,6 +117,13 @@ class ServedTokenizer:
         first = added.index(0)
         last = len(added) - added[::-1].index(0)
         return [*around.ids[:first], *ids, *around.ids[last:]]
+
+    def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the token ids of several texts."""
+        if self.placeholders is not None and any(map(self.placeholders.hides, texts)):
+            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        batch = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in batch]
 
     async def encode_many_async(
         self, texts: Sequence[str], *, add_special_tokens: bool
@@ -277,11 +276,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _add_tokens(backend: Tokenizer, config: dict[str, Any]) -> None:
-    """Add the tokens that only tokenizer_config.json has, or has with other properties.
-
-    Raises:
-        TokenizerError: that is not how they are described.
-    """
+    """Add the tokens that only tokenizer_config.json has, or has with other properties."""
     described = config.get("added_tokens_decoder") or {}
     try:
         for number in sorted(described, key=int):

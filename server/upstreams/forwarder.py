@@ -205,9 +205,6 @@ async def _answer(call: Call, response: httpx.Response) -> None:
     """Send an answer back, as fast as the client reads it.
 
     A stream of events that breaks off between two of them ends with an error event.
-
-    Raises:
-        httpx.HTTPError: another answer breaks off.
     """
     given = [(name.lower(), value) for name, value in response.headers.raw]
     is_stream = dict(given).get(b"content-type", b"").startswith(b"text/event-stream")

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import engine_bench, side_by_side
 from engine.shared.writable import writable_directory, writable_file
-from server.batch.output import OutputFile
+from server.batch.lines import OutputFile
 from server.bench import command
 from server.bench.config import BenchConfig
 

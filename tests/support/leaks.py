@@ -10,7 +10,7 @@ from tests.support.waiting import PATIENCE, until
 
 _LIVE_ON = (
     "multiprocessing.resource_tracker",
-    "server.text.template_process",
+    "server.text.request_templates",
     "server.generate.grammar_process",
 )
 """They end with the process that started them, or with an object of it that may be in a cycle."""

@@ -15,16 +15,7 @@ from engine.shared.messages import (
     ScaleEngines,
     UtilityResult,
 )
-from server.api.admin.schema import (
-    EngineList,
-    EngineStatus,
-    NodeScale,
-    ScaleRequest,
-    ScaleStatus,
-    UtilityAnswer,
-    UtilityAnswers,
-    UtilityRequest,
-)
+from server.api.admin import schema
 from server.api.openapi import ADMIN_ERRORS, json_responses
 from server.api.route import ApiRoute, json_response
 from server.api.services import Services, ServicesDep
@@ -34,21 +25,21 @@ from server.errors import invalid, unavailable
 router = APIRouter(route_class=ApiRoute)
 
 
-@router.get("/admin/engines", responses=json_responses(EngineList, 403))
+@router.get("/admin/engines", responses=json_responses(schema.EngineList, 403))
 async def list_engines(services: ServicesDep) -> Response:
     """List the engines with their state and load."""
     client = services.client
     view = client.view
     if view is None:
-        return json_response(EngineList([], 0, False, 0))
+        return json_response(schema.EngineList([], 0, False, 0))
     ages = client.stats_age
     engines = [_status(entry, ages.get(entry.rank)) for entry in view.engines]
     engines.sort(key=lambda engine: engine.rank)
-    return json_response(EngineList(engines, view.wave, view.running, view.num_front_ends))
+    return json_response(schema.EngineList(engines, view.wave, view.running, view.num_front_ends))
 
 
 @router.post(
-    "/admin/reset-prefix-cache", responses=json_responses(UtilityAnswers, 400, 403, 500, 503)
+    "/admin/reset-prefix-cache", responses=json_responses(schema.UtilityAnswers, 400, 403, 500, 503)
 )
 async def reset_prefix_cache(services: ServicesDep, rank: int | None = None) -> Response:
     """Make one engine, or all, forget the prompts that they have computed."""
@@ -56,46 +47,41 @@ async def reset_prefix_cache(services: ServicesDep, rank: int | None = None) -> 
     return json_response(_answers(results))
 
 
-@router.post("/admin/utilities", responses=json_responses(UtilityAnswers, *ADMIN_ERRORS))
-async def call_utility(body: UtilityRequest, services: ServicesDep) -> Response:
+@router.post("/admin/utilities", responses=json_responses(schema.UtilityAnswers, *ADMIN_ERRORS))
+async def call_utility(body: schema.UtilityRequest, services: ServicesDep) -> Response:
     """Call a utility of one engine, or of all, by its name."""
     results = await services.client.call_utility(body.rank, body.name, body.arguments)
     return json_response(_answers(results))
 
 
-@router.get("/admin/scale", responses=json_responses(ScaleStatus, 400, 403, 503))
+@router.get("/admin/scale", responses=json_responses(schema.ScaleStatus, 400, 403, 503))
 async def scale_status(services: ServicesDep) -> Response:
     """Show how many engines there are, shall be, and what each is doing."""
     return json_response(_scale_status(await ask(services, ControlQuery())))
 
 
-@router.post("/admin/restart", responses=json_responses(ScaleStatus, 400, 403, 503))
+@router.post("/admin/restart", responses=json_responses(schema.ScaleStatus, 400, 403, 503))
 async def restart(services: ServicesDep) -> Response:
     """Replace every engine, one after the other, while the others serve."""
     return json_response(_scale_status(await ask(services, RestartEngines())))
 
 
-@router.post("/admin/scale", responses=json_responses(ScaleStatus, *ADMIN_ERRORS))
-async def scale(body: ScaleRequest, services: ServicesDep) -> Response:
+@router.post("/admin/scale", responses=json_responses(schema.ScaleStatus, *ADMIN_ERRORS))
+async def scale(body: schema.ScaleRequest, services: ServicesDep) -> Response:
     """Run this number of engines from now on."""
     return json_response(_scale_status(await ask(services, ScaleEngines(body.data_parallel_size))))
 
 
-def _answers(results: list[UtilityResult]) -> UtilityAnswers:
-    """Return what the engines answered.
-
-    Raises:
-        ApiError: 400, no engine could do it.
-    """
+def _answers(results: list[UtilityResult]) -> schema.UtilityAnswers:
     if results and all(result.error is not None for result in results):
         raise invalid(f"Every engine failed: {results[0].error}", code="utility_failed")
-    answers = [UtilityAnswer(each.rank, each.result, each.error) for each in results]
-    return UtilityAnswers(sorted(answers, key=lambda answer: answer.rank))
+    answers = [schema.UtilityAnswer(each.rank, each.result, each.error) for each in results]
+    return schema.UtilityAnswers(sorted(answers, key=lambda answer: answer.rank))
 
 
-def _status(entry: EngineEntry, stats_age: float | None) -> EngineStatus:
+def _status(entry: EngineEntry, stats_age: float | None) -> schema.EngineStatus:
     stats, setup = entry.stats, entry.setup
-    return EngineStatus(
+    return schema.EngineStatus(
         rank=entry.rank,
         incarnation=entry.incarnation,
         ready=entry.ready,
@@ -130,9 +116,9 @@ async def ask(services: Services, request: ControlRequest) -> ControlStatus:
         raise unavailable(str(error)) from error
 
 
-def _scale_status(status: ControlStatus) -> ScaleStatus:
+def _scale_status(status: ControlStatus) -> schema.ScaleStatus:
     nodes = {
-        node.name: NodeScale(node.target, node.capacity, node.phases, node.busy, node.error)
+        node.name: schema.NodeScale(node.target, node.capacity, node.phases, node.busy, node.error)
         for node in status.nodes
     }
-    return ScaleStatus(**{**msgspec.structs.asdict(status), "nodes": nodes})
+    return schema.ScaleStatus(**{**msgspec.structs.asdict(status), "nodes": nodes})

@@ -9,7 +9,7 @@ from pydantic import Field
 from engine.shared.config import MAX_NAME_SIZE
 from engine.shared.messages import UtilityValue
 from server.limits import INT64_MAX, INT64_MIN, MAX_TOKENS
-from server.schema.body import Name, RequestBody
+from server.schema.body import Count, Name, RequestBody, Tokens
 
 MAX_PATH_SIZE = 4096
 MAX_RPC_TIMEOUT = 600
@@ -56,9 +56,7 @@ class UtilityRequest(RequestBody):
 
     name: str = Field(min_length=1, max_length=100)
     arguments: dict[str, str | _Integer | _Number | bool | None] = Field(default_factory=dict)
-    rank: int | None = Field(
-        None, ge=0, le=MAX_TOKENS, description="The engine to ask; default: all."
-    )
+    rank: Count | None = Field(None, description="The engine to ask; default: all.")
 
 
 class UtilityAnswer(msgspec.Struct):
@@ -161,7 +159,7 @@ class InitInfo(RequestBody):
 
     master_address: str = Field(min_length=1, max_length=255)
     master_port: int = Field(ge=1, le=65535)
-    rank_offset: int = Field(1, ge=1, le=MAX_TOKENS, description="Rank of the first engine.")
+    rank_offset: Tokens = Field(1, description="Rank of the first engine.")
     world_size: int = Field(
         ge=2, le=MAX_TOKENS, description="The trainer, and what `/get_world_size` says."
     )
@@ -271,9 +269,7 @@ class RpcRequest(RequestBody):
     args: list[Any] = Field(default_factory=list, max_length=100)
     kwargs: dict[str, Any] = Field(default_factory=dict, max_length=100)
     timeout: float | None = Field(None, gt=0, le=MAX_RPC_TIMEOUT)
-    rank: int | None = Field(
-        None, ge=0, le=MAX_TOKENS, description="The engine to ask; default: all."
-    )
+    rank: Count | None = Field(None, description="The engine to ask; default: all.")
 
 
 class RpcResults(msgspec.Struct):

@@ -14,20 +14,12 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from engine.shared.messages import PUSHED, UtilityValue, WeightsSource
-from server.api.admin.schema import (
-    Done,
-    FinishUpdateRequest,
-    InitInfo,
-    InitTransferRequest,
-    UpdateInfo,
-    UpdateWeightsRequest,
-    WorldSize,
-)
+from server.api.admin import schema
 from server.api.admin.weights import LOAD_TIMEOUT, Update, results_of
 from server.api.openapi import ADMIN_ERRORS, json_responses
 from server.api.route import ApiRoute, json_response
 from server.api.services import ServicesDep
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.router.generation_client import GenerationClient, NoEngineAvailable
 
 logger = logging.getLogger(__name__)
@@ -41,41 +33,45 @@ _MARGIN = 10.0
 _ERRORS = (400, 403, 409, 500, 503)
 
 
-@router.get("/get_world_size", responses=json_responses(WorldSize, 400, 403, 500, 503))
+@router.get("/get_world_size", responses=json_responses(schema.WorldSize, 400, 403, 500, 503))
 async def get_world_size(services: ServicesDep, include_dp: bool = True) -> Response:
     """Say how many processes join a trainer: one of each engine."""
     infos = await services.client.call_utility(None, "info", {})
-    return json_response(WorldSize(len(infos) if include_dp else 1))
+    return json_response(schema.WorldSize(len(infos) if include_dp else 1))
 
 
-@router.post("/init_weight_transfer_engine", responses=json_responses(Done, *ADMIN_ERRORS, 409))
-async def init_weight_transfer_engine(body: InitTransferRequest, services: ServicesDep) -> Response:
+@router.post(
+    "/init_weight_transfer_engine", responses=json_responses(schema.Done, *ADMIN_ERRORS, 409)
+)
+async def init_weight_transfer_engine(
+    body: schema.InitTransferRequest, services: ServicesDep
+) -> Response:
     """Have all engines meet a trainer, which is rank 0; answers when they have."""
     await _Transfer(services.client, "init_info").join(body.init_info)
-    return json_response(Done("Weight transfer initialized"))
+    return json_response(schema.Done("Weight transfer initialized"))
 
 
-@router.post("/start_weight_update", responses=json_responses(Done, *_ERRORS))
+@router.post("/start_weight_update", responses=json_responses(schema.Done, *_ERRORS))
 async def start_weight_update(services: ServicesDep) -> Response:
     """Begin an update that comes in several parts."""
     await _Transfer(services.client, None).call("start_weight_update")
-    return json_response(Done("Weight update started"))
+    return json_response(schema.Done("Weight update started"))
 
 
-@router.post("/update_weights", responses=json_responses(Done, *ADMIN_ERRORS, 409))
-async def update_weights(body: UpdateWeightsRequest, services: ServicesDep) -> Response:
+@router.post("/update_weights", responses=json_responses(schema.Done, *ADMIN_ERRORS, 409))
+async def update_weights(body: schema.UpdateWeightsRequest, services: ServicesDep) -> Response:
     """Receive weights, and compute with them unless more parts are to come."""
     transfer = _Transfer(services.client, "update_info")
     if not await transfer.receive(body.update_info):
         await transfer.finish(body.weight_version)
-    return json_response(Done("Weights updated"))
+    return json_response(schema.Done("Weights updated"))
 
 
-@router.post("/finish_weight_update", responses=json_responses(Done, *ADMIN_ERRORS, 409))
-async def finish_weight_update(body: FinishUpdateRequest, services: ServicesDep) -> Response:
+@router.post("/finish_weight_update", responses=json_responses(schema.Done, *ADMIN_ERRORS, 409))
+async def finish_weight_update(body: schema.FinishUpdateRequest, services: ServicesDep) -> Response:
     """Compute with all parts that were received."""
     await _Transfer(services.client, None).finish(body.weight_version)
-    return json_response(Done("Weight update finished"))
+    return json_response(schema.Done("Weight update finished"))
 
 
 class _Transfer:
@@ -86,20 +82,15 @@ class _Transfer:
         self._client = client
         self._field = field or "weight_version"
 
-    async def join(self, info: InitInfo) -> None:
-        """Have all engines meet the trainer.
-
-        Raises:
-            ApiError: not all could.
-            NoEngineAvailable: there is none.
-        """
+    async def join(self, info: schema.InitInfo) -> None:
+        """Have all engines meet the trainer."""
         infos = await self._client.call_utility(None, "info", {})
         ranks = sorted(each.rank for each in infos)
         if info.rank_offset + len(ranks) > info.world_size:
-            raise invalid(
-                f"init_info: a world of {info.world_size} has no room for {len(ranks)} engines "
-                f"from rank {info.rank_offset} on.",
+            raise invalid_field(
                 "init_info",
+                f"a world of {info.world_size} has no room for {len(ranks)} engines "
+                f"from rank {info.rank_offset} on.",
             )
         async with self._leaving_if_it_fails():
             calls = [
@@ -119,16 +110,11 @@ class _Transfer:
             # Torch waits for the store, then for the others.
             await self._until_joined(2 * info.timeout + _MARGIN)
 
-    async def receive(self, info: UpdateInfo) -> bool:
-        """Have all engines receive tensors; return whether more are to come.
-
-        Raises:
-            ApiError: not all could.
-            NoEngineAvailable: there is none.
-        """
+    async def receive(self, info: schema.UpdateInfo) -> bool:
+        """Have all engines receive tensors; return whether more are to come."""
         async with self._leaving_if_it_fails():
             if info.packed:
-                raise invalid("update_info: packed must be false.", "update_info")
+                raise invalid_field("update_info", "packed must be false.")
             said = await self.call(
                 "update_weights",
                 {
@@ -158,12 +144,7 @@ class _Transfer:
     async def call(
         self, name: str, arguments: dict[str, UtilityValue] | None = None
     ) -> list[dict[str, UtilityValue]]:
-        """Return what all engines answer.
-
-        Raises:
-            ApiError: one of them could not.
-            NoEngineAvailable: there is none.
-        """
+        """Return what all engines answer."""
         answers = await self._client.call_utility(None, name, arguments or {})
         for answer in answers:
             if "has not joined" in (answer.error or ""):
@@ -179,18 +160,16 @@ class _Transfer:
                 phases.add(said["phase"])
                 if said["phase"] == "none":
                     why = said["error"] or "it has started since"
-                    raise invalid(
-                        f"{self._field}: engine {answer.rank} lost the trainer: {why}.",
+                    raise invalid_field(
                         self._field,
+                        f"engine {answer.rank} lost the trainer: {why}.",
                         code="trainer_lost",
                     )
             if phases == {"joined"}:
                 return
             if time.monotonic() > until:
-                raise invalid(
-                    f"{self._field}: not done within {within:g} s.",
-                    self._field,
-                    code="trainer_lost",
+                raise invalid_field(
+                    self._field, f"not done within {within:g} s.", code="trainer_lost"
                 )
             await asyncio.sleep(_LOOK_INTERVAL)
 

@@ -13,7 +13,7 @@ from server.api.admin.schema import WeightsRequest, WeightsStatus
 from server.api.openapi import ADMIN_ERRORS, json_responses
 from server.api.route import ApiRoute, json_response
 from server.api.services import ServicesDep
-from server.errors import ApiError, invalid, unavailable
+from server.errors import ApiError, invalid_field, unavailable
 from server.router.generation_client import GenerationClient, NoEngineAvailable
 
 router = APIRouter(route_class=ApiRoute)
@@ -36,9 +36,8 @@ async def update_weights(body: WeightsRequest, services: ServicesDep) -> Respons
     named = body.model if body.revision is None else f"{body.model}@{body.revision}"
     source = WeightsSource(body.model, body.revision, body.weight_version or named)
     if not source.version.isascii() or not source.version.isprintable():
-        raise invalid(
-            "weight_version: is required, because the model's name cannot be sent in a header",
-            "weight_version",
+        raise invalid_field(
+            "weight_version", "is required, because the model's name cannot be sent in a header"
         )
     ranks = await Update(services.client, source, "model").run(rolling=body.mode == "rolling")
     seconds = round(time.monotonic() - began, 3)
@@ -93,14 +92,16 @@ class Update:
 
     async def _replace_in(self, rank: int, *, alone: bool) -> None:
         """Replace the weights of one engine, whose requests go to the others meanwhile."""
-        [info] = self._results(await self._client.call_utility(rank, "info", {}))
+        [info] = results_of(await self._client.call_utility(rank, "info", {}), self._field)
         halts = not alone and not info["is_paused"] and not info["is_sleeping"]
         if halts:
-            self._results(await self._client.call_utility(rank, "pause", {"mode": "move"}))
+            results_of(
+                await self._client.call_utility(rank, "pause", {"mode": "move"}), self._field
+            )
         try:
             until = time.monotonic() + HAND_OVER_SECONDS
             while halts and time.monotonic() < until:
-                [info] = self._results(await self._client.call_utility(rank, "info", {}))
+                [info] = results_of(await self._client.call_utility(rank, "info", {}), self._field)
                 if not info["running"] and not info["waiting"]:
                     break
                 await asyncio.sleep(_LOOK_INTERVAL)
@@ -125,16 +126,12 @@ class Update:
                 self._before[answer.rank] = WeightsSource(
                     str(model), None if revision is None else str(revision), str(version)
                 )
-        self._results(answers)
-
-    def _results(self, answers: Sequence[UtilityResult]) -> list[dict[str, UtilityValue]]:
-        return results_of(answers, self._field)
+        results_of(answers, self._field)
 
     async def _take_back(self) -> None:
-        """Give all that were updated what they had."""
         for rank, source in self._before.items():
             try:
-                self._results(await self._load(rank, source))
+                results_of(await self._load(rank, source), self._field)
             except (ApiError, NoEngineAvailable) as error:
                 # It died meanwhile and starts with what was ordered before, or has to.
                 logger.error("cannot restore the weights of engine %d: %s", rank, error)
@@ -155,5 +152,5 @@ def results_of(answers: Sequence[UtilityResult], field: str) -> list[dict[str, U
             raise ApiError(409, f"Engine {answer.rank}: {answer.error}.", code="weights_busy")
         if "died before" in (answer.error or ""):
             raise unavailable(f"Engine {answer.rank}: {answer.error}.")
-        raise invalid(f"{field}: engine {answer.rank}: {answer.error}", field, code="bad_weights")
+        raise invalid_field(field, f"engine {answer.rank}: {answer.error}", code="bad_weights")
     return results

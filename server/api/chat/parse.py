@@ -8,14 +8,12 @@ import msgspec
 import pydantic
 
 from server.api.chat.schema import BatchChatRequest, ChatCompletionRequest, ChatFields
-from server.api.checks import check_fields
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.generate.budget import check_size
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
 from server.http.errors import invalid_body
 from server.limits import MAX_SHARED
-from server.schema.body import JsonObject
 from server.schema.messages import ChatMessage
 from server.schema.tools import NamedTool
 
@@ -33,7 +31,7 @@ def parse(
         ApiError: the request is wrong, or asks for too much; `param` names the field.
     """
     try:
-        return _parsed(body, [conversation(body)], model, max_model_len, blame=blame)
+        return _parsed(body, [conversation(body, body.messages)], model, max_model_len, blame=blame)
     except ApiError as error:
         if blame is None:
             raise
@@ -69,14 +67,13 @@ def parse_batch(
     Raises:
         ApiError: the request is wrong, or asks for too much; `param` names the field.
     """
-    every = [_conversation(body, messages) for messages in body.messages]
+    every = [conversation(body, messages) for messages in body.messages]
     for field in ("documents", "chat_template_kwargs"):
         size = len(msgspec.json.encode(getattr(body, field)))
         if size * len(every) > MAX_SHARED:
-            raise invalid(
-                f"{field}: {size} bytes in each of {len(every)} conversations are more than "
-                f"{MAX_SHARED}",
+            raise invalid_field(
                 field,
+                f"{size} bytes in each of {len(every)} conversations are more than {MAX_SHARED}",
             )
     return _parsed(body, every, model, max_model_len, is_batch=True)
 
@@ -90,15 +87,18 @@ def _parsed(
     is_batch: bool = False,
     blame: Blame | None = None,
 ) -> GenerationRequest:
-    stop = check_fields(body, model)
+    stop = model.check_fields(body)
     logprobs = 0 if body.logprobs else None
     if body.top_logprobs is not None:
         if logprobs is None:
-            raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
+            raise invalid_field("top_logprobs", "needs logprobs to be true")
         logprobs = body.top_logprobs
     logprobs = model.scored(body.logprob_token_ids, logprobs, "top_logprobs")
     if body.structured_outputs is not None and isinstance(body.tool_choice, NamedTool):
-        raise invalid("structured_outputs: not together with a named tool", "structured_outputs")
+        raise invalid_field("structured_outputs", "not together with a named tool")
+    scores_field = "top_logprobs" if body.top_logprobs else "logprobs"
+    if body.logprob_token_ids:
+        scores_field = "logprob_token_ids"
     of_prompt = body.prompt_logprobs
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     request = GenerationRequest(
@@ -116,20 +116,19 @@ def _parsed(
         scores=0 if body.stream or logprobs is None else 1 + logprobs,
         prompt_scores=0 if of_prompt is None else 1 + of_prompt,
         tokens_field=limit,
-        scores_field=_scores_field(body),
+        scores_field=scores_field,
         blame=blame,
     )
     check_size(request)
     return request
 
 
-def conversation(request: ChatCompletionRequest) -> Conversation:
-    """Return the conversation of a request, and what its answers may consist of."""
-    return _conversation(request, request.messages)
-
-
-def _conversation(request: ChatFields, messages: list[ChatMessage]) -> Conversation:
+def conversation(request: ChatFields, messages: list[ChatMessage]) -> Conversation:
+    """Return a conversation of a request, and what its answers may consist of."""
     budget = request.thinking_token_budget
+    named = {"reasoning_effort": request.reasoning_effort, "verbosity": request.verbosity}
+    given = {name: value for name, value in named.items() if value is not None}
+    arguments = request.chat_template_kwargs
     return Conversation(
         messages=messages,
         add_generation_prompt=request.add_generation_prompt,
@@ -137,7 +136,7 @@ def _conversation(request: ChatFields, messages: list[ChatMessage]) -> Conversat
         add_special_tokens=bool(request.add_special_tokens),
         documents=request.documents,
         template=request.chat_template,
-        template_arguments=_template_arguments(request),
+        template_arguments={**given, **(arguments or {})} if given else arguments,
         tools=request.tools,
         tool_choice=request.tool_choice,
         parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -145,16 +144,3 @@ def _conversation(request: ChatFields, messages: list[ChatMessage]) -> Conversat
         thinking_budget=None if budget is None or budget < 0 else max(1, budget),
         echo=bool(request.echo),
     )
-
-
-def _template_arguments(request: ChatFields) -> JsonObject | None:
-    named = {"reasoning_effort": request.reasoning_effort, "verbosity": request.verbosity}
-    given = {name: value for name, value in named.items() if value is not None}
-    arguments = request.chat_template_kwargs
-    return {**given, **(arguments or {})} if given else arguments
-
-
-def _scores_field(request: ChatFields) -> str:
-    if request.logprob_token_ids:
-        return "logprob_token_ids"
-    return "top_logprobs" if request.top_logprobs else "logprobs"

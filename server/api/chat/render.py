@@ -14,8 +14,7 @@ from server.answer.parts import (
     ReasoningText,
     whole_message,
 )
-from server.answer.plan import AnswerPlan
-from server.answer.reader import AnswerReader
+from server.answer.reader import AnswerPlan, AnswerReader
 from server.api.chat.schema import (
     AssistantMessage,
     ChatChoice,
@@ -25,13 +24,21 @@ from server.api.chat.schema import (
     ChatFields,
     ChatFinishReason,
 )
-from server.api.chunks import ChunkFrames, error_frames
-from server.api.logprobs import chat_logprobs, prompt_scores, whole_logprobs
-from server.api.rendering import Renderer, WholeBody, timing_shown, transfer_shown
+from server.api.rendering import (
+    ChunkFrames,
+    Renderer,
+    WholeBody,
+    chat_logprobs,
+    encoded_each,
+    error_frames,
+    prompt_scores,
+    timing_shown,
+    transfer_shown,
+    whole_logprobs,
+)
 from server.generate.fold import Delta, FinishReason
 from server.generate.request import GenerationRequest
 from server.schema.answer import CompletionTokensDetails, Usage
-from server.schema.encoded import encoded_each
 from server.schema.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from server.text.detokenizer import TokenTable
 

@@ -6,14 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from server.limits import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_SEQUENCES,
-    MAX_TEMPLATE,
-    MAX_TOKENS,
-    MAX_TOOLS,
-)
+from server import limits
 from server.schema.answer import (
     OptionalTokenIds,
     PromptLogprobs,
@@ -21,7 +14,7 @@ from server.schema.answer import (
     StopReasonField,
     Usage,
 )
-from server.schema.body import JsonObject
+from server.schema.body import Alternatives, JsonObject, Tokens
 from server.schema.fields import ReasoningEffort, SamplingFields, Verbosity
 from server.schema.kv_transfer import KV_TRANSFER, KvHandedOn, KvTransferParams
 from server.schema.messages import ChatMessage
@@ -45,26 +38,19 @@ from server.schema.tools import (
 ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
 
 
 class ChatFields(SamplingFields):
     """Fields of chat completions of one conversation and of several."""
 
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_TOKENS,
-        description="Default: all that fits. max_completion_tokens wins.",
+    max_tokens: Tokens | None = Field(
+        None, description="Default: all that fits. max_completion_tokens wins."
     )
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(
-        None,
-        ge=-1,
-        le=MAX_TOKENS,
-        description="Needs logprobs; -1: all tokens.",
-        json_schema_extra=TOP_LOGPROBS,
+    top_logprobs: Alternatives | None = Field(
+        None, description="Needs logprobs; -1: all tokens.", json_schema_extra=TOP_LOGPROBS
     )
     kv_transfer_params: KvTransferParams | None = Field(
         None,
@@ -86,8 +72,8 @@ class ChatFields(SamplingFields):
         False, description="Templates write special tokens themselves."
     )
     chat_template_kwargs: JsonObject | None = None
-    documents: Annotated[list[JsonObject], Field(max_length=MAX_PARTS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+    documents: Annotated[list[JsonObject], Field(max_length=limits.MAX_PARTS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = Field(
         None, json_schema_extra=different("functions only")
     )
     tool_choice: ToolChoice | None = Field(
@@ -96,10 +82,12 @@ class ChatFields(SamplingFields):
     parallel_tool_calls: bool | None = Field(
         True, description="Whether an answer may hold more than one call."
     )
-    chat_template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] | None = Field(
-        None,
-        description="Instead of the model's, where the operator allows it.",
-        json_schema_extra=CHAT_TEMPLATE,
+    chat_template: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEMPLATE)] | None = (
+        Field(
+            None,
+            description="Instead of the model's, where the operator allows it.",
+            json_schema_extra=CHAT_TEMPLATE,
+        )
     )
     include_reasoning: bool | None = Field(
         True, description="Whether the answer shows the reasoning; it is generated in any case."
@@ -112,14 +100,12 @@ class ChatFields(SamplingFields):
         description="Passed to the chat template under this name; few take notice.",
         json_schema_extra=different("passed to the chat template, of which few take notice"),
     )
-    thinking_token_budget: int | None = Field(
+    thinking_token_budget: Alternatives | None = Field(
         None,
-        ge=-1,
-        le=MAX_TOKENS,
         description="Reasoning that comes so far is ended; -1: when the tokens to generate are.",
         json_schema_extra=different("counts the start tag too; 0 counts as 1"),
     )
-    functions: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS)] | None = Field(
+    functions: Annotated[list[JsonObject], Field(max_length=limits.MAX_TOOLS)] | None = Field(
         None,
         description="Refused; use tools.",
         json_schema_extra=extra("refused", "use tools instead", example=[{"name": "f"}]),
@@ -158,8 +144,8 @@ _ONE_BY_ONE = "/v1/chat/completions has it, for one conversation"
 class BatchChatRequest(ChatFields):
     """Write the next turn of each of several conversations."""
 
-    messages: Annotated[list[Messages], Field(min_length=1, max_length=MAX_SEQUENCES)] = Field(
-        json_schema_extra=different("a list of conversations; vLLM's endpoint")
+    messages: Annotated[list[Messages], Field(min_length=1, max_length=limits.MAX_SEQUENCES)] = (
+        Field(json_schema_extra=different("a list of conversations; vLLM's endpoint"))
     )
 
     undeclared: ClassVar[Rows] = {

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from server.api.checks import check_fields
 from server.api.completions.schema import CompletionRequest
-from server.errors import invalid
+from server.errors import invalid_field
 from server.generate.budget import check_size
 from server.generate.model import ServedModel
 from server.generate.request import GenerationRequest
@@ -19,21 +18,21 @@ def parse(body: CompletionRequest, model: ServedModel, max_model_len: int) -> Ge
     Raises:
         ApiError: the request is wrong, or asks for too much; `param` names the field.
     """
-    stop = check_fields(body, model)
+    stop = model.check_fields(body)
     logprobs = model.scored(body.logprob_token_ids, body.logprobs, "logprobs")
     if body.logprob_token_ids and body.echo:
-        raise invalid("logprob_token_ids: not together with echo", "logprob_token_ids")
+        raise invalid_field("logprob_token_ids", "not together with echo")
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     n = body.n or 1
     if body.suffix:
-        raise invalid("suffix: infilling is not supported", "suffix")
+        raise invalid_field("suffix", "infilling is not supported")
     if max_tokens == 0 and not body.echo:
-        raise invalid("max_tokens: must be at least 1 unless echo is set", "max_tokens")
+        raise invalid_field("max_tokens", "must be at least 1 unless echo is set")
     if body.best_of is not None:
         if body.best_of < n:
-            raise invalid("best_of: must not be less than n", "best_of")
+            raise invalid_field("best_of", "must not be less than n")
         if body.stream and body.best_of > n:
-            raise invalid("best_of: must equal n in a stream", "best_of")
+            raise invalid_field("best_of", "must equal n in a stream")
     prompts: Any = body.prompt
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         prompts = [prompts]

@@ -5,19 +5,27 @@ from collections.abc import Callable, Sequence
 from msgspec import UNSET
 from msgspec.json import encode
 
-from server.api.chunks import ChunkFrames, error_frames
 from server.api.completions.schema import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
 )
-from server.api.logprobs import MIN_LOGPROB, prompt_scores, token_names
-from server.api.rendering import Renderer, WholeBody, timing_shown, transfer_shown
+from server.api.rendering import (
+    MIN_LOGPROB,
+    ChunkFrames,
+    Renderer,
+    WholeBody,
+    encoded_each,
+    error_frames,
+    prompt_scores,
+    timing_shown,
+    token_names,
+    transfer_shown,
+)
 from server.generate.fold import Delta, ScoredToken
 from server.generate.request import GenerationRequest
 from server.schema.answer import Usage
-from server.schema.encoded import encoded_each
 from server.text.detokenizer import TokenTable
 
 _KIND = "text_completion"

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from server.limits import MAX_CHOICES, MAX_PROMPTS, MAX_TOKENS
+from server.limits import MAX_CHOICES, MAX_PROMPTS
 from server.schema.answer import (
     FinishReasonField,
     OptionalTokenIds,
@@ -15,6 +15,7 @@ from server.schema.answer import (
     StopReasonField,
     Usage,
 )
+from server.schema.body import Alternatives, Count, Tokens
 from server.schema.fields import SamplingFields, TokenIds
 from server.schema.kv_transfer import KV_TRANSFER, KvHandedOn, KvTransferParams
 from server.schema.support import NO_BUDGET, TOP_LOGPROBS, Rows, different, extra, refused
@@ -43,26 +44,18 @@ class CompletionRequest(SamplingFields):
         description="Refused unless empty: no model here infills.",
         json_schema_extra=extra("refused", "infilling is not supported", "", example="end"),
     )
-    max_tokens: int | None = Field(
+    max_tokens: Count | None = Field(
         None,
-        ge=0,
-        le=MAX_TOKENS,
         description="Default: 16, or what fits. 0 only with echo: the prompt is scored, nothing "
         "is generated.",
     )
-    max_completion_tokens: int | None = Field(
+    max_completion_tokens: Tokens | None = Field(
         None,
-        ge=1,
-        le=MAX_TOKENS,
         description="Another name for max_tokens, which wins.",
         json_schema_extra=different("max_tokens wins; vLLM ignores it here"),
     )
-    logprobs: int | None = Field(
-        None,
-        ge=-1,
-        le=MAX_TOKENS,
-        description="-1: all tokens.",
-        json_schema_extra=TOP_LOGPROBS,
+    logprobs: Alternatives | None = Field(
+        None, description="-1: all tokens.", json_schema_extra=TOP_LOGPROBS
     )
     echo: bool | None = False
     best_of: int | None = Field(

@@ -5,10 +5,15 @@ from typing import get_args
 from fastapi import APIRouter, Response
 
 from server.api.generation import Generation
-from server.api.messages.content import Message, MessageEvent, TokenCount
 from server.api.messages.parse import parse, parse_count
 from server.api.messages.render import renderer
-from server.api.messages.schema import CountTokensRequest, MessagesRequest
+from server.api.messages.schema import (
+    CountTokensRequest,
+    Message,
+    MessageEvent,
+    MessagesRequest,
+    TokenCount,
+)
 from server.api.openapi import (
     ENGINE_ERRORS,
     MODEL_ERRORS,

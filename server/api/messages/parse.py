@@ -8,25 +8,8 @@ from typing import Any, NoReturn
 from server.api.chat.parse import Blame, chat_request, conversation, renamed
 from server.api.chat.parse import parse as parse_chat
 from server.api.chat.schema import ChatCompletionRequest
-from server.api.messages.schema import (
-    Block,
-    CountTokensRequest,
-    DocumentBlock,
-    ImageBlock,
-    MessagesRequest,
-    MessageTool,
-    MessageToolChoice,
-    RedactedThinkingBlock,
-    ResultBlock,
-    SearchResultBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolReferenceBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-    Turn,
-)
-from server.errors import ApiError, invalid
+from server.api.messages import schema
+from server.errors import ApiError, invalid_field
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
 from server.schema.tools import not_served
@@ -36,7 +19,9 @@ _PASSED_ON = (
 )  # fmt: skip
 
 
-def parse(request: MessagesRequest, model: ServedModel, max_model_len: int) -> GenerationRequest:
+def parse(
+    request: schema.MessagesRequest, model: ServedModel, max_model_len: int
+) -> GenerationRequest:
     """Return what a request asks for, by way of the chat completion that answers it.
 
     Raises:
@@ -46,18 +31,18 @@ def parse(request: MessagesRequest, model: ServedModel, max_model_len: int) -> G
     return parse_chat(chat, model, max_model_len, blame)
 
 
-def parse_count(request: CountTokensRequest) -> tuple[Conversation, Blame]:
+def parse_count(request: schema.CountTokensRequest) -> tuple[Conversation, Blame]:
     """Return the conversation to count, and what turns errors about it into the client's terms.
 
     Raises:
         ApiError: the request is wrong, or asks for what is not served; `param` names the field.
     """
     chat, blame = _as_chat(request)
-    return conversation(chat), blame
+    return conversation(chat, chat.messages), blame
 
 
 def _as_chat(
-    request: MessagesRequest | CountTokensRequest,
+    request: schema.MessagesRequest | schema.CountTokensRequest,
 ) -> tuple[ChatCompletionRequest, Blame]:
     """Return a chat completion, and what turns errors about it into errors about the request."""
     _check(request)
@@ -66,14 +51,22 @@ def _as_chat(
         turns.add({"role": "system", "content": _text(request.system)}, "system")
     for index, turn in enumerate(request.messages):
         turns.take(turn, f"messages[{index}]")
-    body: dict[str, Any] = {"messages": turns.messages, **_template(request)}
-    if isinstance(request, MessagesRequest):
+    arguments, thinking = dict(request.chat_template_kwargs or {}), request.thinking
+    if thinking is not None:  # templates know it by either name
+        thinks = thinking.type != "disabled"
+        arguments = {"enable_thinking": thinks, "thinking": thinks, **arguments}
+    body: dict[str, Any] = {"messages": turns.messages, "chat_template_kwargs": arguments or None}
+    config = request.output_config
+    if config is not None:
+        body["reasoning_effort"] = config.effort
+    if isinstance(request, schema.MessagesRequest):
         body |= {name: getattr(request, name) for name in _PASSED_ON}
         body["stop"] = request.stop_sequences or None
         body["user"] = request.metadata.user_id if request.metadata is not None else None
-        body["include_reasoning"] = _shows_thinking(request)
-        if request.thinking is not None:
-            body["thinking_token_budget"] = request.thinking.budget_tokens
+        if thinking is not None:
+            omitted = thinking.type == "disabled" or thinking.display == "omitted"
+            body["include_reasoning"] = not omitted
+            body["thinking_token_budget"] = thinking.budget_tokens
     if turns.messages[-1]["role"] == "assistant":
         body |= {"add_generation_prompt": False, "continue_final_message": True}
     functions = [
@@ -82,8 +75,7 @@ def _as_chat(
     body["tools"] = [_tool((request.tools or [])[index]) for index in functions]
     if request.tool_choice is not None:
         body |= _choice(request.tool_choice, request.tools or [], functions)
-    format = request.output_config.format if request.output_config is not None else None
-    format = format or request.output_format
+    format = (None if config is None else config.format) or request.output_format
     if format is not None:
         json_schema = {"name": "answer", "schema": format.schema_, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
@@ -95,38 +87,20 @@ def _as_chat(
     return chat_request(sent, blame), blame
 
 
-def _check(request: MessagesRequest | CountTokensRequest) -> None:
+def _check(request: schema.MessagesRequest | schema.CountTokensRequest) -> None:
     for name, why in (
         ("mcp_servers", "no tools run here; call them from the client"),
         ("container", "no tools run here"),
     ):
         if getattr(request, name, None):
-            raise invalid(f"{name}: {why}", name)
+            raise invalid_field(name, f"{why}")
     thinking = request.thinking
-    if thinking is None or not isinstance(request, MessagesRequest):
+    if thinking is None or not isinstance(request, schema.MessagesRequest):
         return
     if thinking.type == "enabled" and thinking.budget_tokens is None:
-        raise invalid("thinking.budget_tokens: Field required", "thinking.budget_tokens")
+        raise invalid_field("thinking.budget_tokens", "Field required")
     if (thinking.budget_tokens or 0) >= request.max_tokens:
-        raise invalid(
-            "thinking.budget_tokens: must be less than max_tokens", "thinking.budget_tokens"
-        )
-
-
-def _template(request: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
-    """Return the fields that tell the chat template whether, and how much, the model thinks."""
-    arguments = dict(request.chat_template_kwargs or {})
-    thinking = request.thinking
-    if thinking is not None:
-        thinks = thinking.type != "disabled"
-        arguments = {"enable_thinking": thinks, "thinking": thinks, **arguments}
-    effort = request.output_config.effort if request.output_config is not None else None
-    return {"chat_template_kwargs": arguments or None, "reasoning_effort": effort}
-
-
-def _shows_thinking(request: MessagesRequest) -> bool:
-    thinking = request.thinking
-    return thinking is None or (thinking.type != "disabled" and thinking.display != "omitted")
+        raise invalid_field("thinking.budget_tokens", "must be less than max_tokens")
 
 
 class _Turns:
@@ -143,7 +117,7 @@ class _Turns:
         self.messages.append(message)
         self.places.append(place)
 
-    def take(self, turn: Turn, place: str) -> None:
+    def take(self, turn: schema.Turn, place: str) -> None:
         """Add a turn: results of tools are messages of their own."""
         if isinstance(turn.content, str):
             self.add({"role": turn.role, "content": turn.content}, place)
@@ -152,7 +126,7 @@ class _Turns:
         elif turn.role == "system":
             texts = [
                 block.text
-                if isinstance(block, TextBlock)
+                if isinstance(block, schema.TextBlock)
                 else _refuse(block, f"{place}.content[{index}]", "system")
                 for index, block in enumerate(turn.content)
             ]
@@ -160,34 +134,34 @@ class _Turns:
         else:
             self._user(turn.content, place)
 
-    def _user(self, blocks: Sequence[Block], place: str) -> None:
+    def _user(self, blocks: Sequence[schema.Block], place: str) -> None:
         said = _Said()
         for index, block in enumerate(blocks):
             field = f"{place}.content[{index}]"
             match block:
-                case ImageBlock():
+                case schema.ImageBlock():
                     said.show(block, field)
-                case TextBlock() | SearchResultBlock():
+                case schema.TextBlock() | schema.SearchResultBlock():
                     said.say(_read(block))
-                case DocumentBlock() if block.source.type == "text":
+                case schema.DocumentBlock() if block.source.type == "text":
                     said.say(_read(block))
-                case DocumentBlock():
+                case schema.DocumentBlock():
                     source = f"{field}.source.type"
-                    raise invalid(
-                        f"{source}: documents are read as 'text', not {block.source.type!r}", source
+                    raise invalid_field(
+                        source, f"documents are read as 'text', not {block.source.type!r}"
                     )
-                case ToolResultBlock():
+                case schema.ToolResultBlock():
                     self._result(block, field)
                 case _:
                     _refuse(block, field, "user")
         if said.parts or not blocks:
             self._add_said({"role": "user"}, said, place)
 
-    def _result(self, block: ToolResultBlock, place: str) -> None:
+    def _result(self, block: schema.ToolResultBlock, place: str) -> None:
         result = _Said()
         content = block.content or ""
         for index, each in enumerate([] if isinstance(content, str) else content):
-            if isinstance(each, ImageBlock):
+            if isinstance(each, schema.ImageBlock):
                 result.show(each, f"{place}.content[{index}]")
             else:
                 result.say(_read(each))
@@ -198,7 +172,6 @@ class _Turns:
         self._add_said({"role": "tool", "tool_call_id": block.tool_use_id}, result, place)
 
     def _add_said(self, message: dict[str, Any], said: "_Said", place: str) -> None:
-        """Add a message with what was said and shown in it."""
         for part, field in said.fields.items():
             self.parts[f"messages[{len(self.messages)}].content[{part}]"] = field
         self.add({**message, "content": said.content}, place)
@@ -228,7 +201,7 @@ class _Said:
             self.parts.insert(0, {"type": "text", "text": text})
             self.fields = {part + 1: field for part, field in self.fields.items()}
 
-    def show(self, block: ImageBlock, field: str) -> None:
+    def show(self, block: schema.ImageBlock, field: str) -> None:
         """Add an image."""
         self.fields[len(self.parts)] = field
         part: dict[str, Any] = {"type": "image"}
@@ -240,19 +213,19 @@ class _Said:
         self.parts.append(part)
 
 
-def _assistant(blocks: Sequence[Block], place: str) -> dict[str, Any]:
+def _assistant(blocks: Sequence[schema.Block], place: str) -> dict[str, Any]:
     said: list[str] = []
     thought: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         match block:
-            case TextBlock():
+            case schema.TextBlock():
                 said.append(block.text)
-            case ThinkingBlock():
+            case schema.ThinkingBlock():
                 thought.append(block.thinking)
-            case RedactedThinkingBlock():
+            case schema.RedactedThinkingBlock():
                 pass
-            case ToolUseBlock():
+            case schema.ToolUseBlock():
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case _:
@@ -265,31 +238,31 @@ def _assistant(blocks: Sequence[Block], place: str) -> dict[str, Any]:
     return message
 
 
-def _refuse(block: Block, place: str, role: str) -> NoReturn:
+def _refuse(block: schema.Block, place: str, role: str) -> NoReturn:
     field = f"{place}.type"
-    raise invalid(f"{field}: {block.type!r} is not allowed in a turn of the {role}", field)
+    raise invalid_field(field, f"{block.type!r} is not allowed in a turn of the {role}")
 
 
-def _text(content: str | Sequence[TextBlock]) -> str:
+def _text(content: str | Sequence[schema.TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _read(block: ResultBlock) -> str:
+def _read(block: schema.ResultBlock) -> str:
     """Return a block as text."""
     match block:
-        case TextBlock():
+        case schema.TextBlock():
             return block.text
-        case SearchResultBlock():
+        case schema.SearchResultBlock():
             return "\n".join([block.title, block.source, *(each.text for each in block.content)])
-        case DocumentBlock() if block.source.type == "text":
+        case schema.DocumentBlock() if block.source.type == "text":
             return "\n".join(filter(None, [block.title, block.source.data]))
-        case ToolReferenceBlock():
+        case schema.ToolReferenceBlock():
             return f"The tool {block.tool_name} is available."
         case _:
             return f"[{block.type} omitted: only documents of plain text are read]"
 
 
-def _tool(tool: MessageTool) -> dict[str, Any]:
+def _tool(tool: schema.MessageTool) -> dict[str, Any]:
     function = {
         "name": tool.name,
         "description": tool.description,
@@ -301,7 +274,7 @@ def _tool(tool: MessageTool) -> dict[str, Any]:
 
 
 def _choice(
-    choice: MessageToolChoice, tools: Sequence[MessageTool], functions: Sequence[int]
+    choice: schema.MessageToolChoice, tools: Sequence[schema.MessageTool], functions: Sequence[int]
 ) -> dict[str, Any]:
     wanted: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
     others = {tool.name: tool.type for i, tool in enumerate(tools) if i not in functions}
@@ -309,7 +282,7 @@ def _choice(
         raise not_served(*next(iter(others.items())))
     if choice.type == "tool":
         if choice.name is None:
-            raise invalid("tool_choice.name: Field required", "tool_choice.name")
+            raise invalid_field("tool_choice.name", "Field required")
         if choice.name in others:
             raise not_served(choice.name, others[choice.name])
         wanted = {"type": "function", "function": {"name": choice.name}}

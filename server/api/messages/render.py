@@ -4,107 +4,97 @@ import msgspec
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from server.api.growing import Growing, GrowingBody
-from server.api.messages.content import (
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    ContentBlock,
-    ContentDelta,
-    Ending,
-    Message,
-    MessageDelta,
-    MessageEvent,
-    MessageInputDelta,
-    MessageStart,
-    MessageStop,
-    MessageTextDelta,
-    MessageThinkingDelta,
-    MessageUsage,
-    StopReason,
-    TextContent,
-    ThinkingContent,
-    ToolUseContent,
-)
-from server.api.messages.schema import MessagesRequest
+from server.api.messages import schema
 from server.api.rendering import Renderer
 from server.errors import ApiError, MessagesErrorResponse, message_error
-from server.generate.fold import Delta
 from server.generate.request import GenerationRequest
 from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
 
-def renderer(body: MessagesRequest, request: GenerationRequest, _: TokenTable) -> Renderer:
+def renderer(body: schema.MessagesRequest, request: GenerationRequest, _: TokenTable) -> Renderer:
     """Return what shows the answer to a request."""
     growing = GrowingMessage(request)
     return growing if body.stream else GrowingBody(growing)
 
 
-class GrowingMessage(Growing[Message, ContentBlock, MessageEvent]):
+class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.MessageEvent]):
     """Fills a message block by block."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        message = Message(
+        message = schema.Message(
             id=f"msg_{request.request_id}",
             model=request.model,
-            usage=MessageUsage(request.num_prompt_tokens, 1),
+            usage=schema.MessageUsage(request.num_prompt_tokens, 1),
         )
         super().__init__(message, request.plan)
 
-    def _begin(self) -> list[MessageEvent]:
-        return [MessageStart(self.answer)]
+    def _begin(self) -> list[schema.MessageEvent]:
+        return [schema.MessageStart(self.answer)]
 
-    def _ends(self, delta: Delta) -> None:
+    def _end(self) -> list[schema.MessageEvent]:
         message = self.answer
-        reasons: dict[str | None, StopReason | None] = {"abort": None, "length": "max_tokens"}
-        message.stop_reason = reasons.get(delta.finish_reason, "end_turn")
-        if isinstance(delta.stop_reason, str):
-            message.stop_reason, message.stop_sequence = "stop_sequence", delta.stop_reason
+        ending = schema.Ending(
+            message.stop_reason, message.stop_sequence, message.unreadable_tool_use
+        )
+        return [schema.MessageDelta(ending, message.usage), schema.MessageStop()]
 
-    def _end(self) -> list[MessageEvent]:
-        message = self.answer
-        ending = Ending(message.stop_reason, message.stop_sequence, message.unreadable_tool_use)
-        return [MessageDelta(ending, message.usage), MessageStop()]
-
-    def _failed(self, error: ApiError) -> MessageEvent:
+    def _failed(self, error: ApiError) -> schema.MessageEvent:
         return MessagesErrorResponse(message_error(error))
 
-    def _add(self, part: Part) -> list[MessageEvent]:
+    def _add(self, part: Part) -> list[schema.MessageEvent]:
         match part:
             case ReasoningText(text):
-                begun = isinstance(self._open, ThinkingContent)
-                told = [] if begun else self._switch(ThinkingContent(""))
-                return [*told, self._more(text, MessageThinkingDelta(text))]
+                begun = isinstance(self._open, schema.ThinkingContent)
+                told = [] if begun else self._switch(schema.ThinkingContent(""))
+                return [*told, self._more(text, schema.MessageThinkingDelta(text))]
             case ContentText(text):
-                told = [] if isinstance(self._open, TextContent) else self._switch(TextContent(""))
-                return [*told, self._more(text, MessageTextDelta(text))]
+                told = (
+                    []
+                    if isinstance(self._open, schema.TextContent)
+                    else self._switch(schema.TextContent(""))
+                )
+                return [*told, self._more(text, schema.MessageTextDelta(text))]
             case CallBegin(_, name):
-                return self._switch(ToolUseContent(self._new_call_id(), name, {}))
+                return self._switch(schema.ToolUseContent(self._new_call_id(), name, {}))
             case CallArguments(_, text):
-                return [self._more(text, MessageInputDelta(text))]
+                return [self._more(text, schema.MessageInputDelta(text))]
 
-    def _more(self, text: str, delta: ContentDelta) -> MessageEvent:
+    def _more(self, text: str, delta: schema.ContentDelta) -> schema.MessageEvent:
         self._text.append(text)
-        return BlockDelta(len(self.items) - 1, delta)
+        return schema.BlockDelta(len(self.items) - 1, delta)
 
-    def _opened(self, index: int, item: ContentBlock) -> MessageEvent:
-        return BlockStart(index, item)
+    def _opened(self, index: int, item: schema.ContentBlock) -> schema.MessageEvent:
+        return schema.BlockStart(index, item)
 
-    def _closed(self, index: int, item: ContentBlock, text: str) -> list[MessageEvent]:
+    def _closed(
+        self, index: int, item: schema.ContentBlock, text: str
+    ) -> list[schema.MessageEvent]:
         match item:
-            case TextContent():
+            case schema.TextContent():
                 item.text = text
-            case ThinkingContent():
+            case schema.ThinkingContent():
                 item.thinking = text
-            case ToolUseContent():
+            case schema.ToolUseContent():
                 item.input = _object(text)
-        return [BlockStop(index)]
+        return [schema.BlockStop(index)]
 
-    def _complete(self, usage: Usage) -> list[MessageEvent]:
+    def _complete(self, usage: Usage) -> list[schema.MessageEvent]:
         told, message = self._close_item(), self.answer
         message.content = self.items
-        message.usage = _usage(usage)
-        calls = [block.id for block in message.content if isinstance(block, ToolUseContent)]
+        cached = usage.cached_tokens
+        message.usage = schema.MessageUsage(
+            usage.prompt_tokens - cached, usage.completion_tokens, cached
+        )
+        reasons: dict[str | None, schema.StopReason | None] = {
+            None: None,
+            "abort": None,
+            "length": "max_tokens",
+        }
+        message.stop_reason = reasons.get(self._finish_reason, "end_turn")
+        if isinstance(self._stop_reason, str):
+            message.stop_reason, message.stop_sequence = "stop_sequence", self._stop_reason
+        calls = [block.id for block in message.content if isinstance(block, schema.ToolUseContent)]
         if self._reader is not None and (unreadable := self._reader.unreadable_calls):
             message.unreadable_tool_use = [calls[index] for index in unreadable]
         if calls and message.stop_reason == "end_turn":
@@ -119,8 +109,3 @@ def _object(text: str) -> msgspec.Raw | dict[str, object]:
     except (msgspec.DecodeError, RecursionError):
         return {}
     return msgspec.Raw(text.encode()) if isinstance(decoded, dict) else {}
-
-
-def _usage(usage: Usage) -> MessageUsage:
-    cached = usage.cached_tokens
-    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)

@@ -3,22 +3,15 @@
 Source: Anthropic's Messages API, version 2023-06-01.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import Discriminator, Field, Tag
 
-from server.limits import (
-    INT64_MAX,
-    INT64_MIN,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_TOKENS,
-    MAX_TOOL_CALLS,
-    MAX_TOOLS,
-)
-from server.schema.body import JsonObject, Name, RequestBody, type_of
+from server import limits
+from server.errors import MessagesErrorResponse
+from server.schema.body import JsonObject, Name, RequestBody, Tokens, type_of
 from server.schema.fields import CacheSalt
 from server.schema.support import NO_KV_TRANSFER, PRIORITY, Rows, different, extra, ignored, refused
 
@@ -93,7 +86,7 @@ class SearchResultBlock(RequestBody):
     type: Literal["search_result"]
     source: str
     title: str
-    content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)]
+    content: Annotated[list[TextBlock], Field(max_length=limits.MAX_PARTS)]
 
 
 class ToolReferenceBlock(RequestBody):
@@ -118,7 +111,7 @@ class ToolResultBlock(RequestBody):
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: str | Annotated[list[ResultBlock], Field(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[ResultBlock], Field(max_length=limits.MAX_PARTS)] | None = None
     is_error: bool | None = False
 
 
@@ -139,7 +132,7 @@ class Turn(RequestBody):
     """One turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS)]
+    content: str | Annotated[list[Block], Field(max_length=limits.MAX_PARTS)]
 
 
 class MessageTool(RequestBody):
@@ -167,7 +160,7 @@ class Thinking(RequestBody):
     """Whether the model thinks first."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    budget_tokens: Tokens | None = None
     display: Literal["summarized", "omitted"] | None = Field(
         None, description="omitted leaves the text of thinking out; nothing is summarized."
     )
@@ -197,9 +190,9 @@ class _Conversation(RequestBody):
     """What both endpoints take."""
 
     model: str = Field(description="One of the served names.")
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None
-    tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS)] | None = Field(
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    system: str | Annotated[list[TextBlock], Field(max_length=limits.MAX_PARTS)] | None = None
+    tools: Annotated[list[MessageTool], Field(max_length=limits.MAX_TOOLS)] | None = Field(
         None,
         json_schema_extra=different("functions; others are left out, and refused where demanded"),
     )
@@ -211,12 +204,14 @@ class _Conversation(RequestBody):
     output_format: OutputFormat | None = Field(
         None, description="An older name for output_config.format."
     )
-    mcp_servers: Annotated[list[JsonObject], Field(max_length=MAX_TOOL_CALLS)] | None = Field(
-        None,
-        description="Refused: no tools run here.",
-        json_schema_extra=extra(
-            "refused", "no tools run here", [], example=[{"url": "http://localhost"}]
-        ),
+    mcp_servers: Annotated[list[JsonObject], Field(max_length=limits.MAX_TOOL_CALLS)] | None = (
+        Field(
+            None,
+            description="Refused: no tools run here.",
+            json_schema_extra=extra(
+                "refused", "no tools run here", [], example=[{"url": "http://localhost"}]
+            ),
+        )
     )
     context_management: JsonObject | None = Field(
         None,
@@ -242,11 +237,11 @@ class CountTokensRequest(_Conversation):
 class MessagesRequest(_Conversation):
     """Write the next turn of a conversation."""
 
-    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
+    max_tokens: Tokens
     stop_sequences: (
         Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
-            Field(max_length=MAX_STOP_STRINGS),
+            list[Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]],
+            Field(max_length=limits.MAX_STOP_STRINGS),
         ]
         | None
     ) = None
@@ -270,7 +265,7 @@ class MessagesRequest(_Conversation):
         json_schema_extra=extra("ignored", "there is one tier"),
     )
 
-    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    seed: int | None = Field(None, ge=limits.INT64_MIN, le=limits.INT64_MAX)
     priority: int | None = Field(0, ge=-(2**31), lt=2**31, json_schema_extra=PRIORITY)
     cache_salt: CacheSalt | None = None
 
@@ -287,3 +282,132 @@ class MessagesRequest(_Conversation):
     def request_id(self) -> str | None:
         """None: the header names the request."""
         return None
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextContent(msgspec.Struct, tag_field="type", tag="text"):
+    """What the model says."""
+
+    text: str
+    citations: None = None
+
+
+class ThinkingContent(msgspec.Struct, tag_field="type", tag="thinking"):
+    """What the model thought before; nothing is signed."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A call that the client is asked to make."""
+
+    id: str
+    name: str
+    input: dict[str, Any] | msgspec.Raw
+
+
+ContentBlock = TextContent | ThinkingContent | ToolUseContent
+
+
+class MessageUsage(msgspec.Struct):
+    """Token counts; cached tokens are not among `input_tokens`."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
+    """The model's answer."""
+
+    id: str
+    model: str
+    role: Literal["assistant"] = "assistant"
+    content: list[ContentBlock] = []
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+    unreadable_tool_use: list[str] | UnsetType = UNSET
+    """Ids of calls whose input is no JSON object, if there are any: `{}` stands for it."""
+
+
+class TokenCount(msgspec.Struct):
+    """Tokens of a conversation."""
+
+    input_tokens: int
+
+
+class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    """The first event."""
+
+    message: Message
+
+
+class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    """A block begins."""
+
+    index: int
+    content_block: ContentBlock
+
+
+class MessageTextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    """More of a text."""
+
+    text: str
+
+
+class MessageThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    """More of what the model thinks."""
+
+    thinking: str
+
+
+class MessageInputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    """More of the JSON text of a call's input."""
+
+    partial_json: str
+
+
+ContentDelta = MessageTextDelta | MessageThinkingDelta | MessageInputDelta
+
+
+class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    """More of a block."""
+
+    index: int
+    delta: ContentDelta
+
+
+class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    """A block is complete."""
+
+    index: int
+
+
+class Ending(msgspec.Struct):
+    """How the message ended."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    unreadable_tool_use: list[str] | UnsetType = UNSET
+
+
+class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+    """The message is complete; the usage is that of all of it."""
+
+    delta: Ending
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    """The last event."""
+
+
+MessageEvent = (
+    MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+    | MessagesErrorResponse
+)  # fmt: skip

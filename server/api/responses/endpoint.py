@@ -1,11 +1,17 @@
 """POST /v1/responses, /v1/responses/compact and /v1/responses/input_tokens."""
 
+import asyncio
+import logging
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
+import msgspec
 from fastapi import APIRouter, Response
 
+from server.access.tenants import SCOPE_KEY
 from server.api.generation import Generation
+from server.api.growing import GrowingBody, event_frames
 from server.api.openapi import (
     ENGINE_ERRORS,
     MODEL_ERRORS,
@@ -14,24 +20,37 @@ from server.api.openapi import (
     json_responses,
 )
 from server.api.responses import items
-from server.api.responses.background import answer_at_once
-from server.api.responses.compact import asking_for_summary, compaction_renderer
-from server.api.responses.events import ResponseEvent
-from server.api.responses.keeping import Keeping, own_items
+from server.api.responses.events import ResponseEvent, ResponseFailed
+from server.api.responses.journal import Journal, told
+from server.api.responses.keeping import TOO_MANY_IN_BACKGROUND, Keeping, item_of, now, own_items
 from server.api.responses.parse import parse, parse_count
-from server.api.responses.render import renderer
-from server.api.responses.schema import ItemReference, ResponsesRequest
+from server.api.responses.render import begun_response, growing_response, renderer
+from server.api.responses.schema import ItemReference, MessageItem, ResponsesRequest
 from server.api.route import ModelRoute, json_response
 from server.api.services import Services, ServicesDep
 from server.api.tokenize import count_tokens_of
-from server.errors import invalid
-from server.http.call import Call
-from server.store.service import ResponseStore
+from server.errors import invalid_field, unavailable
+from server.generate.request import GenerationRequest
+from server.http.call import Call, CancelOnDisconnect, Pushed, foreseen
+from server.store.records import StoreFull, TooLong
+from server.store.service import ResponseStore, StoreUnavailable
+from server.text.detokenizer import TokenTable
 
 RESPONSE_RESPONSES = event_responses(items.Response, get_args(ResponseEvent), *MODEL_ERRORS)
 
+_ASKED = (
+    "Summarize the conversation so far for an assistant that goes on with it and sees nothing "
+    "else of it: the task, what was decided and done, names and numbers that matter, what is left "
+    "to do. Write the summary only."
+)
+_LEFT_OUT = ("tools", "tool_choice", "text", "structured_outputs", "stream", "store", "background")
+"""Fields that are about an answer, not about the conversation."""
+
 _UNKEPT = "nothing is stored between requests: the server runs with --response-store none"
 
+_NOT_KEPT = (StoreFull, StoreUnavailable, TooLong)
+
+logger = logging.getLogger(__name__)
 router = APIRouter(route_class=ModelRoute)
 
 
@@ -44,7 +63,7 @@ async def create_response(body: ResponsesRequest, call: Call, services: Services
     keeping = _keeping(call, services, services.store, body)
     whole, earlier = await keeping.whole_request()
     if body.background:
-        return await answer_at_once(call, services, keeping, whole, earlier)
+        return await _answer_at_once(call, services, keeping, whole, earlier)
     parsed = partial(parse, earlier=earlier)
     return Generation(call, services, whole, parsed, keeping.renderer, keeping.keep)
 
@@ -53,8 +72,35 @@ async def create_response(body: ResponsesRequest, call: Call, services: Services
 async def compact_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
     """Replace a list of items with a shorter one, which later requests can continue."""
     whole, earlier = await _whole_request(body, call, services)
-    parsed = partial(parse, earlier=earlier)
-    return Generation(call, services, asking_for_summary(whole), parsed, compaction_renderer)
+    asked = [*own_items(whole), MessageItem(role="user", content=_ASKED)]
+    changed: dict[str, Any] = {**dict.fromkeys(_LEFT_OUT), "input": asked, "truncation": "auto"}
+    asking = whole.model_copy(update=changed)
+    return Generation(call, services, asking, partial(parse, earlier=earlier), _compaction)
+
+
+def _compaction(
+    body: ResponsesRequest, request: GenerationRequest, table: TokenTable
+) -> GrowingBody[items.Response]:
+    """Return what shows a response's text as a summary, behind the messages of users."""
+    said = [each for each in own_items(body)[:-1] if isinstance(each, MessageItem)]
+    kept = [item_of(each) for each in said if each.role == "user"]
+
+    def show(response: items.Response) -> items.Compaction:
+        messages = [each for each in response.output if isinstance(each, items.OutputMessage)]
+        summary = "\n".join([part.text for each in messages for part in each.content])
+        packed = {
+            "type": "compaction",
+            "id": response.id.replace("resp_", "cmp_"),
+            "encrypted_content": items.packed_summary(summary),
+        }
+        return items.Compaction(
+            id=response.id,
+            created_at=response.created_at,
+            output=[*kept, packed],
+            usage=response.usage,
+        )
+
+    return GrowingBody(growing_response(body, request, table, None), show)
 
 
 @router.post(
@@ -89,7 +135,106 @@ def _keeping(
 def _refuse_kept(request: ResponsesRequest) -> None:
     for name in ("previous_response_id", "conversation", "store", "background"):
         if getattr(request, name):
-            raise invalid(f"{name}: {_UNKEPT}", name)
+            raise invalid_field(name, f"{_UNKEPT}")
     for index, item in enumerate(own_items(request)):
         if isinstance(item, ItemReference):
-            raise invalid(f"input[{index}]: {_UNKEPT}", f"input[{index}]")
+            raise invalid_field(f"input[{index}]", f"{_UNKEPT}")
+
+
+# -- requests with `background`: answered at once, while responses are generated and stored -------
+
+
+async def _answer_at_once(
+    call: Call, services: Services, keeping: Keeping, request: ResponsesRequest, earlier: int
+) -> Response:
+    """Begin a response and answer with what it is before there is any output, or its events.
+
+    Raises:
+        ApiError: it asks for what the operator does not allow, too many are being made, or it
+            cannot be kept.
+    """
+    model, _ = services.asked_model(request.model)
+    services.tenancy.check(request.priority, pins_rank=call.pinned_rank is not None)
+    store, owner = keeping.store, keeping.owner
+    if store.jobs.is_full_for(owner):
+        raise TOO_MANY_IN_BACKGROUND
+    response = begun_response(request, keeping.name, now(), model)
+    response.store = True
+    try:
+        await keeping.put(response, begins=True)
+    except _NOT_KEPT as error:
+        keeping.not_kept()
+        raise unavailable("The response could not be stored; try again later.") from error
+    parsed = partial(parse, earlier=earlier)
+    journal = Journal(store, owner, response.id) if request.stream else None
+    detached = _detached(call, journal)
+    making = Generation(detached, services, request, parsed, keeping.renderer, keeping.keep)
+    made = _make(detached, making.generate(), keeping, response, journal)
+    store.jobs.begin(response.id, owner, made)
+    if request.stream:
+        frames = told(store, owner, response.id, services.config.http.sse_keep_alive)
+        return Pushed(partial(_send, call, frames))
+    return json_response(msgspec.structs.replace(response, status="queued"))
+
+
+async def _send(call: Call, frames: AsyncIterator[bytes]) -> None:
+    """Send a client events until there are no more, or the client disconnects."""
+    with CancelOnDisconnect(call.receive):
+        async for each in frames:
+            await call.send_events(each, more=True)
+        await call.send_events(b"", more=False)
+
+
+async def _make(
+    call: Call, making: Any, keeping: Keeping, begun: items.Response, journal: Journal | None
+) -> None:
+    """Wait for a response; record how it ended if it was not completed."""
+    ended = _failed(begun, "server_error", "The generation was aborted.")
+    try:
+        await making
+        if keeping.ended:
+            return
+    except asyncio.CancelledError:
+        ended = msgspec.structs.replace(begun, status="cancelled")
+        if keeping.store.jobs.closing:
+            ended = _failed(begun, "server_error", "The server ended before the response did.")
+    except Exception as error:
+        known = foreseen(error, call.request_id)
+        ended = _failed(begun, known.code or known.kind, known.message)
+    finally:
+        call.release()
+    if journal is not None and not journal.ended and ended.status == "failed":
+        event = ResponseFailed(response=ended, sequence_number=journal.next_number)
+        await journal.add(event_frames([event]))
+    try:
+        await keeping.put(ended)
+    except _NOT_KEPT:
+        keeping.not_kept()
+        logger.warning("response %s could not be stored as %s", ended.id, ended.status)
+
+
+def _failed(begun: items.Response, code: str, message: str) -> items.Response:
+    return msgspec.structs.replace(begun, status="failed", error=items.ResponseError(code, message))
+
+
+def _detached(call: Call, journal: Journal | None) -> Call:
+    """Return a copy of a call whose client never hangs up and whose answer is stored.
+
+    It keeps only the headers for tracing and for the choice of an engine.
+    """
+    never = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await never.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if journal is not None and message["type"] == "http.response.body":
+            await journal.add(message["body"])
+
+    headers = call.lasting_headers
+    scope = {"type": "http", "path": call.path, "headers": headers, SCOPE_KEY: call.key}
+    detached = Call(scope, receive, send, call.limits)
+    detached.has_client = False
+    call.hand_over(detached)
+    return detached

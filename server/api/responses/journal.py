@@ -86,6 +86,19 @@ class Journal:
             logger.warning("events of response %s are not stored: %s", self._id, error)
 
 
+class _Look(msgspec.Struct):
+    """What a look at the events of a response has found."""
+
+    after: int
+    """Number of the newest event that was read."""
+    frames: bytes = b""
+    """Those that are new."""
+    is_behind: bool = False
+    """Whether there are more events now."""
+    done: bool = False
+    looks_left: int = _LAST_LOOKS
+
+
 async def told(
     store: ResponseStore, owner: str, id_: str, keep_alive: float, after: int = -1
 ) -> AsyncIterator[bytes]:
@@ -95,93 +108,72 @@ async def told(
     seconds of silence a comment is sent; 0: never. A store that fails is asked again; if it keeps
     failing, the last event says so.
     """
-    follower, failures = _Follower(store, owner, id_, after), 0
+    seen, failures = _Look(after), 0
     told_at = time.monotonic()
     with store.followers.holding(owner, 1):
         yield b""
-        while not follower.done:
+        while not seen.done:
+            found = seen
             try:
-                frames = await follower.look()
+                found = await _look(store, owner, id_, seen)
                 failures = 0
             except StoreUnavailable:
                 failures += 1
                 if failures == _MAX_FAILURES:
-                    yield _unavailable(follower.after + 1)
+                    yield _unavailable(seen.after + 1)
                     return
-                frames = b""
+            frames, found.frames = found.frames, b""
             if not frames and keep_alive and time.monotonic() - told_at >= keep_alive:
                 frames = COMMENT
             held = len(frames) * _COPIES if len(frames) > _LARGE else 0
             if held and store.unread.exceeded(owner, held):
-                follower.forget_last_look()
                 frames = b""  # is not to be in memory meanwhile
                 await asyncio.sleep(_UNTIL_THERE_IS_ROOM)
-                continue
+                continue  # and looks again from where it was
+            seen = found
             if frames:
                 told_at = time.monotonic()
                 with store.unread.holding(owner, held):
                     yield frames
                 frames = b""
-            if not follower.done and not follower.is_behind:
+            if not seen.done and not seen.is_behind:
                 await asyncio.sleep(_LOOK)
 
 
-class _Follower:
-    """Reads the events of one response, some at a time."""
-
-    def __init__(self, store: ResponseStore, owner: str, id_: str, after: int) -> None:
-        self._store = store
-        self._owner = owner
-        self._id = id_
-        self._looks_left = _LAST_LOOKS
-        self.after = after
-        """Number of the newest event that was read."""
-        self.is_behind = False
-        """Whether there are more events now."""
-        self.done = False
-        self._after_before = after
-
-    def forget_last_look(self) -> None:
-        """Have the next look repeat the last one."""
-        self.after, self.done = self._after_before, False
-
-    async def look(self) -> bytes:
-        """Return the frames that are new.
-
-        Raises:
-            StoreUnavailable: the store does not work now; nothing was lost.
-        """
-        store, owner, id_ = self._store, self._owner, self._id
-        self._after_before = self.after
-        progress = await store.call(SqlBackend.progress, owner, id_, self.after)
-        if progress is None:
-            self.done = True
-            return b""
-        frames = b"".join(map(self._new_of, progress.events))
-        self.is_behind = len(progress.events) == MAX_KEPT_BATCHES
-        if frames or self.done:
-            return frames
-        status = progress.status
-        if status == "failed":
-            self._looks_left = 0  # its last event is written before its status
-        elif status not in UNFINISHED:
-            self._looks_left -= 1
-        abandoned = store.is_abandoned(id_, status, progress.beat)
-        if status == "cancelled" or not (self._looks_left <= 0 or abandoned):
-            self.done = status == "cancelled"
-            return b""
-        record = await store.call(SqlBackend.get, owner, id_)
-        self.done = True
-        if record is None:
-            return b""
-        return last_event(as_failed(record.body) if abandoned else record.body, self.after + 1)
-
-    def _new_of(self, batch: Part) -> bytes:
+async def _look(store: ResponseStore, owner: str, id_: str, seen: _Look) -> _Look:
+    """Return the events that are new; nothing is lost if the store does not work now."""
+    progress = await store.call(SqlBackend.progress, owner, id_, seen.after)
+    if progress is None:
+        return _Look(seen.after, done=True)
+    found = _Look(seen.after, looks_left=seen.looks_left)
+    found.is_behind = len(progress.events) == MAX_KEPT_BATCHES
+    frames: list[bytes] = []
+    for batch in progress.events:
         first, every = batch.position or 0, batch.body.split(_END)[:-1]
-        self.done |= every[-1].startswith(_LAST_EVENTS)
-        frames = every[max(0, self.after + 1 - first) :]
-        self.after = max(self.after, first + len(every) - 1)
-        return _END.join([*frames, b""]) if frames else b""
+        found.done |= every[-1].startswith(_LAST_EVENTS)
+        frames += every[max(0, found.after + 1 - first) :]
+        found.after = max(found.after, first + len(every) - 1)
+    if frames or found.done:
+        found.frames = _END.join([*frames, b""])
+        return found
+    status = progress.status
+    if status == "failed":
+        found.looks_left = 0  # its last event is written before its status
+    elif status not in UNFINISHED:
+        found.looks_left -= 1
+    abandoned = store.is_abandoned(id_, status, progress.beat)
+    if status == "cancelled":
+        found.done = True
+    elif found.looks_left <= 0 or abandoned:
+        record = await store.call(SqlBackend.get, owner, id_)
+        found.done = True
+        if record is not None:
+            body = as_failed(record.body) if abandoned else record.body
+            shown = msgspec.json.decode(body)
+            name = f"response.{shown['status']}"
+            event = {"type": name, "sequence_number": found.after + 1, "response": shown}
+            found.frames = b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(event))
+    return found
 
 
 def _unavailable(number: int) -> bytes:
@@ -198,11 +190,3 @@ def as_failed(body: bytes) -> bytes:
     """Return an unfinished response as failed, because the process that generated it ended."""
     error = {"code": "server_error", "message": "The process that made the response ended."}
     return msgspec.json.encode(msgspec.json.decode(body) | {"status": "failed", "error": error})
-
-
-def last_event(body: bytes, number: int) -> bytes:
-    """Return the frame of the event that says how a response ended."""
-    shown = msgspec.json.decode(body)
-    name = f"response.{shown['status']}"
-    event = {"type": name, "sequence_number": number, "response": shown}
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(event))

@@ -10,16 +10,10 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import TypeAdapter
 
+from server.api.responses import schema
 from server.api.responses.items import Response
 from server.api.responses.render import ResponseRenderer, renderer
-from server.api.responses.schema import (
-    ConversationName,
-    InputItem,
-    ItemReference,
-    MessageItem,
-    ResponsesRequest,
-)
-from server.errors import ApiError, invalid, unavailable
+from server.errors import ApiError, invalid, invalid_field, unavailable
 from server.generate.request import GenerationRequest
 from server.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.schema.answer import Usage
@@ -40,7 +34,7 @@ TOO_MANY_IN_BACKGROUND = ApiError(
     headers=(("retry-after", "1"),),
 )
 
-ITEMS = TypeAdapter(list[InputItem])
+ITEMS = TypeAdapter(list[schema.InputItem])
 _OUTPUT_ITEM = re.compile(r"(?:msg|rs|fc|ctc|lsh|tsc)_([0-9a-f]{32})_\d+")
 
 ID_PREFIXES = {"response": "resp_", "conversation": "conv_"}
@@ -85,7 +79,7 @@ class Keeping:
         self,
         store: ResponseStore,
         owner: str,
-        request: ResponsesRequest,
+        request: schema.ResponsesRequest,
         not_kept: Callable[[], None],
     ) -> None:
         self.store = store
@@ -101,10 +95,10 @@ class Keeping:
         """The items that the request added, references replaced by what they refer to."""
         conversation = request.conversation
         self._conversation = (
-            conversation.id if isinstance(conversation, ConversationName) else conversation
+            conversation.id if isinstance(conversation, schema.ConversationName) else conversation
         )
 
-    async def whole_request(self) -> tuple[ResponsesRequest, int]:
+    async def whole_request(self) -> tuple[schema.ResponsesRequest, int]:
         """Return the request with all items that it continues, and how many these are.
 
         Raises:
@@ -112,18 +106,18 @@ class Keeping:
         """
         sent = self._sent
         if sent.previous_response_id is not None and self._conversation is not None:
-            raise invalid("conversation: not together with previous_response_id", "conversation")
+            raise invalid_field("conversation", "not together with previous_response_id")
         if sent.background and not self.keeps:
-            raise invalid("background: needs store to be true", "background")
+            raise invalid_field("background", "needs store to be true")
         earlier = await self._earlier()
         own = own_items(sent)
-        if any(isinstance(item, ItemReference) for item in own):
+        if any(isinstance(item, schema.ItemReference) for item in own):
             own = await self._resolved(own)
         self._own = [item_of(item) for item in own]
         return sent.model_copy(update={"input": [*earlier, *own]}), len(earlier)
 
     def renderer(
-        self, body: ResponsesRequest, request: GenerationRequest, table: TokenTable
+        self, body: schema.ResponsesRequest, request: GenerationRequest, table: TokenTable
     ) -> ResponseRenderer:
         """Return what shows the answer, which is stored under a name that cannot be guessed."""
         name = self.name if self.keeps else None
@@ -194,8 +188,8 @@ class Keeping:
     async def _chain(self, previous: str) -> list[Any]:
         """Return the items of a response and of all earlier ones that it continues."""
         field = "previous_response_id"
-        too_long = invalid(
-            f"{field}: the earlier responses have more than {MAX_KEPT_LENGTH} bytes", field
+        too_long = invalid_field(
+            field, f"the earlier responses have more than {MAX_KEPT_LENGTH} bytes"
         )
         if not previous.startswith(ID_PREFIXES["response"]):
             raise _gone(previous, field)
@@ -206,8 +200,8 @@ class Keeping:
         for record in chain:
             items += [*msgspec.json.decode(record.input), *_output(record)]
             if len(items) > MAX_KEPT_ITEMS:  # before costly work is done on them
-                raise invalid(
-                    f"{field}: the earlier responses have more than {MAX_KEPT_ITEMS} items", field
+                raise invalid_field(
+                    field, f"the earlier responses have more than {MAX_KEPT_ITEMS} items"
                 )
         return items
 
@@ -218,7 +212,7 @@ class Keeping:
         resolved: list[Any] = []
         size = 0
         for index, item in enumerate(items):
-            if not isinstance(item, ItemReference):
+            if not isinstance(item, schema.ItemReference):
                 resolved.append(item)
                 continue
             field = f"input[{index}].id"
@@ -239,15 +233,15 @@ class Keeping:
             # For each reference: the prompt repeats the item.
             size += sizes[item.id]
             if size > MAX_KEPT_LENGTH:
-                raise invalid(f"input: it refers to more than {MAX_KEPT_LENGTH} bytes", "input")
+                raise invalid_field("input", f"it refers to more than {MAX_KEPT_LENGTH} bytes")
             resolved.append(found)
         return resolved
 
 
-def own_items(request: ResponsesRequest) -> list[Any]:
+def own_items(request: schema.ResponsesRequest) -> list[Any]:
     """Return the input as items, whether it was sent as them or as a text."""
     if isinstance(request.input, str):
-        return [MessageItem(role="user", content=request.input)]
+        return [schema.MessageItem(role="user", content=request.input)]
     return list(request.input)
 
 

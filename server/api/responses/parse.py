@@ -9,28 +9,8 @@ import msgspec
 from server.api.chat.parse import Blame, chat_request, conversation, renamed
 from server.api.chat.parse import parse as parse_chat
 from server.api.chat.schema import ChatCompletionRequest
+from server.api.responses import schema
 from server.api.responses.items import summary_of
-from server.api.responses.schema import (
-    CUSTOM_INPUT,
-    PASSED_ON,
-    CompactionItem,
-    CustomToolCallItem,
-    CustomToolCallOutputItem,
-    FunctionCallItem,
-    FunctionCallOutputItem,
-    InputItem,
-    ItemReference,
-    LocalShellCallItem,
-    LocalShellCallOutputItem,
-    MediaPart,
-    MessageContent,
-    MessageItem,
-    ReasoningItem,
-    ResponsesRequest,
-    TextFormat,
-    ToolSearchCallItem,
-    ToolSearchOutputItem,
-)
 from server.api.responses.tools import (
     LOCAL_SHELL,
     TOOL_SEARCH,
@@ -38,7 +18,7 @@ from server.api.responses.tools import (
     function_name,
     offered_tools,
 )
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid_field
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
 from server.schema.messages import RefusalPart
@@ -57,7 +37,7 @@ _NOTHING_TO_ADD = {
 
 
 def parse(
-    request: ResponsesRequest, model: ServedModel, max_model_len: int, earlier: int = 0
+    request: schema.ResponsesRequest, model: ServedModel, max_model_len: int, earlier: int = 0
 ) -> GenerationRequest:
     """Return what a request asks for, by way of the chat completion that answers it.
 
@@ -74,17 +54,17 @@ def parse(
     return parsed
 
 
-def parse_count(request: ResponsesRequest, earlier: int) -> tuple[Conversation, Blame]:
+def parse_count(request: schema.ResponsesRequest, earlier: int) -> tuple[Conversation, Blame]:
     """Return the conversation to count, and what turns errors about it into the client's terms.
 
     Raises:
         ApiError: the request is wrong, or asks for what is not served; `param` names the field.
     """
     chat, blame = _as_chat(request, earlier)
-    return conversation(chat), blame
+    return conversation(chat, chat.messages), blame
 
 
-def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionRequest, Blame]:
+def _as_chat(request: schema.ResponsesRequest, earlier: int) -> tuple[ChatCompletionRequest, Blame]:
     """Return a chat completion, and what turns errors about it into errors about the request."""
     _check(request)
     goes_on_with = "previous_response_id" if request.conversation is None else "conversation"
@@ -97,7 +77,7 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
     else:
         for index, item in enumerate(given):
             turns.add(item, goes_on_with if index < earlier else f"input[{index - earlier}]")
-    body: dict[str, Any] = {name: getattr(request, name) for name in PASSED_ON}
+    body: dict[str, Any] = {name: getattr(request, name) for name in schema.PASSED_ON}
     body |= {
         "messages": turns.messages,
         "max_completion_tokens": request.max_output_tokens,
@@ -116,7 +96,11 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
     if request.tool_choice is not None:
         body["tool_choice"] = chosen(request.tool_choice, request, offered)
     if request.text is not None and request.text.format is not None:
-        body["response_format"] = _response_format(request.text.format)
+        format = request.text.format
+        body["response_format"] = {"type": format.type}
+        if format.type == "json_schema":
+            sent = format.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+            body["response_format"]["json_schema"] = sent
 
     def named(param: str) -> str:
         tool = _TOOL.match(param)
@@ -133,19 +117,18 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
     return chat_request(body, blame), blame
 
 
-def _wants_logprobs(request: ResponsesRequest) -> bool:
-    """Whether the response has to show log probabilities."""
+def _wants_logprobs(request: schema.ResponsesRequest) -> bool:
     return bool(request.top_logprobs) or bool(_SERVED_INCLUDES.intersection(request.include or ()))
 
 
-def _check(request: ResponsesRequest) -> None:
+def _check(request: schema.ResponsesRequest) -> None:
     if request.prompt is not None:
-        raise invalid(
-            "prompt: stored prompts are not supported; send instructions and input", "prompt"
+        raise invalid_field(
+            "prompt", "stored prompts are not supported; send instructions and input"
         )
     for index, value in enumerate(request.include or ()):
         if value not in _SERVED_INCLUDES | _NOTHING_TO_ADD:
-            raise invalid(f"include[{index}]: unknown value {value!r}", f"include[{index}]")
+            raise invalid_field(f"include[{index}]", f"unknown value {value!r}")
 
 
 class _Turns:
@@ -163,64 +146,61 @@ class _Turns:
         self.messages.append({"role": role, "content": content})
         self.places.append(place)
 
-    def add(self, item: InputItem, place: str) -> None:
+    def add(self, item: schema.InputItem, place: str) -> None:
         """Add an input item."""
         match item:
-            case MessageItem(role="assistant"):
+            case schema.MessageItem(role="assistant"):
                 _check_parts(item.content, place, may_refuse=True)
                 turn = self._assistant(place, closed_by=("content", "tool_calls"))
                 turn["content"] = _text(item.content)
-            case MessageItem():
+            case schema.MessageItem():
                 _check_parts(item.content, place)
                 self.say(item.role, _content(item.content), place)
-            case ReasoningItem():
+            case schema.ReasoningItem():
                 turn = self._assistant(place, closed_by=("content", "tool_calls"))
                 thoughts = [part.text for part in item.content or ()]
                 if thoughts:
                     turn["reasoning_content"] = "\n".join(thoughts)
-            case ItemReference():
+            case schema.ItemReference():
                 raise AssertionError("references are replaced by what they refer to")
-            case CompactionItem():
+            case schema.CompactionItem():
                 summary = summary_of(item.encrypted_content)
                 if summary is None:
-                    raise invalid(
-                        f"{place}: a conversation that another server has compacted cannot be read",
-                        place,
+                    raise invalid_field(
+                        place, "a conversation that another server has compacted cannot be read"
                     )
                 self.say("user", f"A summary of the conversation so far:\n{summary}", place)
             case _:
                 self._add_of_tool(item, place)
 
-    def _add_of_tool(self, item: InputItem, place: str) -> None:
+    def _add_of_tool(self, item: schema.InputItem, place: str) -> None:
         """Add a call or what came of it; what other servers did is left out."""
         match item:
-            case FunctionCallItem():
+            case schema.FunctionCallItem():
                 name = function_name(item.name, item.namespace)
                 self._call(item.call_id, name, item.arguments, place)
-            case CustomToolCallItem():
+            case schema.CustomToolCallItem():
                 name = function_name(item.name, item.namespace)
-                self._call(item.call_id, name, {CUSTOM_INPUT: item.input}, place)
-            case LocalShellCallItem():
+                self._call(item.call_id, name, {schema.CUSTOM_INPUT: item.input}, place)
+            case schema.LocalShellCallItem():
                 given = {k: v for k, v in item.action.items() if k != "type" and v}
                 self._call(item.call_id or item.id, LOCAL_SHELL, given, place)
-            case ToolSearchCallItem() if item.call_id is not None:
+            case schema.ToolSearchCallItem() if item.call_id is not None:
                 self._call(item.call_id, TOOL_SEARCH, item.arguments, place)
-            case FunctionCallOutputItem() | CustomToolCallOutputItem():
+            case schema.FunctionCallOutputItem() | schema.CustomToolCallOutputItem():
                 self._result(item.call_id, _content(item.output), place)
-            case LocalShellCallOutputItem():
+            case schema.LocalShellCallOutputItem():
                 self._result(item.id, item.output, place)
-            case ToolSearchOutputItem() if item.call_id is not None:
+            case schema.ToolSearchOutputItem() if item.call_id is not None:
                 names = ", ".join([tool.name or tool.type for tool in item.tools])
                 self._result(item.call_id, f"Found: {names or 'none'}.", place)
 
     def _call(self, call_id: str | None, name: str | None, arguments: Any, place: str) -> None:
-        """Add a call to the assistant's turn."""
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         self._assistant(place).setdefault("tool_calls", []).append(call)
 
     def _result(self, call_id: str, content: str | list[dict[str, Any]], place: str) -> None:
-        """Add what came of a call."""
         self.say("tool", content, place)
         self.messages[-1]["tool_call_id"] = call_id
 
@@ -233,21 +213,23 @@ class _Turns:
         return self.messages[-1]
 
 
-def _content(content: str | Sequence[MessageContent]) -> str | list[dict[str, Any]]:
+def _content(content: str | Sequence[schema.MessageContent]) -> str | list[dict[str, Any]]:
     """Return a content as one text if it holds no image, else as its parts."""
     if isinstance(content, str):
         return content
-    if not any(isinstance(part, MediaPart) and part.image_url is not None for part in content):
+    if not any(
+        isinstance(part, schema.MediaPart) and part.image_url is not None for part in content
+    ):
         return _text(content)
     return [
         {"type": part.type, "image_url": part.image_url}
-        if isinstance(part, MediaPart)
+        if isinstance(part, schema.MediaPart)
         else {"type": "text", "text": _text([part])}
         for part in content
     ]
 
 
-def _text(content: str | Sequence[MessageContent]) -> str:
+def _text(content: str | Sequence[schema.MessageContent]) -> str:
     if isinstance(content, str):
         return content
     texts = []
@@ -255,7 +237,7 @@ def _text(content: str | Sequence[MessageContent]) -> str:
         match part:
             case RefusalPart():
                 texts.append(part.refusal)
-            case MediaPart():
+            case schema.MediaPart():
                 texts.append(f"[{part.type} omitted: it cannot be shown to this model]")
             case _:
                 texts.append(part.text)
@@ -263,41 +245,21 @@ def _text(content: str | Sequence[MessageContent]) -> str:
 
 
 def _check_parts(
-    content: str | Sequence[MessageContent], place: str, *, may_refuse: bool = False
+    content: str | Sequence[schema.MessageContent], place: str, *, may_refuse: bool = False
 ) -> None:
     for index, part in enumerate([] if isinstance(content, str) else content):
         field = f"{place}.content[{index}]"
         if isinstance(part, RefusalPart) and not may_refuse:
-            raise invalid(f"{field}: only messages of assistants may have a refusal", field)
-        if isinstance(part, MediaPart):
+            raise invalid_field(field, "only messages of assistants may have a refusal")
+        if isinstance(part, schema.MediaPart):
             if may_refuse:
-                raise invalid(f"{field}: assistants say texts; send no {part.type}", field)
+                raise invalid_field(field, f"assistants say texts; send no {part.type}")
             if part.type != "input_image":
-                raise invalid(f"{field}.type: {_why_not(part)}", f"{field}.type")
+                why = f"{part.type} is not taken; send what it says as input_text"
+                raise invalid_field(f"{field}.type", why)
             if part.image_url is None:
-                raise invalid(f"{field}.image_url: {_why_not(part)}", f"{field}.image_url")
-
-
-def _why_not(part: MediaPart) -> str:
-    """Say why no model is shown a part, whatever it reads."""
-    if part.type == "input_image":
-        return "Field required; images of files are not taken"
-    return f"{part.type} is not taken; send what it says as input_text"
-
-
-def _response_format(format: TextFormat) -> dict[str, Any]:
-    if format.type != "json_schema":
-        return {"type": format.type}
-    fields = {
-        "name": format.name,
-        "description": format.description,
-        "schema": format.schema_,
-        "strict": format.strict,
-    }
-    return {
-        "type": "json_schema",
-        "json_schema": {name: value for name, value in fields.items() if value is not None},
-    }
+                why = "Field required; images of files are not taken"
+                raise invalid_field(f"{field}.image_url", why)
 
 
 _TOOL = re.compile(r"^tools\[(\d+)\](?:\.function(\.\w+)?.*)?")

@@ -1,16 +1,282 @@
 """Responses as clients see them: events of a stream, or one body."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
-from server.api.growing import GrowingBody
-from server.api.responses.items import ConversationId, Response
-from server.api.responses.output import GrowingResponse
+import msgspec
+from msgspec import UNSET
+
+from server.answer.json_value import is_object
+from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from server.api.chat.schema import ChatLogprob
+from server.api.growing import Growing, GrowingBody, event_frames
+from server.api.rendering import chat_logprobs
+from server.api.responses import events, items
+from server.api.responses.events import ResponseEvent
 from server.api.responses.schema import ConversationName, ResponsesRequest
-from server.api.responses.tools import offered_tools
+from server.api.responses.tools import OfferedTool, offered_tools
+from server.errors import ApiError
+from server.generate.fold import Delta, ScoredToken
 from server.generate.request import GenerationRequest
+from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
-ResponseRenderer = GrowingBody[Response] | GrowingResponse
+
+class _Place(TypedDict):
+    item_id: str
+    output_index: int
+
+
+class _CustomArguments(msgspec.Struct):
+    """Arguments of the function that stands for a custom tool."""
+
+    input: str
+
+
+class _ShellArguments(msgspec.Struct):
+    """Arguments of the function that stands for the client's shell."""
+
+    command: list[str]
+    timeout_ms: int | None = None
+    working_directory: str | None = None
+
+    def action(self) -> items.ShellAction:
+        return items.ShellAction(self.command, self.timeout_ms, self.working_directory)
+
+
+class ContentScores:
+    """Finds the tokens, with their log probabilities, that make up the content of an answer.
+
+    Parts are pieces of the answer's text, in order. A part that is not found in the text, because
+    its reader rewrote it, is skipped.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        """What no part has been found in yet."""
+        self._begin = 0
+        """Where it begins in the whole text."""
+        self._tokens: list[ScoredToken] = []
+        """Those that begin within it, or behind it."""
+
+    def add(self, text: str, tokens: Sequence[ScoredToken]) -> None:
+        """Add text of the answer, and tokens whose texts have come or will come."""
+        self._text += text
+        self._tokens += tokens
+
+    def of(self, part: Part) -> list[ScoredToken]:
+        """Return the tokens that begin in a part's text if it is content; parts come in order."""
+        text = part.name if isinstance(part, CallBegin) else part.text
+        place = self._text.find(text)
+        if place < 0:
+            return []
+        start, end = self._begin + place, self._begin + place + len(text)
+        self._text, self._begin = self._text[place + len(text) :], end
+        found = [token for token in self._tokens if start <= token.text_offset < end]
+        self._tokens = [token for token in self._tokens if token.text_offset >= end]
+        return found if isinstance(part, ContentText) else []
+
+
+class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
+    """Fills a response item by item."""
+
+    def __init__(
+        self,
+        response: items.Response,
+        request: GenerationRequest,
+        table: TokenTable,
+        tools: Mapping[str, OfferedTool],
+    ) -> None:
+        """`response` has no output yet; `tools` are found by the names of their functions."""
+        super().__init__(response, request.plan)
+        self._suffix = response.id.removeprefix("resp_")
+        """Makes the ids of items unique."""
+        self._tools = tools
+        self._request = request
+        self._table = table
+        self._scores = ContentScores()
+        self._logprobs: list[ChatLogprob] = []
+        self._status: items.ItemStatus = "completed"
+        """Of items that end now."""
+        self._sequence_number = 0
+        """Of the next event that is shown."""
+
+    def _begin(self) -> list[ResponseEvent]:
+        kinds = (events.ResponseCreated, events.ResponseInProgress)
+        return [kind(response=self.answer) for kind in kinds]
+
+    def _grow(self, delta: Delta) -> list[ResponseEvent]:
+        if delta.logprobs is None:
+            return super()._grow(delta)
+        self._finish_reason = delta.finish_reason
+        if self._reader is None:
+            logprobs = self._shown(delta.logprobs)
+            return self._add_content(delta.text, logprobs) if delta.text or logprobs else []
+        told: list[ResponseEvent] = []
+        parts = self._taken_apart(delta)
+        self._scores.add(delta.text, delta.logprobs)
+        for part in parts:
+            scored = self._shown(self._scores.of(part))
+            if isinstance(part, ContentText):
+                told += self._add_content(part.text, scored)
+            else:
+                told += self._add(part)
+        return told
+
+    def _end(self) -> list[ResponseEvent]:
+        response = self.answer
+        match response.status:
+            case "incomplete":
+                return [events.ResponseIncomplete(response=response)]
+            case "failed":
+                return [events.ResponseFailed(response=response)]
+            case _:
+                return [events.ResponseCompleted(response=response)]
+
+    def _failed(self, error: ApiError) -> ResponseEvent:
+        code = error.code or error.kind
+        return events.ErrorEvent(code=code, message=error.message, param=error.param)
+
+    def frames(self, told: Sequence[ResponseEvent]) -> bytes:
+        for event in told:
+            event.sequence_number = self._sequence_number
+            self._sequence_number += 1
+        return event_frames(told)
+
+    def _add(self, part: Part) -> list[ResponseEvent]:
+        match part:
+            case ReasoningText(text):
+                told: list[ResponseEvent] = []
+                if not isinstance(self._open, items.OutputReasoning):
+                    told = self._switch(items.OutputReasoning(self._id("rs"), "in_progress", []))
+                    empty = items.ReasoningTextPart("")
+                    told.append(events.ContentPartAdded(**self._place(), part=empty))
+                self._text.append(text)
+                return [*told, events.ReasoningTextDelta(**self._place(), delta=text)]
+            case ContentText(text):
+                return self._add_content(text, [])
+            case CallBegin(_, name):
+                return self._switch(self._call(name))
+            case CallArguments(_, text):
+                self._text.append(text)
+                if not isinstance(self._open, items.OutputFunctionCall):
+                    return []  # it is shown in another form, once it is complete
+                return [events.ArgumentsDelta(**self._place(), delta=text)]
+
+    def _complete(self, usage: Usage) -> list[ResponseEvent]:
+        """End, with an empty message if there is nothing else."""
+        response, cut_off = self.answer, self._finish_reason != "stop"
+        told = [] if self.items else self._add_content("", [])
+        self._status = "incomplete" if cut_off else "completed"
+        told += self._close_item()
+        response.output = self.items
+        response.usage = items.ResponseUsage(
+            usage.prompt_tokens,
+            items.InputTokensDetails(usage.cached_tokens),
+            usage.completion_tokens,
+            items.OutputTokensDetails(0 if self._reader is None else self._reader.reasoning_tokens),
+            usage.total_tokens,
+        )
+        response.status = "completed"
+        if self._finish_reason == "length":
+            response.status = "incomplete"
+            response.incomplete_details = items.IncompleteDetails("max_output_tokens")
+        elif cut_off:
+            response.status = "failed"
+            response.error = items.ResponseError("server_error", "The generation was aborted.")
+        return told
+
+    def _opened(self, index: int, item: items.OutputItem) -> ResponseEvent:
+        return events.OutputItemAdded(output_index=index, item=item)
+
+    def _closed(self, index: int, item: items.OutputItem, text: str) -> list[ResponseEvent]:
+        place, status = self._place(), self._status
+        told: list[ResponseEvent]
+        part: items.OutputText | items.ReasoningTextPart
+        match item:
+            case items.OutputMessage():
+                logprobs, self._logprobs = self._logprobs, []
+                part = items.OutputText(text, logprobs=logprobs)
+                item.content = [part]
+                told = [
+                    events.TextDone(**place, text=text, logprobs=logprobs),
+                    events.ContentPartDone(**place, part=part),
+                ]
+            case items.OutputReasoning():
+                part = items.ReasoningTextPart(text)
+                item.content = [part]
+                told = [
+                    events.ReasoningTextDone(**place, text=text),
+                    events.ContentPartDone(**place, part=part),
+                ]
+            case items.OutputFunctionCall():
+                item.arguments = text
+                status = status if is_object(text) else "incomplete"
+                told = [events.ArgumentsDone(**place, name=item.name, arguments=text)]
+            case items.OutputCustomToolCall():
+                try:
+                    item.input = msgspec.json.decode(text, type=_CustomArguments).input
+                except (msgspec.DecodeError, UnicodeEncodeError):
+                    item.input = text  # malformed: what the model wrote
+                told = [
+                    events.CustomInputDelta(**place, delta=item.input),
+                    events.CustomInputDone(**place, input=item.input),
+                ]
+            case items.OutputLocalShellCall():
+                try:
+                    item.action = msgspec.json.decode(text, type=_ShellArguments).action()
+                except (msgspec.DecodeError, UnicodeEncodeError):
+                    status = "incomplete"
+                told = []
+            case items.OutputToolSearchCall():
+                status = status if is_object(text) else "incomplete"
+                item.arguments = msgspec.json.decode(text) if is_object(text) else {}
+                told = []
+        item.status = status
+        return [*told, events.OutputItemDone(output_index=index, item=item)]
+
+    def _call(self, name: str) -> items.OutputItem:
+        tool, call_id = self._tools.get(name), self._new_call_id()
+        namespace = tool.namespace if tool is not None and tool.namespace is not None else UNSET
+        if tool is not None and tool.name is not None:
+            name = tool.name
+        match None if tool is None else tool.kind:
+            case "custom":
+                return items.OutputCustomToolCall(
+                    self._id("ctc"), "in_progress", call_id, name, "", namespace
+                )
+            case "local_shell":
+                return items.OutputLocalShellCall(
+                    self._id("lsh"), "in_progress", call_id, items.ShellAction([])
+                )
+            case "tool_search":
+                return items.OutputToolSearchCall(self._id("tsc"), "in_progress", call_id, {})
+            case _:
+                return items.OutputFunctionCall(
+                    self._id("fc"), "in_progress", call_id, name, "", namespace
+                )
+
+    def _add_content(self, text: str, logprobs: list[ChatLogprob]) -> list[ResponseEvent]:
+        told: list[ResponseEvent] = []
+        if not isinstance(self._open, items.OutputMessage):
+            told = self._switch(items.OutputMessage(self._id("msg"), "in_progress", []))
+            told.append(events.ContentPartAdded(**self._place(), part=items.OutputText("")))
+        self._text.append(text)
+        self._logprobs += logprobs
+        return [*told, events.TextDelta(**self._place(), delta=text, logprobs=logprobs)]
+
+    def _place(self) -> _Place:
+        return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self._suffix}_{len(self.items)}"
+
+    def _shown(self, tokens: Sequence[ScoredToken] | None) -> list[ChatLogprob]:
+        scores = chat_logprobs(tokens, self._request, self._table)
+        return [] if scores is None else scores.content
+
+
+ResponseRenderer = GrowingBody[items.Response] | GrowingResponse
 
 
 def renderer(
@@ -36,7 +302,9 @@ def growing_response(
     return GrowingResponse(response, request, table, tools)
 
 
-def begun_response(request: ResponsesRequest, name: str, created: int, model: str) -> Response:
+def begun_response(
+    request: ResponsesRequest, name: str, created: int, model: str
+) -> items.Response:
     """Return the response as it is before there is any output."""
 
     def sent(value: Any, default: Any) -> Any:
@@ -46,7 +314,7 @@ def begun_response(request: ResponsesRequest, name: str, created: int, model: st
     if isinstance(conversation, ConversationName):
         conversation = conversation.id
     text = {"format": {"type": "text"}, **sent(request.text, {})}
-    return Response(
+    return items.Response(
         id=f"resp_{name}",
         created_at=created,
         model=model,
@@ -66,7 +334,7 @@ def begun_response(request: ResponsesRequest, name: str, created: int, model: st
         reasoning={"effort": None, "summary": None, **sent(request.reasoning, {})},
         user=request.user,
         previous_response_id=request.previous_response_id,
-        conversation=None if conversation is None else ConversationId(conversation),
+        conversation=None if conversation is None else items.ConversationId(conversation),
         background=bool(request.background),
         truncation=request.truncation or "disabled",
     )

@@ -4,17 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from server.limits import (
-    MAX_ADDED_ITEMS,
-    MAX_MESSAGES,
-    MAX_METADATA,
-    MAX_METADATA_KEY,
-    MAX_METADATA_VALUE,
-    MAX_PARTS,
-    MAX_TOKENS,
-    MAX_TOOLS,
-)
-from server.schema.body import JsonObject, Name, RequestBody, part_type, type_of
+from server import limits
+from server.schema.body import Count, JsonObject, Name, RequestBody, Tokens, part_type, type_of
 from server.schema.fields import DrawingFields, ReasoningEffort, Verbosity
 from server.schema.messages import RefusalPart
 from server.schema.structured import StructuredOutputs
@@ -62,7 +53,7 @@ MessageContent = Annotated[
     | Annotated[MediaPart, Tag("media")],
     Discriminator(part_type),
 ]
-CallOutput = str | Annotated[list[MessageContent], Field(max_length=MAX_PARTS)]
+CallOutput = str | Annotated[list[MessageContent], Field(max_length=limits.MAX_PARTS)]
 
 
 CUSTOM_INPUT = "input"
@@ -96,7 +87,7 @@ class NamespacedTool(RequestBody):
 class ResponseTool(NamespacedTool):
     """A tool, or with the type `namespace` several that share the beginning of their names."""
 
-    tools: Annotated[list[NamespacedTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[NamespacedTool], Field(max_length=limits.MAX_TOOLS)] | None = None
 
 
 class MessageItem(RequestBody):
@@ -104,7 +95,7 @@ class MessageItem(RequestBody):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[MessageContent], Field(max_length=MAX_PARTS)]
+    content: str | Annotated[list[MessageContent], Field(max_length=limits.MAX_PARTS)]
 
 
 class FunctionCallItem(RequestBody):
@@ -173,14 +164,14 @@ class ToolSearchOutputItem(RequestBody):
 
     type: Literal["tool_search_output"]
     call_id: Name | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)]
+    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)]
 
 
 class AdditionalToolsItem(RequestBody):
     """Tools that the model may call besides those of the request."""
 
     type: Literal["additional_tools"]
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)]
+    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)]
 
 
 class HostedItem(RequestBody):
@@ -211,7 +202,7 @@ class ReasoningPart(RequestBody):
     text: str
 
 
-ReasoningParts = Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)]
+ReasoningParts = Annotated[list[ReasoningPart], Field(max_length=limits.MAX_PARTS)]
 
 
 class ReasoningItem(RequestBody):
@@ -271,7 +262,7 @@ class AllowedToolsChoice(RequestBody):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=limits.MAX_TOOLS)]
 
 
 class TextFormat(RequestBody):
@@ -317,13 +308,11 @@ class ConversationName(RequestBody):
 class ResponsesRequest(DrawingFields):
     """Answer a list of items with more items."""
 
-    input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(max_length=limits.MAX_MESSAGES)]
     instructions: str | None = Field(None, description="What a system message says.")
-    max_output_tokens: int | None = Field(
-        None, ge=1, le=MAX_TOKENS, description="Default: all that fits."
-    )
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOKENS, json_schema_extra=TOP_LOGPROBS)
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = Field(
+    max_output_tokens: Tokens | None = Field(None, description="Default: all that fits.")
+    top_logprobs: Count | None = Field(None, json_schema_extra=TOP_LOGPROBS)
+    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = Field(
         None,
         json_schema_extra=different(
             "functions, namespaces, custom, local_shell and tool_search of the client; others are "
@@ -332,10 +321,8 @@ class ResponsesRequest(DrawingFields):
     )
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = True
-    max_tool_calls: int | None = Field(
+    max_tool_calls: Count | None = Field(
         None,
-        ge=0,
-        le=MAX_TOKENS,
         description="Accepted: it is about hosted tools.",
         json_schema_extra=extra("ignored", "about tools that a server runs"),
     )
@@ -349,7 +336,7 @@ class ResponsesRequest(DrawingFields):
     metadata: dict[str, str] | None = Field(None, description="Comes back in the response.")
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
-    include: Annotated[list[Name], Field(max_length=MAX_PARTS)] | None = Field(
+    include: Annotated[list[Name], Field(max_length=limits.MAX_PARTS)] | None = Field(
         None, description="message.output_text.logprobs is served, the rest has nothing to add."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
@@ -442,17 +429,17 @@ PASSED_ON = (
 
 Metadata = Annotated[
     dict[
-        Annotated[str, Field(max_length=MAX_METADATA_KEY)],
-        Annotated[str, Field(max_length=MAX_METADATA_VALUE)],
+        Annotated[str, Field(max_length=limits.MAX_METADATA_KEY)],
+        Annotated[str, Field(max_length=limits.MAX_METADATA_VALUE)],
     ],
-    Field(max_length=MAX_METADATA),
+    Field(max_length=limits.MAX_METADATA),
 ]
 
 
 class ConversationRequest(RequestBody):
     """Begin a conversation."""
 
-    items: Annotated[list[InputItem], Field(max_length=MAX_ADDED_ITEMS)] | None = None
+    items: Annotated[list[InputItem], Field(max_length=limits.MAX_ADDED_ITEMS)] | None = None
     metadata: Metadata | None = None
 
 
@@ -465,4 +452,4 @@ class MetadataRequest(RequestBody):
 class ItemsRequest(RequestBody):
     """Add items to a conversation."""
 
-    items: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ADDED_ITEMS)]
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_ADDED_ITEMS)]

@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.api.openapi import ENGINE_ERRORS, json_responses
+from server.api.responses import schema
 from server.api.responses.items import Conversation, Deleted, ItemList, OutputMessage, Response
 from server.api.responses.journal import as_failed, told
 from server.api.responses.keeping import (
@@ -21,16 +22,9 @@ from server.api.responses.keeping import (
     kept_item,
     now,
 )
-from server.api.responses.schema import (
-    ConversationRequest,
-    InputItem,
-    ItemReference,
-    ItemsRequest,
-    MetadataRequest,
-)
 from server.api.route import ApiRoute, json_response
 from server.api.services import Services, ServicesDep
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, invalid_field
 from server.http.call import Call
 from server.limits import MAX_LISTED
 from server.store.records import UNFINISHED, Part, Record
@@ -61,17 +55,17 @@ async def retrieve(response_id: str, request: Request, services: ServicesDep) ->
     record = await _found(services, request, SqlBackend.get, response_id)
     if query.get("stream", "false") in ("false", "0"):
         if "starting_after" in query:
-            raise invalid("starting_after: needs stream", "starting_after")
+            raise invalid_field("starting_after", "needs stream")
         if store.is_abandoned(record.id, record.status, record.beat):
             return _json(as_failed(record.body))
         return _json(record.body)
     if query["stream"] not in ("true", "1"):
-        raise invalid("stream: must be true or false", "stream")
+        raise invalid_field("stream", "must be true or false")
     if not msgspec.json.decode(record.body, type=_Made).background:
-        raise invalid("stream: only for background responses", "stream")
+        raise invalid_field("stream", "only for background responses")
     after = query.get("starting_after", "-1")
     if not _NUMBER.fullmatch(after):
-        raise invalid("starting_after: must be the number of an event", "starting_after")
+        raise invalid_field("starting_after", "must be the number of an event")
     keep_alive = services.config.http.sse_keep_alive
     frames = told(store, record.tenant, record.id, keep_alive, int(after))
     if store.followers.exceeded(record.tenant, 1):
@@ -123,7 +117,7 @@ async def input_items(response_id: str, request: Request, services: ServicesDep)
 
 @router.post("/v1/conversations", responses=_CONVERSATION_SHOWN)
 async def create_conversation(
-    body: ConversationRequest, call: Call, services: ServicesDep
+    body: schema.ConversationRequest, call: Call, services: ServicesDep
 ) -> HttpResponse:
     """Begin a conversation."""
     items = _kept_items(body.items or [])
@@ -150,7 +144,7 @@ async def retrieve_conversation(
 
 @router.post(_CONVERSATION, responses=_CONVERSATION_SHOWN)
 async def update_conversation(
-    body: MetadataRequest, conversation_id: str, call: Call, services: ServicesDep
+    body: schema.MetadataRequest, conversation_id: str, call: Call, services: ServicesDep
 ) -> HttpResponse:
     """Change the metadata of a conversation."""
     record = await _found(services, call, SqlBackend.get, conversation_id)
@@ -177,7 +171,7 @@ async def list_items(conversation_id: str, request: Request, services: ServicesD
 
 @router.post(f"{_CONVERSATION}/items", responses=_ITEMS_SHOWN)
 async def add_items(
-    body: ItemsRequest, conversation_id: str, call: Call, services: ServicesDep
+    body: schema.ItemsRequest, conversation_id: str, call: Call, services: ServicesDep
 ) -> HttpResponse:
     """Add items to a conversation."""
     items = _kept_items(body.items)
@@ -220,7 +214,6 @@ class _Made(msgspec.Struct):
 
 
 def _owner(request: Request) -> str:
-    """Return the owner whose records a request may access."""
     tenant: Tenant = request.scope.get(SCOPE_KEY, EVERYBODY)
     return str(tenant.id)
 
@@ -240,11 +233,7 @@ async def _asked(
 async def _found(
     services: Services, request: Request, query: Callable[..., T | None], id_: str, *args: Any
 ) -> T:
-    """Return the same of the record of a path.
-
-    Raises:
-        ApiError: 404, the tenant has none of this name and kind.
-    """
+    """Return the same of the record of a path."""
     kind = "response" if "response_id" in request.path_params else "conversation"
     found = None
     if id_.startswith(ID_PREFIXES[kind]):
@@ -260,11 +249,11 @@ def _not_found(kind: str, id_: str) -> ApiError:
     )
 
 
-def _kept_items(items: Sequence[InputItem]) -> list[Part]:
+def _kept_items(items: Sequence[schema.InputItem]) -> list[Part]:
     for index, item in enumerate(items):
-        if isinstance(item, ItemReference):
+        if isinstance(item, schema.ItemReference):
             field = f"items[{index}]"
-            raise invalid(f"{field}: an item of a conversation cannot be a reference", field)
+            raise invalid_field(field, "an item of a conversation cannot be a reference")
     return [kept_item(item) for item in items]
 
 
@@ -274,21 +263,17 @@ def _shown(record: Record) -> Conversation:
 
 
 def _page(request: Request, items: list[msgspec.Raw]) -> ItemList:
-    """Return the part of a list that a request asks for with `limit`, `order` and `after`.
-
-    Raises:
-        ApiError: they are wrong.
-    """
+    """Return the part of a list that a request asks for with `limit`, `order` and `after`."""
     query = request.query_params
     try:
         limit = int(query.get("limit", "20"))
     except ValueError:
         limit = 0
     if not 1 <= limit <= MAX_LISTED:
-        raise invalid(f"limit: must be from 1 to {MAX_LISTED}", "limit")
+        raise invalid_field("limit", f"must be from 1 to {MAX_LISTED}")
     order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
-        raise invalid("order: must be asc or desc", "order")
+        raise invalid_field("order", "must be asc or desc")
     if order == "desc":
         items = items[::-1]
     names = [msgspec.json.decode(item, type=_Named).id for item in items]

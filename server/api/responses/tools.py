@@ -6,17 +6,8 @@ from typing import Any, Literal
 import msgspec
 
 from server.answer.quoted_lark import NotQuotable, quoted_lark
-from server.api.responses.schema import (
-    CUSTOM_INPUT,
-    AdditionalToolsItem,
-    AllowedToolsChoice,
-    ChosenTool,
-    NamespacedTool,
-    ResponsesRequest,
-    ResponseTool,
-    ToolSearchOutputItem,
-)
-from server.errors import invalid
+from server.api.responses import schema
+from server.errors import invalid_field
 from server.schema.body import JsonObject
 from server.schema.tools import not_served
 
@@ -56,7 +47,7 @@ def function_name(name: str | None, namespace: str | None) -> str | None:
     return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
 
 
-def offered_tools(request: ResponsesRequest, earlier: int) -> list[OfferedTool]:
+def offered_tools(request: schema.ResponsesRequest, earlier: int) -> list[OfferedTool]:
     """Return the tools that calls can be asked for of; the first `earlier` items are not its own.
 
     Raises:
@@ -64,7 +55,7 @@ def offered_tools(request: ResponsesRequest, earlier: int) -> list[OfferedTool]:
     """
     offered = [*_offered(request.tools or (), "tools", None)]
     for index, item in enumerate([] if isinstance(request.input, str) else request.input):
-        if isinstance(item, ToolSearchOutputItem | AdditionalToolsItem):
+        if isinstance(item, schema.ToolSearchOutputItem | schema.AdditionalToolsItem):
             place = "input" if index < earlier else f"input[{index - earlier}].tools"
             known = {tool.function["name"] for tool in offered}
             found = _offered(item.tools, place, None)
@@ -73,8 +64,8 @@ def offered_tools(request: ResponsesRequest, earlier: int) -> list[OfferedTool]:
 
 
 def chosen(
-    choice: str | ChosenTool | AllowedToolsChoice,
-    request: ResponsesRequest,
+    choice: str | schema.ChosenTool | schema.AllowedToolsChoice,
+    request: schema.ResponsesRequest,
     offered: Sequence[OfferedTool],
 ) -> Any:
     """Return the tool choice of the chat completion.
@@ -83,9 +74,9 @@ def chosen(
         ApiError: a tool is demanded that is not served.
     """
     match choice:
-        case ChosenTool():
+        case schema.ChosenTool():
             return _named(choice, offered)
-        case AllowedToolsChoice():
+        case schema.AllowedToolsChoice():
             served = [
                 tool for tool in choice.tools if choice.mode == "required" or _found(tool, offered)
             ]
@@ -99,7 +90,7 @@ def chosen(
             return choice
 
 
-def _found(tool: ChosenTool, offered: Sequence[OfferedTool]) -> OfferedTool | None:
+def _found(tool: schema.ChosenTool, offered: Sequence[OfferedTool]) -> OfferedTool | None:
     for each in offered:
         same_name = tool.name is None or (tool.name, tool.namespace) == (each.name, each.namespace)
         if tool.type == each.kind and same_name:
@@ -107,7 +98,7 @@ def _found(tool: ChosenTool, offered: Sequence[OfferedTool]) -> OfferedTool | No
     return None
 
 
-def _named(tool: ChosenTool, offered: Sequence[OfferedTool]) -> JsonObject:
+def _named(tool: schema.ChosenTool, offered: Sequence[OfferedTool]) -> JsonObject:
     found = _found(tool, offered)
     if found is None and tool.type not in ("function", "custom"):
         raise not_served(tool.name or tool.type, tool.type)
@@ -116,7 +107,7 @@ def _named(tool: ChosenTool, offered: Sequence[OfferedTool]) -> JsonObject:
 
 
 def _offered(
-    tools: Sequence[NamespacedTool], place: str, namespace: str | None
+    tools: Sequence[schema.NamespacedTool], place: str, namespace: str | None
 ) -> Iterator[OfferedTool]:
     for index, tool in enumerate(tools):
         field = f"{place}[{index}]"
@@ -134,13 +125,13 @@ def _offered(
             case "tool_search" if tool.execution == "client":
                 search = {"description": tool.description, "parameters": tool.parameters}
                 yield OfferedTool("tool_search", None, None, {"name": TOOL_SEARCH, **search}, field)
-            case "namespace" if isinstance(tool, ResponseTool):
+            case "namespace" if isinstance(tool, schema.ResponseTool):
                 yield from _offered(tool.tools or (), f"{field}.tools", tool.name)
 
 
 def _tool(
     kind: Literal["function", "custom"],
-    tool: NamespacedTool,
+    tool: schema.NamespacedTool,
     namespace: str | None,
     function: JsonObject,
     field: str,
@@ -149,14 +140,14 @@ def _tool(
     return OfferedTool(kind, tool.name, namespace, named, field)
 
 
-def _custom_function(tool: NamespacedTool, field: str) -> JsonObject:
+def _custom_function(tool: schema.NamespacedTool, field: str) -> JsonObject:
     """Return the function that stands for a tool whose input is a text."""
     given: JsonObject = {"type": "string"}
     function: JsonObject = {
         "parameters": {
             "type": "object",
-            "properties": {CUSTOM_INPUT: given},
-            "required": [CUSTOM_INPUT],
+            "properties": {schema.CUSTOM_INPUT: given},
+            "required": [schema.CUSTOM_INPUT],
             "additionalProperties": False,
         },
         "strict": False,
@@ -164,14 +155,14 @@ def _custom_function(tool: NamespacedTool, field: str) -> JsonObject:
     told, format = tool.description, tool.format
     if format is not None and format.type == "grammar":
         if format.syntax is None or not format.definition:
-            raise invalid(f"{field}.format: needs a syntax and a definition", f"{field}.format")
+            raise invalid_field(f"{field}.format", "needs a syntax and a definition")
         if format.syntax == "regex":
             given["pattern"] = f"^(?:{format.definition})$"
         else:
             try:
                 function["input_grammar"] = quoted_lark(format.definition)
             except NotQuotable as error:
-                raise invalid(f"{field}.format: {error}", f"{field}.format") from error
+                raise invalid_field(f"{field}.format", f"{error}") from error
         function["strict"] = True
         grammar = f"The input matches this {format.syntax} grammar:\n{format.definition}"
         told = grammar if told is None else f"{told}\n\n{grammar}"

@@ -1,14 +1,21 @@
 """POST /v1/embeddings, /pooling and /classify: vectors of inputs."""
 
-from collections.abc import Iterable
+import asyncio
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from math import dist, sqrt
+from operator import mul
 from typing import Any, cast
 
+import msgspec
 from fastapi import APIRouter, Response
 
-from engine.shared.pooling import Task, TokenTask
+from engine.shared.pooling import Similarity, Task, TokenTask
+from server.api.generation import unsuitable
 from server.api.openapi import MODEL_ERRORS, json_responses
 from server.api.route import ModelRoute
 from server.api.services import ServicesDep
+from server.api.vectors import schema
 from server.api.vectors.pooled_call import (
     PooledCall,
     inputs_of,
@@ -18,48 +25,36 @@ from server.api.vectors.pooled_call import (
     rows,
     shown,
 )
-from server.api.vectors.schema import (
-    Classified,
-    ClassifyRequest,
-    ClassifyResponse,
-    Embedding,
-    EmbeddingsRequest,
-    EmbeddingsResponse,
-    PooledData,
-    PoolingRequest,
-    PoolingResponse,
-)
-from server.errors import invalid
-from server.generate.pooling.inputs import PoolingModel
+from server.errors import invalid, invalid_field
+from server.generate.pooling import Length, PoolingModel
 from server.http.call import Call
-from server.limits import MAX_VECTOR_NUMBERS
+from server.limits import MAX_PROMPTS, MAX_VECTOR_NUMBERS
 
 router = APIRouter(route_class=ModelRoute)
 
 
-@router.post("/v1/embeddings", responses=json_responses(EmbeddingsResponse, *MODEL_ERRORS))
-async def create_embeddings(body: EmbeddingsRequest, call: Call, services: ServicesDep) -> Response:
+@router.post("/v1/embeddings", responses=json_responses(schema.EmbeddingsResponse, *MODEL_ERRORS))
+async def create_embeddings(
+    body: schema.EmbeddingsRequest, call: Call, services: ServicesDep
+) -> Response:
     """Make an embedding of each input."""
     called = PooledCall(call, services, body)
     called.wants("embed")
     model = called.model
     dimensions = _dimensions(body.dimensions, model)
-    prompt = _prompt(body.prompt_name, model)
-    inputs = await inputs_of(
-        called, body.input, prompt=prompt, add_special_tokens=body.add_special_tokens is not False
-    )
+    inputs = await inputs_of(called, body, _prompt(body.prompt_name, model))
     _check_answer(len(inputs), dimensions or model.spec.size)
     vectors = await called.vectors(inputs, dimensions=dimensions)
 
-    def show(index: int, vector: bytes) -> Embedding:
-        return Embedding(index, shown(vector, body.encoding_format))
+    def show(index: int, vector: bytes) -> schema.Embedding:
+        return schema.Embedding(index, shown(vector, body.encoding_format))
 
-    payload = EmbeddingsResponse(called.name, [], called.usage)
+    payload = schema.EmbeddingsResponse(called.name, [], called.usage)
     return called.response(payload, "data", items_shown(vectors, show))
 
 
-@router.post("/pooling", responses=json_responses(PoolingResponse, *MODEL_ERRORS))
-async def pool(body: PoolingRequest, call: Call, services: ServicesDep) -> Response:
+@router.post("/pooling", responses=json_responses(schema.PoolingResponse, *MODEL_ERRORS))
+async def pool(body: schema.PoolingRequest, call: Call, services: ServicesDep) -> Response:
     """Make a vector of each input, or of each of its tokens, as the model does."""
     called = PooledCall(call, services, body)
     model = called.model
@@ -68,124 +63,232 @@ async def pool(body: PoolingRequest, call: Call, services: ServicesDep) -> Respo
     if model.spec.task == "embed":
         dimensions = _dimensions(body.dimensions, model)
     elif body.dimensions is not None:
-        raise invalid("dimensions: this model makes scores of classes", "dimensions")
-    inputs = await inputs_of(
-        called,
-        body.input,
-        prompt=_prompt(body.prompt_name, model),
-        add_special_tokens=body.add_special_tokens is not False,
-    )
+        raise invalid_field("dimensions", "this model makes scores of classes")
+    inputs = await inputs_of(called, body, _prompt(body.prompt_name, model))
     size = dimensions or model.spec.size
     count = sum([len(each.token_ids) for each in inputs]) if per_token else len(inputs)
     _check_answer(count, size)
     vectors = await called.vectors(inputs, dimensions=dimensions, per_token=per_token)
 
-    def show(index: int, vector: bytes) -> PooledData:
-        return PooledData(index, cast("Any", shown(vector, body.encoding_format)))
+    def show(index: int, vector: bytes) -> schema.PooledData:
+        return schema.PooledData(index, cast("Any", shown(vector, body.encoding_format)))
 
     shown_vectors: Iterable[Iterable[bytes]] = items_shown(vectors, show)
     if per_token and body.encoding_format != "base64":
         shown_vectors = (
-            parts(PooledData(index, []), "data", rows(of_tokens, size))
+            parts(schema.PooledData(index, []), "data", rows(of_tokens, size))
             for index, of_tokens in enumerate(vectors)
         )
-    payload = PoolingResponse(
+    payload = schema.PoolingResponse(
         f"pool-{called.request_id}", called.created, called.name, [], called.usage
     )
     return called.response(payload, "data", shown_vectors)
 
 
-@router.post("/classify", responses=json_responses(ClassifyResponse, *MODEL_ERRORS))
-async def classify(body: ClassifyRequest, call: Call, services: ServicesDep) -> Response:
+@router.post("/classify", responses=json_responses(schema.ClassifyResponse, *MODEL_ERRORS))
+async def classify(body: schema.ClassifyRequest, call: Call, services: ServicesDep) -> Response:
     """Say which class each input is of."""
     called = PooledCall(call, services, body)
     called.wants("classify")
     labels = called.model.spec.labels
-    inputs = await inputs_of(
-        called, body.input, add_special_tokens=body.add_special_tokens is not False
-    )
+    inputs = await inputs_of(called, body)
     _check_answer(len(inputs), len(labels))
     vectors = await called.vectors(inputs)
 
-    def show(index: int, vector: bytes) -> Classified:
+    def show(index: int, vector: bytes) -> schema.Classified:
         scores = numbers(vector)
         best = max(range(len(scores)), key=scores.__getitem__)
-        return Classified(index, labels[best], scores, len(scores))
+        return schema.Classified(index, labels[best], scores, len(scores))
 
-    payload = ClassifyResponse(
+    payload = schema.ClassifyResponse(
         f"classify-{called.request_id}", called.created, called.name, [], called.usage
     )
     return called.response(payload, "data", items_shown(vectors, show))
 
 
 def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:
-    """Return whether each token gets a vector.
-
-    Raises:
-        ApiError: the model is for something else, or its tokens have no vectors.
-    """
+    """Return whether each token gets a vector."""
     spec = called.model.spec
     if task is None:
         return spec.tokens is not None and spec.tokens.is_usual
     called.wants(task.removeprefix("token_"))
     per_token = task.startswith("token_")
     if per_token and not spec.in_one_step:
-        raise invalid(
-            "task: this model's prompts are computed in parts, so tokens have no vectors; "
-            'serve it with --pooler-config \'{"tok_pooling_type": "ALL"}\'',
+        raise invalid_field(
             "task",
+            "this model's prompts are computed in parts, so tokens have no vectors; "
+            'serve it with --pooler-config \'{"tok_pooling_type": "ALL"}\'',
         )
     return per_token
 
 
 def _dimensions(asked: int | None, model: PoolingModel) -> int:
-    """Return how many numbers of each embedding are wanted; 0 for all.
-
-    Raises:
-        ApiError: the model was not trained for so few, or has fewer.
-    """
+    """Return how many numbers of each embedding are wanted; 0 for all."""
     size, allowed = model.spec.size, model.spec.dimensions
     if asked is None:
         return model.spec.usual_dimensions
     if asked == size:
         return 0
     if allowed is None:
-        raise invalid(
-            f"dimensions: this model's embeddings have {size} numbers and were not trained to be "
-            "cut",
+        raise invalid_field(
             "dimensions",
+            f"this model's embeddings have {size} numbers and were not trained to be cut",
         )
     if asked > size or (allowed and asked not in allowed):
         which = ", ".join(map(str, allowed)) if allowed else f"1 to {size}"
-        raise invalid(f"dimensions: this model's embeddings can have {which} numbers", "dimensions")
+        raise invalid_field("dimensions", f"this model's embeddings can have {which} numbers")
     return asked
 
 
 def _prompt(name: str | None, model: PoolingModel) -> str:
-    """Return what stands before texts.
-
-    Raises:
-        ApiError: the model has no prompt of that name.
-    """
     try:
         return model.prompt(name)
     except KeyError:
         known = ", ".join(model.spec.prompts) or "none"
-        raise invalid(
-            f"prompt_name: the model's files have no prompt of that name, but {known}",
-            "prompt_name",
+        raise invalid_field(
+            "prompt_name", f"the model's files have no prompt of that name, but {known}"
         ) from None
 
 
 def _check_answer(count: int, size: int) -> None:
-    """Check how large the answer gets.
-
-    Raises:
-        ApiError: too large.
-    """
     if count * size > MAX_VECTOR_NUMBERS:
-        raise invalid(
-            f"input: {count} vectors of {size} numbers are more than the {MAX_VECTOR_NUMBERS} "
-            "numbers that an answer may have; send several requests",
+        raise invalid_field(
             "input",
+            f"{count} vectors of {size} numbers are more than the {MAX_VECTOR_NUMBERS} "
+            "numbers that an answer may have; send several requests",
         )
+
+
+_COHERE_PATH = "/v2/rerank"
+_COHERE_TOKENS = 4096
+"""Tokens that Cohere's API cuts documents to by itself."""
+_NUMBERS_AT_ONCE = 1 << 16
+
+
+_SCORED = json_responses(schema.ScoreResponse, *MODEL_ERRORS)
+_RANKED = json_responses(schema.RerankResponse, *MODEL_ERRORS)
+
+
+@router.post("/v1/score", responses=_SCORED)
+@router.post("/score", responses=_SCORED)
+async def score(body: schema.ScoreRequest, call: Call, services: ServicesDep) -> Response:
+    """Score pairs of texts."""
+    called = PooledCall(call, services, body)
+    first, firsts = _given(body, ("queries", "text_1", "data_1"))
+    second, seconds = _given(body, ("documents", "items", "text_2", "data_2"))
+    if len(firsts) not in (1, len(seconds)):
+        raise invalid_field(
+            first,
+            f"{len(firsts)} texts cannot be paired with {len(seconds)}; send one, or the "
+            "same number",
+        )
+    scores = await _scores(called, firsts, seconds, (first, second))
+    payload = schema.ScoreResponse(
+        f"score-{called.request_id}", called.created, called.name, [], called.usage
+    )
+    return called.response(payload, "data", items_shown(scores, schema.Score))
+
+
+@router.post(_COHERE_PATH, responses=_RANKED)
+@router.post("/v1/rerank", responses=_RANKED)
+@router.post("/rerank", responses=_RANKED)
+async def rerank(body: schema.RerankRequest, call: Call, services: ServicesDep) -> Response:
+    """Put documents in the order in which they fit a query."""
+    called = PooledCall(call, services, body)
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    cohere = call.path.endswith(_COHERE_PATH)
+    max_doc_tokens = body.max_tokens_per_doc or (_COHERE_TOKENS if cohere else None)
+    scores = await _scores(called, [body.query], texts, ("query", "documents"), max_doc_tokens)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    shows = not cohere if body.return_documents is None else body.return_documents
+
+    def show(_: int, index: int) -> schema.RerankResult:
+        document = schema.DocumentText(texts[index]) if shows else msgspec.UNSET
+        return schema.RerankResult(index, scores[index], document)
+
+    meta = schema.RerankMeta(schema.ApiVersion(), schema.BilledUnits()) if cohere else msgspec.UNSET
+    payload = schema.RerankResponse(
+        f"rerank-{called.request_id}", called.name, called.usage, [], meta
+    )
+    return called.response(payload, "results", items_shown(order[: body.top_n or None], show))
+
+
+def _given(body: schema.ScoreRequest, names: tuple[str, ...]) -> tuple[str, Sequence[str]]:
+    """Return the texts of the one field of several that is given, and its name."""
+    found = [name for name in names if getattr(body, name) is not None]
+    if len(found) != 1:
+        raise invalid(f"{names[0]}: exactly one of {', '.join(names)} must be given", names[0])
+    texts = getattr(body, found[0])
+    return found[0], [texts] if isinstance(texts, str) else texts
+
+
+async def _scores(
+    called: PooledCall,
+    firsts: Sequence[str],
+    seconds: Sequence[str],
+    fields: tuple[str, str],
+    most_of_second: int | None = None,
+) -> list[float]:
+    """Return how well each pair fits, by a cross-encoder or by the angle between embeddings."""
+    spec = called.model.spec
+    if spec.task == "classify":
+        if spec.size != 1:
+            lacks = f"has {spec.size} classes, which rank nothing"
+            raise unsuitable(called.name, lacks, called.model)
+        called.admit(len(seconds), fields[1])
+        inputs = await called.model.of_pairs(
+            firsts, seconds, _cutting(called.length, most_of_second), fields, most_of_second
+        )
+        return [numbers(vector)[0] for vector in await called.vectors(inputs)]
+    total = len(firsts) + len(seconds)
+    if total > MAX_PROMPTS or total * spec.size > MAX_VECTOR_NUMBERS:
+        raise invalid(f"{fields[1]}: {len(seconds)} texts are too many for one request", fields[1])
+    called.admit(total, fields[1])
+    model, length = called.model, called.length
+    query = [model.prompt(None, "query") + text for text in firsts]
+    texts = [model.prompt(None, "document", "passage") + text for text in seconds]
+    inputs = await model.of_texts(query, length, fields[0])
+    if most_of_second is not None:
+        length = _cutting(length, most_of_second)
+        length = msgspec.structs.replace(length, keep=min(length.keep or 0, most_of_second))
+    inputs += await model.of_texts(texts, length, fields[1])
+    vectors = await called.vectors(inputs, dimensions=spec.usual_dimensions)
+    left, right = vectors[: len(firsts)], vectors[len(firsts) :]
+    compare = _SIMILARITIES[spec.similarity]
+    found, done = [], 0
+    for one, other in zip(left * len(right) if len(left) == 1 else left, right, strict=True):
+        a, b = array("f", one), array("f", other)
+        found.append(compare(a, b))
+        done += len(a)
+        if done > _NUMBERS_AT_ONCE:  # others get their turn
+            done = 0
+            await asyncio.sleep(0)
+    return found
+
+
+def _cutting(length: Length, most_of_second: int | None) -> Length:
+    """Return the length for documents that are to be cut, whatever else the request says."""
+    if most_of_second is None or length.keep is not None:
+        return length
+    return msgspec.structs.replace(length, keep=length.max_tokens)
+
+
+Compare = Callable[[Sequence[float], Sequence[float]], float]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return float(sum(map(mul, a, b)))
+
+
+def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    scale = sqrt(_dot(a, a) * _dot(b, b))
+    return _dot(a, b) / scale if scale else 0.0
+
+
+_SIMILARITIES: dict[Similarity, Compare] = {
+    "cosine": _cosine,
+    "dot": _dot,
+    "euclidean": lambda a, b: -dist(a, b),
+    "manhattan": lambda a, b: -sum(abs(x - y) for x, y in zip(a, b, strict=True)),
+}
+"""As sentence-transformers computes them."""

@@ -1,27 +1,51 @@
 """One way to the engines and back for the endpoints that return vectors or scores."""
 
+import asyncio
 import base64
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
 from fastapi import Response
 
+from engine.shared.messages import AddRequest, PoolingParams, SamplingParams
 from server.api.generation import admit, in_time, unsuitable
 from server.api.services import Services
-from server.errors import ApiError, invalid
-from server.generate.pooling.inputs import Length, PoolingInput, PoolingModel
-from server.generate.pooling.run import UNSAMPLED, PoolingRequest, PoolingRun
+from server.api.vectors.schema import (
+    ClassifyRequest,
+    EmbeddingsRequest,
+    PoolingFields,
+    PoolingUsage,
+)
+from server.errors import ApiError, invalid_field
+from server.generate.fold import failure
+from server.generate.pooling import Length, PoolingInput
 from server.http.call import Call, CancelOnDisconnect, Pushed
+from server.observe.sequence_metrics import PromptParams, SequenceTimer
 from server.observe.tracing import EndedRequest
-from server.schema.pooling import Input, PoolingFields, PoolingUsage
+from server.router.token_stream import RequestStream
 
 _LACKS = {"embed": "makes no embeddings", "classify": "has no classes"}
 
+WINDOW = 256
+"""Sequences of one request that engines have at a time: others get in between."""
+_SLICE = 32
+"""Sequences that are handed over without a break."""
+
+UNSAMPLED = SamplingParams(max_tokens=1, seed=0)
+"""Of sequences for which no tokens are drawn."""
+
 T = TypeVar("T")
+
+
+class _Sequence(msgspec.Struct):
+    stream: RequestStream
+    timer: SequenceTimer
+    tokens: int
 
 
 class PooledCall:
@@ -38,9 +62,25 @@ class PooledCall:
         self._call = call
         self._services = services
         self._body = body
-        self.model = _pooling_model(services)
         self.created = int(time.time())
-        self.length = _length(body, services)
+        self._waiting: deque[_Sequence] = deque()
+        """Sequences that engines have."""
+        self._group = 0
+        self._cached_tokens = 0
+        model = services.model.pooling
+        if model is None:
+            raise invalid_field(
+                "model",
+                f"{services.names[0]!r} generates text and makes no embeddings or scores; serve a "
+                "model for that, or this one with --runner pooling",
+                "model_not_suitable",
+            )
+        self.model = model
+        max_len, keep = services.client.max_model_len, body.truncate_prompt_tokens
+        if keep is not None and (keep == 0 or keep > max_len):
+            raise invalid_field("truncate_prompt_tokens", f"must be -1 or from 1 to {max_len}")
+        keep = max_len if keep == -1 else keep
+        self.length = Length(max_len, keep, body.truncation_side != "left")
 
     @property
     def request_id(self) -> str:
@@ -85,33 +125,78 @@ class PooledCall:
         self.usage = PoolingUsage(total, total)
         if call.reservation is not None:
             call.reservation.recount(total, time.monotonic())
-        request = PoolingRequest(
-            request_id=call.request_id,
-            inputs=inputs,
-            dimensions=dimensions,
-            activate=self._body.use_activation is not False,
-            per_token=per_token,
-            priority=self._body.priority or 0,
-            arrived=call.arrived,
-            pinned_rank=call.pinned_rank,
-            reservation=call.reservation,
-            tenant=call.tenant.id,
-            cache_root=self._cache_root,
-        )
-        run = PoolingRun(request, services.client, services.metrics)
+        activate = self._body.use_activation is not False
+        params = PoolingParams(dimensions=dimensions, activate=activate, per_token=per_token)
         with CancelOnDisconnect(call.receive):
             try:
-                return await in_time(call, services, run.vectors())
+                return await in_time(call, services, self._pooled(inputs, params))
             except Exception:
-                run.close("error")
+                self._abort("error")
                 raise
             finally:
-                run.close()
+                self._abort("abort")
                 services.metrics.used("key", call.key.name, total, 0)
                 if services.tracer is not None:
-                    services.tracer.record(self._ended(total, run.cached_tokens))
+                    services.tracer.record(self._ended(total))
 
-    def _ended(self, tokens: int, cached: int) -> EndedRequest:
+    async def _pooled(self, inputs: list[PoolingInput], params: PoolingParams) -> list[bytes]:
+        """Hand every sequence to an engine; return their vectors in order."""
+        found: list[bytes] = []
+        for index, each in enumerate(inputs):
+            if index % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)
+            if len(self._waiting) == WINDOW:
+                found.append(await self._next())
+            self._submit(index, each, params)
+        while self._waiting:
+            found.append(await self._next())
+        return found
+
+    def _submit(self, index: int, each: PoolingInput, params: PoolingParams) -> None:
+        call, services = self._call, self._services
+        message = AddRequest(
+            id=0,
+            request_id=f"{call.request_id}-{index}" if index else call.request_id,
+            front_end=0,
+            wave=0,
+            prompt_token_ids=each.token_ids,
+            sampling=UNSAMPLED,
+            priority=self._body.priority or 0,
+            tenant=call.tenant.id,
+            cache_root=self._cache_root,
+            group=self._group,
+            pooling=msgspec.structs.replace(params, types_from=each.types_from),
+        )
+        stream = services.client.submit(message, call.pinned_rank)
+        self._group = self._group or stream.id
+        count = len(each.token_ids)
+        timer = services.metrics.sequence(
+            call.arrived, PromptParams(count, 0, 1, 1), stream.times, first=not index
+        )
+        self._waiting.append(_Sequence(stream, timer, count))
+
+    async def _next(self) -> bytes:
+        """Wait for the vector of the sequence that was handed over first."""
+        sequence = self._waiting[0]
+        output = await sequence.stream.next()
+        if output.pooled is None:
+            raise failure(output)
+        self._waiting.popleft()
+        sequence.stream.close()
+        self._cached_tokens += output.num_cached_tokens
+        sequence.timer.pooled(output.num_cached_tokens)
+        if self._call.reservation is not None:
+            self._call.reservation.computed(sequence.tokens)
+        return output.pooled
+
+    def _abort(self, reason: str) -> None:
+        """Abort what still runs, counting it as ended for `reason`."""
+        while self._waiting:
+            sequence = self._waiting.popleft()
+            sequence.stream.close()
+            sequence.timer.finished(reason)
+
+    def _ended(self, tokens: int) -> EndedRequest:
         call, failure = self._call, sys.exception()
         return EndedRequest(
             operation="embeddings",
@@ -123,7 +208,7 @@ class PooledCall:
             arrived=call.arrived,
             first_token=None,
             prompt_tokens=tokens,
-            cached_tokens=cached,
+            cached_tokens=self._cached_tokens,
             completion_tokens=0,
             finish_reasons=[],
             error=None if failure is None else type(failure).__name__,
@@ -142,23 +227,20 @@ class PooledCall:
 
 
 async def inputs_of(
-    called: PooledCall, given: Input, *, prompt: str = "", add_special_tokens: bool = True
+    called: PooledCall, body: EmbeddingsRequest | ClassifyRequest, prompt: str = ""
 ) -> list[PoolingInput]:
     """Admit a request for its inputs and return them as token ids.
 
     Raises:
         ApiError: one is wrong or too long; `param` is "input".
     """
+    given, maker, length = body.input, called.model, called.length
     texts = [given] if isinstance(given, str) else [each for each in given if isinstance(each, str)]
-    maker, length = called.model.inputs, called.length
     if texts:
         called.admit(len(texts), "input")
-        return await maker.of_texts(
-            [prompt + text for text in texts],
-            length,
-            "input",
-            add_special_tokens=add_special_tokens,
-        )
+        special = body.add_special_tokens is not False
+        prompted = [prompt + text for text in texts]
+        return await maker.of_texts(prompted, length, "input", add_special_tokens=special)
     ids = [each for each in given if isinstance(each, int)]
     lists = [ids] if ids else [each for each in given if isinstance(each, list)]
     called.admit(len(lists), "input")
@@ -199,29 +281,3 @@ def parts(payload: msgspec.Struct, field: str, items: Iterable[Iterable[bytes]])
             yield b","
         yield from item
     yield b"]" + after
-
-
-def _pooling_model(services: Services) -> PoolingModel:
-    """Return how the model makes vectors.
-
-    Raises:
-        ApiError: it generates.
-    """
-    pooling = services.model.pooling
-    if pooling is None:
-        raise invalid(
-            f"model: {services.names[0]!r} generates text and makes no embeddings or scores; serve "
-            "a model for that, or this one with --runner pooling",
-            "model",
-            "model_not_suitable",
-        )
-    return pooling
-
-
-def _length(body: PoolingFields, services: Services) -> Length:
-    max_len, keep = services.client.max_model_len, body.truncate_prompt_tokens
-    if keep is not None and (keep == 0 or keep > max_len):
-        raise invalid(
-            f"truncate_prompt_tokens: must be -1 or from 1 to {max_len}", "truncate_prompt_tokens"
-        )
-    return Length(max_len, max_len if keep == -1 else keep, body.truncation_side != "left")

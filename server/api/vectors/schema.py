@@ -7,10 +7,65 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from engine.shared.pooling import Task, TokenTask
-from server.limits import MAX_PROMPTS, MAX_TOKENS
-from server.schema.body import Name, RequestBody
-from server.schema.pooling import NO_TURNS, Input, PoolingFields, PoolingUsage, Texts
-from server.schema.support import Rows, different, refused
+from server.limits import INT64_MAX, INT64_MIN, MAX_PROMPTS
+from server.schema.body import Alternatives, Count, Name, RequestBody, Tokens
+from server.schema.fields import CacheSalt, TokenIds
+from server.schema.support import LABELS, NO_MEDIA, PRIORITY, USER, Rows, different, refused
+
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+TokenLists = Annotated[
+    list[Annotated[TokenIds, Field(min_length=1)]],
+    Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+]
+Input = str | Texts | Annotated[TokenIds, Field(min_length=1)] | TokenLists
+"""One text, several, or the token ids of one or of several."""
+
+
+class PoolingFields(RequestBody):
+    """Fields that these requests share; null always means the default."""
+
+    model: Name | None = Field(None, description="One of the served names; default: the first.")
+    user: Name | None = Field(None, json_schema_extra=USER)
+    priority: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX, json_schema_extra=PRIORITY)
+    request_id: Name | None = None
+    cache_salt: CacheSalt | None = None
+    truncate_prompt_tokens: Alternatives | None = Field(
+        None,
+        description="Truncate longer inputs to this number of tokens; -1: to the model's limit. "
+        "Default: they are refused.",
+    )
+    truncation_side: str | None = Field(
+        None, pattern="^(left|right)$", description="Which side is cut off; default: right."
+    )
+    use_activation: bool | None = Field(
+        None,
+        description="False: embeddings as they are, not normalized; scores as the model has them, "
+        "without sigmoid or softmax.",
+    )
+
+    undeclared: ClassVar[Rows] = {
+        **LABELS,
+        **NO_MEDIA,
+        **refused("use use_activation", "normalize activation softmax"),
+        **refused("inputs are not padded", "padding", "do_not_pad", example="max_length"),
+    }
+
+
+_NO_TURNS = "inputs are texts or token ids"
+NO_TURNS: Rows = {
+    **refused(_NO_TURNS, "messages chat_template"),
+    **refused(_NO_TURNS, "chat_template_kwargs", {}),
+    **refused(_NO_TURNS, "add_generation_prompt continue_final_message", False),
+}
+"""Of bodies whose `input` is no conversation."""
+
+
+class PoolingUsage(msgspec.Struct):
+    """Token counts of a request for which nothing is generated."""
+
+    prompt_tokens: int
+    total_tokens: int
+
 
 OneOrMore = str | Texts
 
@@ -26,10 +81,8 @@ class EmbeddingsRequest(PoolingFields):
         description="base64: float32 numbers, the lowest byte first.",
         json_schema_extra=different("float or base64, not bytes"),
     )
-    dimensions: int | None = Field(
+    dimensions: Tokens | None = Field(
         None,
-        ge=1,
-        le=MAX_TOKENS,
         description="Number of dimensions to truncate embeddings to, for models trained for it.",
     )
     prompt_name: Name | None = Field(
@@ -176,16 +229,12 @@ class RerankRequest(PoolingFields):
     documents: Annotated[
         list[str | Document], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
     ]
-    top_n: int | None = Field(
-        None, ge=0, le=MAX_TOKENS, description="How many to return; default: all."
-    )
+    top_n: Count | None = Field(None, description="How many to return; default: all.")
     return_documents: bool | None = Field(
         None, description="Whether results repeat their documents; default: not at /v2/rerank."
     )
-    max_tokens_per_doc: int | None = Field(
+    max_tokens_per_doc: Tokens | None = Field(
         None,
-        ge=1,
-        le=MAX_TOKENS,
         description="Truncate documents to this number of tokens.",
         json_schema_extra=different("of texts; 4096 at /v2/rerank if it is not given"),
     )

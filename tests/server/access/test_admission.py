@@ -277,9 +277,7 @@ class TestOverHttp:
         read: list[str] = []
         for method in ("encode", "encode_many", "encode_async", "encode_many_async"):
             monkeypatch.setattr(tokenizer, method, lambda *_, **__: read.append("text"))
-        monkeypatch.setattr(
-            "server.text.conversation.render_chat", lambda *_, **__: read.append("")
-        )
+        monkeypatch.setattr("server.generate.prompts.rendered", lambda *_: read.append(""))
         turns = [{"role": "user", "content": "hello"}]
         for path, body in {
             "/v1/completions": {"prompt": ["hello"] * 2},

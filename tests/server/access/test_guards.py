@@ -14,7 +14,7 @@ from engine.shared.fair_threads import tenant_id
 from engine.shared.messages import ClusterView, EngineEntry, EngineSetup, EngineStats, RequestOutput
 from engine.shared.settings import load
 from server.access.guards import BadGuards, Keys, keys_for, tls_options
-from server.api.admin import endpoint, lora, operators, trainer, weights
+from server.api.admin import endpoint, operators, trainer, weights
 from server.config import FrontEndConfig, GuardConfig, HttpConfig, ServeConfig
 from server.text.tokenizer import ServedTokenizer
 
@@ -173,7 +173,7 @@ class TestAdmin:
         [
             (route.path, next(iter(route.methods or ())))
             for router in (
-                endpoint.router, lora.router, operators.router, trainer.router, weights.router
+                endpoint.router, operators.router, trainer.router, weights.router
             )
             for route in router.routes
             if isinstance(route, APIRoute)

@@ -8,7 +8,7 @@ from server.answer.calls import CallStyle
 from server.answer.formats import BadFormats, answer_formats
 from server.answer.reasoning import REASONING_FORMATS, ReasoningTags
 from server.config.answer import AnswerConfig
-from server.text.presets import preset_of, presets
+from server.text.sampling_defaults import preset_of, presets
 from tests.support.plugins import offer
 
 

@@ -7,9 +7,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from engine.shared.messages import JsonObjectGrammar, JsonSchemaGrammar, LarkGrammar, RegexGrammar
 from server.answer.call_formats import CALL_FORMATS, JSON_LIST, CallFormat
-from server.answer.call_grammar import CallsGrammar
 from server.answer.parts import Call, Message, whole_message
 from server.answer.reader import AnswerReader
+from server.answer.tool_choice import CallsGrammar
 from server.schema.tools import FunctionDefinition
 from server.text.tokenizer import ServedTokenizer
 from tests.server.tokens import id_of

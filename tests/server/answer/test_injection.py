@@ -1,6 +1,6 @@
 from typing import Any
 
-from server.answer.injection import told
+from server.generate.conversation import told
 
 WEATHER = {"type": "function", "function": {"name": "get_weather"}}
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}

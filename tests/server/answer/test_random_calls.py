@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from engine.grammar.masks import GrammarTable
 from engine.shared.messages import GrammarSpec
 from server.answer.call_formats import CALL_FORMATS, JSON_LIST, CallFormat
-from server.answer.call_grammar import CallsGrammar
 from server.answer.parts import Message, whole_message
 from server.answer.reader import AnswerReader
+from server.answer.tool_choice import CallsGrammar
 from server.schema.tools import FunctionDefinition
 from tests.support.drawing import bundled_table, write
 

@@ -9,12 +9,12 @@ import pydantic_core
 import pytest
 
 from server import json_price
-from server.api import body as bodies
-from server.api.body import read_body
+from server.api import route as bodies
 from server.api.completions.schema import CompletionRequest
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
 from server.api.responses.parse import _content as content_of
 from server.api.responses.schema import ResponsesRequest
+from server.api.route import read_body
 from server.api.tokenize import DetokenizeRequest
 from server.api.vectors.schema import ClassifyRequest, EmbeddingsRequest
 from server.errors import ApiError

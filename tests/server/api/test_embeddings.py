@@ -11,13 +11,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.shared.messages import PoolingParams, RequestOutput
-from engine.shared.pooling import TokenPooling
+from engine.shared.pooling import PoolingSpec, TokenPooling
 from server.config import FrontEndConfig
 from server.config.load import TenantConfig
 from server.errors import ApiError
-from server.generate.pooling.inputs import InputMaker, Length
+from server.generate.pooling import Length, PoolingModel
 from server.limits import MAX_INPUT_TOKENS, MAX_PROMPTS, MAX_VECTOR_NUMBERS
-from server.text.frames import Frames
 from server.text.tokenizer import ServedTokenizer
 from tests.server.conftest import FakeGenerationClient, Http, framed, vector_of
 
@@ -86,8 +85,8 @@ def test_a_large_answer_is_never_whole_in_memory(pooling_http: Pooling) -> None:
 
 
 def test_a_long_text_is_not_copied_for_each_that_it_is_paired_with(backend: Tokenizer) -> None:
-    tokenizer = framed(backend)
-    maker = InputMaker(ServedTokenizer(tokenizer, eos_token_ids=[0]), Frames.of(tokenizer))
+    tokenizer = ServedTokenizer(framed(backend), eos_token_ids=[0])
+    maker = PoolingModel(PoolingSpec(task="embed", pooling="mean", size=1), tokenizer)
     query, documents = "the fox " * 8000, ["a"] * (MAX_PROMPTS - 1)
 
     async def pairs() -> None:

@@ -9,15 +9,20 @@ import pytest
 
 from engine.shared.config import ModelConfig
 from engine.shared.messages import RequestTiming
+from server.answer.formats import AnswerFormats
+from server.answer.tool_choice import ToolUse
 from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, HttpConfig
 from server.config.answer import AnswerConfig
+from server.generate.conversation import rendered
+from server.generate.grammar_check import GrammarCheck
+from server.generate.model import ServedModel
+from server.generate.request import Conversation
 from server.limits import MAX_ECHO
 from server.observe.metrics import FrontEndMetrics
 from server.schema.messages import ChatMessage
 from server.text.chat_template import ChatTemplate
-from server.text.conversation import render_chat
 from server.text.tokenizer import ServedTokenizer
 from tests.server.conftest import Http, tokenizer_with
 
@@ -212,10 +217,9 @@ def test_templates_read_reasoning_by_either_name(sent: str, read: str, tokenizer
     said = ChatMessage.model_validate({"role": "assistant", "content": "x", sent: "hm"})
     template = ChatTemplate("{% for m in messages %}{{ m." + read + " }}{% endfor %}", {})
     reads = ServedTokenizer(tokenizer.backend, eos_token_ids=[0], chat_template=template)
-    text = asyncio.run(
-        render_chat(reads, [said], add_generation_prompt=False, continue_final_message=False)
-    )
-    assert text == "hm"
+    model = ServedModel(reads, AnswerFormats(), GrammarCheck(), None)
+    source = Conversation(messages=[said], add_generation_prompt=False)
+    assert asyncio.run(rendered(source, ToolUse(), model)) == "hm"
 
 
 @pytest.mark.parametrize("options", [None, {"include_usage": True}])

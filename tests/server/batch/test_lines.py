@@ -40,22 +40,20 @@ def test_a_line_that_is_no_json_is_said_to_be_that(line: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "final", "succeeded"),
+    ("response", "outcome"),
     [
-        ({"status_code": 200, "request_id": "r", "body": {}}, True, True),
-        ({"status_code": 400, "request_id": "r", "body": {}}, True, False),
-        ({"status_code": 429, "request_id": "r", "body": {}}, False, False),
-        ({"status_code": 503, "request_id": "r", "body": "x"}, False, False),
-        (None, False, False),
+        ({"status_code": 200, "request_id": "r", "body": {}}, "answered"),
+        ({"status_code": 400, "request_id": "r", "body": {}}, "refused"),
+        ({"status_code": 429, "request_id": "r", "body": {}}, "failed"),
+        ({"status_code": 503, "request_id": "r", "body": "x"}, "failed"),
+        (None, "failed"),
     ],
 )
-def test_only_what_would_not_change_is_final(
-    response: object, final: bool, succeeded: bool
-) -> None:
+def test_what_may_change_with_another_try_has_failed(response: object, outcome: str) -> None:
     line = {"id": "i", "custom_id": "a", "response": response, "error": None}
     result = read_result(json.dumps(line).encode() + b"\n")
     assert result is not None
-    assert (result.final, result.succeeded) == (final, succeeded)
+    assert result.outcome == outcome
 
 
 def test_a_damaged_line_is_no_result() -> None:

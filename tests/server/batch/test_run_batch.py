@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from engine.shared.config import ModelConfig, ParallelConfig, SchedulerConfig
 from server.batch.command import run_batch
 from server.batch.config import BatchConfig, RunBatchConfig
-from server.batch.output import OutputBusy, OutputFile
+from server.batch.lines import OutputBusy, OutputFile
 from server.fleet.own_server import serve_arguments
 from server.router.generation_client import NoEngineAvailable
 

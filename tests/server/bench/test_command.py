@@ -23,7 +23,7 @@ from tests.server.bench.test_summary import record
 def test_a_benchmark_with_failed_requests_fails(
     monkeypatch: pytest.MonkeyPatch, records: list[Record], code: int
 ) -> None:
-    progress = SimpleNamespace(records=records, costs={})
+    progress = SimpleNamespace(records=records, costs=[])
     monkeypatch.setattr(command, "_run", lambda *_: progress)
     monkeypatch.setattr(command, "_print", lambda *_: None)
     assert command.bench(BenchConfig()) == code

@@ -12,7 +12,7 @@ from server.bench.datasets import (
     draw_token_prompts,
     make_prompts,
     read_json_lines_or_text,
-    request_body,
+    request_bodies,
 )
 
 
@@ -119,14 +119,14 @@ def test_an_unusable_dataset_is_refused(tmp_path: Path, name: Any, content: str)
 
 
 def test_request_bodies() -> None:
-    workload = WorkloadConfig(ignore_eos=True, temperature=0.5)
-    body = json.loads(request_body(workload, Prompt([1, 2], 3), "m", chat=False, extra={"x": 1}))
-    assert body == {
+    workload = WorkloadConfig(ignore_eos=True, temperature=0.5, extra_body='{"x": 1}')
+    [body] = request_bodies(workload, [Prompt([1, 2], 3)], "m", chat=False)
+    assert json.loads(body) == {
         "model": "m", "prompt": [1, 2], "max_tokens": 3, "temperature": 0.5, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True}, "x": 1,
     }  # fmt: skip
     plain = WorkloadConfig(stream=False)
-    body = json.loads(request_body(plain, Prompt("hi", 3), "m", chat=True, extra={}))
-    assert body == {
+    [body] = request_bodies(plain, [Prompt("hi", 3)], "m", chat=True)
+    assert json.loads(body) == {
         "model": "m", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 3
     }  # fmt: skip

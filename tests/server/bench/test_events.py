@@ -3,7 +3,7 @@ import random
 import msgspec
 import pytest
 
-from server.bench.events import EventParser, decode_chunk
+from server.bench.client import EventParser, decode_chunk
 
 STREAM = (
     b": a comment\n\n"

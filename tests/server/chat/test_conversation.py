@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from server.chat import command
+from server.chat.command import Conversation, ServerRefused, find_model, stream_answer
 from server.chat.config import ChatConfig, ChatSection
-from server.chat.conversation import Conversation, ServerRefused, find_model, stream_answer
 
 
 def _client(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:

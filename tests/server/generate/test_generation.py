@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from engine.shared.messages import RequestOutput, SamplingParams, TokenLogprob
 from server.api.completions.schema import CompletionRequest
-from server.generate.answer import DeltaSum
 from server.generate.fold import ChoiceFold, Delta, GenerationFailed, PromptEcho
 from server.generate.request import GenerationRequest, Prompt
+from server.generate.run import DeltaSum
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
 from tests.server.tokens import id_of

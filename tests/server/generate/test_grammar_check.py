@@ -10,8 +10,8 @@ import pytest
 from engine.shared.messages import JsonSchemaGrammar, LarkGrammar, RegexGrammar
 from server.errors import ApiError
 from server.generate import grammar_check
-from server.generate.grammar_check import MAX_SHORT, GrammarCheck, GrammarText
-from server.generate.grammar_process import Check, Found
+from server.generate.grammar_check import MAX_SHORT, GrammarCheck
+from server.generate.grammar_process import Check, Found, GrammarText
 from tests.support.waiting import PATIENCE
 
 COSTLY: dict[str, dict[str, Any]] = {

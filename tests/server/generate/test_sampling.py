@@ -12,7 +12,7 @@ from engine.shared.config import ModelConfig
 from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig
-from server.generate.sampling import bad_word_tokens
+from server.generate.specification import bad_word_tokens
 from server.observe.metrics import FrontEndMetrics
 from server.schema.fields import SamplingFields
 from server.text.detokenizer import TokenTable

@@ -16,9 +16,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from engine.shared.messages import RequestOutput, RequestTiming
 from server.api.services import make_services
+from server.api.vectors.pooled_call import UNSAMPLED
 from server.app import build_app
 from server.config import FrontEndConfig
-from server.generate.pooling.run import UNSAMPLED
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import (
     MAX_TRACED_SEQUENCES,

@@ -8,8 +8,12 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from engine.shared.config import ModelConfig
-from server.text.presets import preset_of, presets
-from server.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from server.text.sampling_defaults import (
+    SamplingDefaults,
+    preset_of,
+    presets,
+    read_sampling_defaults,
+)
 from server.text.tokenizer import ServedTokenizer
 
 

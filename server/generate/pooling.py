@@ -1,17 +1,73 @@
 """What vectors are made of: texts, token ids and pairs of texts as whole sequences of token ids."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Self
 
 import msgspec
+from tokenizers import Tokenizer
 
 from engine.shared.pooling import PoolingSpec
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, invalid_field
 from server.limits import MAX_INPUT_TOKENS
-from server.text.frames import Frame, Frames
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer, check_vocabulary
+
+_PROBES = ("a", "b")
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """What stands before a text, between it and a second one, and at the end."""
+
+    before: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    types_from_second: bool = False
+    """Whether tokens from the second text on are of another type than those before."""
+
+    @property
+    def size(self) -> int:
+        """How many tokens they are."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def around(self, first: list[int], second: list[int] | None = None) -> list[int]:
+        """Return a text's tokens, or those of two, with the special ones."""
+        tokens = [*self.before, *first]
+        if second is not None:
+            tokens += [*self.between, *second]
+        return [*tokens, *self.after]
+
+    def second_from(self, first: list[int]) -> int:
+        """Return where the tokens of the second type begin; 0 if there are none."""
+        if not self.types_from_second:
+            return 0
+        return len(self.before) + len(first) + len(self.between)
+
+
+def _frames(backend: Tokenizer) -> tuple[Frame, Frame]:
+    """Return the frames of a text and of a pair; of a tokenizer that is not understood, empty."""
+    first, second = (backend.encode(text, add_special_tokens=False).ids for text in _PROBES)
+    alone = backend.encode(_PROBES[0])
+    at = _find(alone.ids, first, 0)
+    single = Frame()
+    if first and at is not None:
+        single = Frame(tuple(alone.ids[:at]), (), tuple(alone.ids[at + len(first) :]))
+    pair = backend.encode(*_PROBES)
+    begin = _find(pair.ids, first, 0)
+    after = None if begin is None else _find(pair.ids, second, begin + len(first))
+    if not first or not second or begin is None or after is None:
+        return single, Frame()
+    return single, Frame(
+        tuple(pair.ids[:begin]),
+        tuple(pair.ids[begin + len(first) : after]),
+        tuple(pair.ids[after + len(second) :]),
+        types_from_second=pair.type_ids[after] == 1,
+    )
+
+
+def _find(ids: list[int], part: list[int], start: int) -> int | None:
+    places = range(start, len(ids) - len(part) + 1)
+    return next((at for at in places if ids[at : at + len(part)] == part), None)
+
 
 _LONG = 1 << 14
 """Characters of a text that is tokenized by itself, not with others."""
@@ -42,12 +98,29 @@ class Length(msgspec.Struct, frozen=True):
         return token_ids[:keep] if self.keep_beginning else token_ids[len(token_ids) - keep :]
 
 
-class InputMaker:
-    """Makes inputs for one model."""
+class PoolingModel:
+    """The served model as requests for vectors meet it: how it pools, and its inputs.
 
-    def __init__(self, tokenizer: ServedTokenizer, frames: Frames) -> None:
+    Special tokens are found by tokenizing probes, so that texts can be cut to a length before they
+    are framed, and the texts of many pairs be tokenized once.
+    """
+
+    def __init__(self, spec: PoolingSpec, tokenizer: ServedTokenizer) -> None:
+        self.spec = spec
         self._tokenizer = tokenizer
-        self._frames = frames
+        self._single, self._pair = _frames(tokenizer.backend)
+
+    def prompt(self, name: str | None, *fallbacks: str) -> str:
+        """Return the prompt of a name, else the default one, or the first there is of others.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        spec = self.spec
+        if name is not None:
+            return spec.prompts[name]
+        found = next((each for each in fallbacks if each in spec.prompts), spec.default_prompt)
+        return spec.prompts.get(found, "") if found is not None else ""
 
     async def of_texts(
         self, texts: Sequence[str], length: Length, field: str, *, add_special_tokens: bool = True
@@ -57,13 +130,12 @@ class InputMaker:
         Raises:
             ApiError: a text is too long, or has no tokens; `field` is what it is called.
         """
-        frame = self._frames.single if add_special_tokens else Frame()
+        frame = self._single if add_special_tokens else Frame()
         room = length.max_tokens if length.keep is None else length.keep
         if room <= frame.size:
-            raise invalid(
-                f"truncate_prompt_tokens: must be more than the {frame.size} tokens that the model "
-                "adds",
+            raise invalid_field(
                 "truncate_prompt_tokens",
+                f"must be more than the {frame.size} tokens that the model adds",
             )
         found = await self._tokens(texts, length, room - frame.size, field)
         return _checked([PoolingInput(frame.around(ids)) for ids in found], length, field)
@@ -101,12 +173,11 @@ class InputMaker:
         Raises:
             ApiError: a pair is too long; `fields` is what the texts are called.
         """
-        frame = self._frames.pair
+        frame = self._pair
         room = (length.max_tokens if length.keep is None else length.keep) - frame.size
         if room < 2:
-            raise invalid(
-                f"truncate_prompt_tokens: the {frame.size} tokens the model adds leave no room",
-                "truncate_prompt_tokens",
+            raise invalid_field(
+                "truncate_prompt_tokens", f"the {frame.size} tokens the model adds leave no room"
             )
         left = await self._tokens(firsts, length, room, fields[0])
         right = await self._tokens(seconds, length, min(room, most_of_second or room), fields[1])
@@ -125,11 +196,7 @@ class InputMaker:
     async def _tokens(
         self, texts: Sequence[str], length: Length, room: int, field: str
     ) -> list[list[int]]:
-        """Return the tokens of texts without special ones: short ones together, long ones alone.
-
-        Raises:
-            ApiError: they are too many; the rest is not looked at.
-        """
+        """Return the tokens of texts without special ones: short ones together, long ones alone."""
         short = [text for text in texts if len(text) <= _LONG]
         each = self._tokenizer.encode_each_async(short, add_special_tokens=False)
         found, total = [], 0
@@ -138,56 +205,26 @@ class InputMaker:
                 if len(text) <= _LONG:
                     token_ids = await anext(encoded)
                 else:
-                    token_ids = await self._long(text, length, room, _name(field, index, texts))
+                    try:
+                        token_ids, _ = await encode_prompt(
+                            self._tokenizer,
+                            text,
+                            add_special_tokens=False,
+                            longest=length.max_tokens,
+                            keep=None if length.keep is None else room,
+                            keep_beginning=length.keep_beginning,
+                        )
+                    except TextTooLong as error:
+                        name = _name(field, index, texts)
+                        raise _too_long(name, str(error), length.max_tokens) from error
                 found.append(token_ids if length.keep is None else length.cut(token_ids, room))
                 total += len(found[-1])
                 if total > MAX_INPUT_TOKENS:
                     raise _too_many(field, total)
         return found
 
-    async def _long(self, text: str, length: Length, room: int, name: str) -> list[int]:
-        try:
-            token_ids, _ = await encode_prompt(
-                self._tokenizer,
-                text,
-                add_special_tokens=False,
-                longest=length.max_tokens,
-                keep=None if length.keep is None else room,
-                keep_beginning=length.keep_beginning,
-            )
-        except TextTooLong as error:
-            raise too_long(name, str(error), length.max_tokens) from error
-        return token_ids
 
-
-class PoolingModel(msgspec.Struct, frozen=True):
-    """The served model as requests for vectors meet it: how it pools, and what makes its inputs."""
-
-    spec: PoolingSpec
-    inputs: InputMaker
-
-    @classmethod
-    def of(cls, spec: PoolingSpec | None, tokenizer: ServedTokenizer) -> Self | None:
-        """Return the model; None if it generates."""
-        if spec is None:
-            return None
-        return cls(spec, InputMaker(tokenizer, Frames.of(tokenizer.backend)))
-
-    def prompt(self, name: str | None, *fallbacks: str) -> str:
-        """Return the prompt of a name, else the default one, or the first there is of others.
-
-        Raises:
-            KeyError: there is none of that name.
-        """
-        spec = self.spec
-        if name is not None:
-            return spec.prompts[name]
-        found = next((each for each in fallbacks if each in spec.prompts), spec.default_prompt)
-        return spec.prompts.get(found, "") if found is not None else ""
-
-
-def too_long(name: str, what: str, max_tokens: int) -> ApiError:
-    """An input is longer than the model takes (400)."""
+def _too_long(name: str, what: str, max_tokens: int) -> ApiError:
     return invalid(
         f"{name}: this model takes at most {max_tokens} tokens, but {what}; shorten it or set "
         "truncate_prompt_tokens",
@@ -219,7 +256,7 @@ def _checked(inputs: list[PoolingInput], length: Length, field: str) -> list[Poo
         if not count:
             raise invalid(f"{name}: must not be empty", field)
         if count > length.max_tokens:
-            raise too_long(name, f"it has {count}", length.max_tokens)
+            raise _too_long(name, f"it has {count}", length.max_tokens)
         total += count
     if total > MAX_INPUT_TOKENS:
         raise _too_many(field, total)
@@ -227,13 +264,12 @@ def _checked(inputs: list[PoolingInput], length: Length, field: str) -> list[Poo
 
 
 def _too_many(field: str, count: int) -> ApiError:
-    return invalid(
-        f"{field}: {count} tokens in all are more than the {MAX_INPUT_TOKENS} that a request "
-        "may have; send several requests",
+    return invalid_field(
         field,
+        f"{count} tokens in all are more than the {MAX_INPUT_TOKENS} that a request "
+        "may have; send several requests",
     )
 
 
-def _name(field: str, index: int, items: Sequence[object] | Iterable[object]) -> str:
-    several = isinstance(items, Sequence) and len(items) > 1
-    return f"{field}[{index}]" if several else field
+def _name(field: str, index: int, items: Sequence[object]) -> str:
+    return f"{field}[{index}]" if len(items) > 1 else field

@@ -3,17 +3,19 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from server.errors import invalid, too_complex
+from server.answer.tool_choice import ToolUse
+from server.errors import invalid, invalid_field, too_complex
+from server.generate.model import ServedModel
+from server.generate.request import Conversation
 from server.json_price import Price, TooCostly, price
 from server.schema.body import JsonObject
 from server.schema.messages import ChatMessage, MediaPart, RefusalPart
-from server.text.chat_template import RESERVED_ARGUMENTS, Rendering, TemplateFailed
+from server.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, Rendering, TemplateFailed
 from server.text.placeholders import IMAGE, PART
-from server.text.request_templates import RequestTemplates
-from server.text.tokenizer import ServedTokenizer
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape in JSON that may be half of a surrogate pair."""
@@ -23,50 +25,25 @@ costs a template more time than their length."""
 _ONLY_ASSISTANTS = "only messages of assistants may have a refusal"
 
 
-ToolInjector = Callable[..., list[JsonObject]]
-"""Adds tools to messages, as `server.answer.injection.told` does."""
-
-
 def _pieces(message: ChatMessage) -> int:
     parts = len(message.content) if isinstance(message.content, list) else 0
     return 1 + parts + 4 * len(message.tool_calls or ())
 
 
-async def render_chat(
-    tokenizer: ServedTokenizer,
-    messages: Sequence[ChatMessage],
-    *,
-    template: str | None = None,
-    templates: RequestTemplates | None = None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool,
-    tools: list[JsonObject] | None = None,
-    told: ToolInjector | None = None,
-    documents: list[JsonObject] | None = None,
-    arguments: JsonObject | None = None,
-    images: Collection[int] = (),
-) -> str:
+async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> str:
     """Return the text of a conversation; much of it is rendered beside the event loop.
 
-    What clients wrote is hidden in it as far as it would stand for images (`Placeholders`).
-
-    Args:
-        tokenizer: has the model's template.
-        messages: the conversation.
-        template: what the request has instead, which `templates` render.
-        templates: None where no request may have one.
-        told: puts tools, calls and results into the messages, for a template that knows none.
-        add_generation_prompt: and the others but the last are arguments of templates.
-        images: the `id` of each part of a message that is an image for the model.
+    `tools` are those that the template shows. What clients wrote is hidden in the text as far as
+    it would stand for images (`Placeholders`).
 
     Raises:
         ApiError: there is no template, or it does not accept the conversation.
     """
-    own = tokenizer.chat_template
+    messages, template = source.messages, source.template
+    own, templates = model.tokenizer.chat_template, model.templates
     if template is not None and templates is None:
-        raise invalid(
-            "chat_template: the server runs without --trust-request-chat-template",
-            "chat_template",
+        raise invalid_field(
+            "chat_template", "the server runs without --trust-request-chat-template"
         )
     if template is None and own is None:
         raise invalid(
@@ -74,71 +51,134 @@ async def render_chat(
             "--chat-template FILE.",
             "messages",
         )
-    _check_options(arguments, add_generation_prompt, continue_final_message)
-    begins_turn = add_generation_prompt
-    if begins_turn is None:
-        begins_turn = not continue_final_message
-
-    placeholders = tokenizer.placeholders
-    hide = _as_it_is if placeholders is None else placeholders.hide
-
-    def attempts() -> list[Rendering]:
-        _check_arguments(messages)
-        shown_tools = hide(tools)
-        turns = [_turn(message, index, images, hide) for index, message in enumerate(messages)]
-        knows_tools = told is None or not tools or (template is not None and "tools" in template)
-        shown: list[tuple[list[JsonObject], list[JsonObject] | None]] = []
-        for form in _forms(turns):
-            if knows_tools or told is None or not shown_tools:
-                shown.append((form, shown_tools or None))
-            else:  # many take no system message
-                shown += [
-                    (told(form, shown_tools, in_system=in_system), None)
-                    for in_system in (True, False)
-                ]
-        return [
-            Rendering(
-                messages=each,
-                add_generation_prompt=begins_turn,
-                continue_final_message=continue_final_message,
-                tools=tools_shown,
-                documents=hide(documents),
-                arguments=hide(arguments),
-                images=bool(images),
-            )
-            for each, tools_shown in shown
-        ]
-
-    many = sum(map(_pieces, messages)) + len(documents or ()) > _INLINE_PIECES
-    try:
-        if template is not None and templates is not None:
-            prepared = await asyncio.to_thread(attempts) if many else attempts()
-            return await templates.render(template, prepared)
-        assert own is not None
-        if many:
-            return await asyncio.to_thread(lambda: own.render(*attempts()))
-        return own.render(*attempts())
-    except TemplateFailed as error:
-        field = "messages" if template is None else "chat_template"
-        raise invalid(f"{field}: {error}", field) from error
-
-
-def _check_options(
-    arguments: JsonObject | None, add_generation_prompt: bool | None, continue_final_message: bool
-) -> None:
-    """Refuse options that exclude each other, and arguments that are fields of requests."""
-    if add_generation_prompt and continue_final_message:
-        raise invalid(
-            "continue_final_message: not together with add_generation_prompt",
-            "continue_final_message",
-        )
-    reserved = RESERVED_ARGUMENTS.intersection(arguments or ())
+    if source.add_generation_prompt and source.continue_final_message:
+        raise invalid_field("continue_final_message", "not together with add_generation_prompt")
+    reserved = RESERVED_ARGUMENTS.intersection(source.template_arguments or ())
     if reserved:
-        name = min(reserved)
         raise invalid(
-            f"chat_template_kwargs.{name}: set this as a field of the request",
+            f"chat_template_kwargs.{min(reserved)}: set this as a field of the request",
             "chat_template_kwargs",
         )
+    attempts = partial(_attempts, source, tools, model)
+    many = sum(map(_pieces, messages)) + len(source.documents or ()) > _INLINE_PIECES
+    try:
+        if template is not None and templates is not None:
+            forms = await asyncio.to_thread(attempts) if many else attempts()
+            text = await templates.render(template, forms)
+        else:
+            assert own is not None
+            render = partial(_render, own, attempts)
+            text = await asyncio.to_thread(render) if many else render()
+    except TemplateFailed as error:
+        field = "messages" if template is None else "chat_template"
+        raise invalid_field(field, str(error)) from error
+    if source.images and model.images is not None:
+        text = model.images.prompt_text(text, source.shown_images)
+    return text
+
+
+def _render(own: ChatTemplate, attempts: Callable[[], list[Rendering]]) -> str:
+    return own.render(*attempts())
+
+
+def _attempts(source: Conversation, tools: ToolUse, model: ServedModel) -> list[Rendering]:
+    """Return the forms of a conversation that a template may accept, in this order."""
+    messages, template, images = source.messages, source.template, source.images
+    placeholders = model.tokenizer.placeholders
+    hide = _as_it_is if placeholders is None else placeholders.hide
+    _check_arguments(messages)
+    shown_tools = hide(tools.shown)
+    turns = [_turn(message, index, images, hide) for index, message in enumerate(messages)]
+    knows_tools = not model.formats.tells_tools or (template is not None and "tools" in template)
+    shown: list[tuple[list[JsonObject], list[JsonObject] | None]] = []
+    for form in _forms(turns):
+        if knows_tools or not shown_tools:
+            shown.append((form, shown_tools or None))
+        else:  # many take no system message
+            for in_system in (True, False):
+                shown.append((told(form, shown_tools, in_system=in_system), None))
+    begins_turn = source.add_generation_prompt
+    return [
+        Rendering(
+            messages=each,
+            add_generation_prompt=(
+                not source.continue_final_message if begins_turn is None else begins_turn
+            ),
+            continue_final_message=source.continue_final_message,
+            tools=tools_shown,
+            documents=hide(source.documents),
+            arguments=hide(source.template_arguments),
+            images=bool(images),
+        )
+        for each, tools_shown in shown
+    ]
+
+
+_INSTRUCTION = """You can call functions. Each is described by one line of JSON:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and arguments as JSON between these tags:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"the parameter": "its value"}}}}
+</tool_call>
+The result comes back between <tool_response> and </tool_response>."""
+
+
+def told(
+    turns: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    in_system: bool = True,
+) -> list[dict[str, Any]]:
+    """Return a conversation in which tools, calls and results are texts.
+
+    Args:
+        turns: messages as templates expect them, arguments of calls as objects.
+        tools: what the request offers, as the client sent it.
+        in_system: tell of the tools in the system message; else, for templates that take none, in
+            the first message of the user.
+    """
+    plain = _as_texts(turns)
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    instruction = _INSTRUCTION.format(tools=lines)
+    role = "system" if in_system else "user"
+    for turn in plain:
+        if turn["role"] == role or (in_system and turn["role"] == "developer"):
+            before = turn["content"]
+            whole = (before, instruction) if in_system else (instruction, before)
+            turn["content"] = "\n\n".join(filter(None, whole))
+            return plain
+    return [{"role": role, "content": instruction}, *plain]
+
+
+def _as_texts(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without calls; results of tools are the user's, in one message each time.
+
+    Many templates want the user and the assistant to alternate.
+    """
+    plain: list[dict[str, Any]] = []
+    of_tool = False
+    for turn in turns:
+        after_tool, of_tool = of_tool, turn["role"] == "tool"
+        text = turn.get("content") or ""
+        if of_tool:
+            text = f"<tool_response>\n{text}\n</tool_response>"
+        joins = of_tool or (after_tool and turn["role"] == "user")
+        if joins and plain and plain[-1]["role"] == "user":
+            plain[-1]["content"] += f"\n{text}"
+            continue
+        role = "user" if of_tool else turn["role"]
+        calls = []
+        for call in turn.get("tool_calls", ()):
+            name, arguments = json.dumps(call["function"]["name"]), call["function"]["arguments"]
+            if not isinstance(arguments, str):  # text: what a model once wrote instead of JSON
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            written = f'{{"name": {name}, "arguments": {arguments}}}'
+            calls.append(f"<tool_call>\n{written}\n</tool_call>")
+        kept = {key: value for key, value in turn.items() if key != "tool_calls"}
+        plain.append({**kept, "role": role, "content": "\n".join(filter(None, [text, *calls]))})
+    return plain
 
 
 def said_last(messages: Sequence[ChatMessage]) -> str:
@@ -165,7 +205,7 @@ def image_parts(
             if isinstance(part, MediaPart) and part.url is not None:
                 field = f"messages[{index}].content[{place}]"
                 if message.role == "assistant":
-                    raise invalid(f"{field}: assistants send no images", field)
+                    raise invalid_field(field, "assistants send no images")
                 found.append((message, field, part))
     return found
 
@@ -191,7 +231,7 @@ def _turn(
     """Return a message as templates expect it: text parts joined, tool arguments as objects."""
     field = f"messages[{index}]"
     if message.function_call is not None:
-        raise invalid(f"{field}.function_call: use tool_calls instead", f"{field}.function_call")
+        raise invalid_field(f"{field}.function_call", "use tool_calls instead")
     turn = message.model_dump(exclude_none=True)
     turn["content"] = _content(message, field, images, hide)
     turn.pop("refusal", None)
@@ -245,12 +285,11 @@ def _content(
     """
     content, is_assistant = message.content, message.role == "assistant"
     if message.refusal is not None and not is_assistant:
-        raise invalid(f"{field}.refusal: {_ONLY_ASSISTANTS}", f"{field}.refusal")
+        raise invalid_field(f"{field}.refusal", f"{_ONLY_ASSISTANTS}")
     if content is None:
         if message.role not in ("assistant", "tool", "function"):
-            raise invalid(
-                f"{field}.content: may only be absent from messages of assistants and tools",
-                f"{field}.content",
+            raise invalid_field(
+                f"{field}.content", "may only be absent from messages of assistants and tools"
             )
         return str(hide(message.refusal or ""))
     if isinstance(content, str):
@@ -261,7 +300,7 @@ def _content(
         if isinstance(part, RefusalPart):
             if not is_assistant:
                 place = f"{field}.content[{index}]"
-                raise invalid(f"{place}: {_ONLY_ASSISTANTS}", place)
+                raise invalid_field(place, f"{_ONLY_ASSISTANTS}")
             texts.append(hide(part.refusal))
         elif id(part) in images:
             has_images = True
@@ -269,7 +308,7 @@ def _content(
         elif isinstance(part, MediaPart):
             if message.role not in ("tool", "function"):
                 place = f"{field}.content[{index}]"
-                raise invalid(f"{place}: {_why_not(part, hide)}; send no {part.type}", place)
+                raise invalid_field(place, f"{_why_not(part, hide)}; send no {part.type}")
             texts.append(f"[{part.type} omitted: {_why_not(part, hide)}]")
         else:
             texts.append(hide(part.text))

@@ -1,1 +1,0 @@
-"""From texts to what engines make vectors of, and their vectors."""
