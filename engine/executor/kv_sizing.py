@@ -8,7 +8,7 @@ import torch
 from engine.executor.leader import TeamLeader
 from engine.models.decoder import Decoder
 from engine.models.heads.head import DraftHead
-from engine.models.parallel.exchange import MirrorGroup
+from engine.models.parallel.experts import MirrorGroup
 from engine.runner.kv_memory import available_memory, bytes_per_block, count_blocks
 from engine.runner.memory_profile import profiled_memory
 from engine.scheduler.block_table import CacheShape

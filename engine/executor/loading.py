@@ -18,8 +18,7 @@ from engine.models.decoder import Decoder
 from engine.models.fallback.choice import implementation
 from engine.models.fallback.loading import load_fallback
 from engine.models.formats.checkpoint import Checkpoint
-from engine.models.formats.files import TensorFiles
-from engine.models.formats.fingerprint import computed_fingerprint
+from engine.models.formats.files import TensorFiles, computed_fingerprint
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.heads.head import DraftHead
 from engine.models.hf_config import read_config, read_spec

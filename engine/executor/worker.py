@@ -56,8 +56,7 @@ from engine.models.formats.files import TensorFiles
 from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
-from engine.models.parallel.exchange import MirrorGroup
-from engine.models.parallel.experts import ExpertsLost
+from engine.models.parallel.experts import ExpertsLost, MirrorGroup
 from engine.models.step import ImageTokens, StepTokens
 from engine.runner.host_memory import keep_freed_memory
 from engine.runner.kv_memory import (

@@ -24,7 +24,7 @@ from engine.executor.worker import Worker
 from engine.models.decoder import Decoder
 from engine.models.moe import run_experts
 from engine.models.parallel import experts
-from engine.models.parallel.exchange import MirrorGroup
+from engine.models.parallel.experts import MirrorGroup
 from engine.runner.kv_memory import bytes_per_block
 from engine.runner.memory_profile import MemoryTrial, free_for_cache
 from engine.shared.config import (
