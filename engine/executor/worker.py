@@ -29,6 +29,7 @@ from engine.executor.layout import Layout
 from engine.executor.loading import LoadedModel, load_model, set_threads, take_device
 from engine.executor.step_thread import StepThread
 from engine.executor.team_messages import (
+    GROUP_TIMEOUT,
     Allocate,
     BeginTrial,
     Command,
@@ -74,9 +75,6 @@ from engine.shared.lifeline import CANNOT_START, FrameReader, Lifeline, pack_fra
 from engine.shared.logs import name_process
 
 logger = logging.getLogger(__name__)
-
-GROUP_TIMEOUT = 120.0
-"""Seconds that the processes of an engine wait for each other inside a step."""
 
 _SENT_AHEAD = 16
 """Steps whose states may be on their way to the next stage: more than are ever in flight."""
