@@ -203,19 +203,17 @@ class NodeLinks:
         if now >= self._next_alive:
             self._next_alive = now + self._interval
             self._transport.mend()
-            self._say_alive()
+            alive = Alive(self._session, self._patience)
+            nodes = self._nodes.values()
+            gone = [node for node in nodes if not self._send(node.identity, alive)]
+            if gone:
+                self._listen()  # to what they said last
+            for number in [number for number, node in self._nodes.items() if node in gone]:
+                self._lost(number, "its connection has ended")
 
     def _listen(self) -> None:
         while (received := self._inbox.receive()) is not None:
             self._handle(*received)
-
-    def _say_alive(self) -> None:
-        alive = Alive(self._session, self._patience)
-        gone = [node for node in self._nodes.values() if not self._send(node.identity, alive)]
-        if gone:
-            self._listen()  # to what they said last
-        for number in [number for number, node in self._nodes.items() if node in gone]:
-            self._lost(number, "its connection has ended")
 
     def _read(self, descriptor: int) -> None:
         if descriptor == self._wake:

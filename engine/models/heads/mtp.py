@@ -72,7 +72,9 @@ def load_mtp(
         prefix + "shared_head.norm.weight": (hidden,),
     }
     # Most checkpoints store these a second time.
-    copies = dict.fromkeys((prefix + "embed_tokens.weight", head), (spec.vocab_size, hidden))
+    copies: Layout = dict.fromkeys(
+        (prefix + "embed_tokens.weight", head), (spec.vocab_size, hidden)
+    )
     checkpoint = SafetensorsCheckpoint(directory, spec, extra=around, optional=copies)
     loader = DecoderLoader(
         spec,
