@@ -70,7 +70,8 @@ def compare_products(rounds: int) -> Iterator[Pair]:
     """Compare products of several matrices with each number of rows."""
     import torch
 
-    from engine.models.products.dense import PackedLinear, has_product_kernel
+    from engine.kernels.registry import has_product_kernel
+    from engine.models.products.dense import PackedLinear
 
     if not has_product_kernel():
         return
@@ -98,16 +99,17 @@ def compare_attention(rounds: int) -> tuple[list[Pair], list[Pair]]:
 
     from engine.kernels.cpu.avx512 import has_pairs
     from engine.kernels.processor import float32_is_faster
+    from engine.models.attention.interface import Heads
     from engine.models.attention.paged import PagedAttention
     from engine.models.attention.patches import PatchAttention
     from engine.models.attention.rows import AttentionRows
 
-    heads: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    heads = Heads(HEADS, KV_HEADS, HEAD_DIM)
     dtype = torch.bfloat16
-    stock = PagedAttention(**heads, dtype=dtype, device=torch.device("cpu"))
+    stock = PagedAttention(heads, dtype=dtype, device=torch.device("cpu"))
     if not has_pairs() or float32_is_faster():
         return [], []
-    kernel = PatchAttention(**heads, scale=None)
+    kernel = PatchAttention(heads)
 
     def compare(name: str, rows: int, starts: int, count: int) -> Pair:
         blocks = -(-(starts + count) // BLOCK_SIZE)

@@ -2,8 +2,7 @@
 
 import importlib
 
-from engine.executor.binding import sharers
-from engine.executor.environment import settle_environment
+from engine.executor.environment import settle_environment, sharers
 from engine.shared.template import TemplateLaunch, run
 
 LOADED = ("engine.process.main", "engine.executor.in_process")

@@ -165,7 +165,7 @@ def test_no_duration_is_taken_from_a_clock_that_jumps() -> None:
         (
             "engine.process.main, engine.executor.in_process",
             "transformers llguidance fastapi pydantic tokenizers huggingface_hub ray sympy numba "
-            "torch._dynamo torch._inductor engine.executor.multi_process "
+            "torch._dynamo torch._inductor "
             "engine.executor.encoding engine.executor.simulated",
         ),
         (

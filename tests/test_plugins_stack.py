@@ -28,7 +28,7 @@ import msgspec
 
 from engine.core.engine_core import EngineCore
 from engine.executor.simulated import SimulatedExecutor
-from engine.models.families import qwen3_moe
+from engine.models.families import qwen
 
 
 class Simulated(EngineCore):
@@ -43,7 +43,7 @@ class Simulated(EngineCore):
 
 
 PLAYS = msgspec.structs.replace(
-    qwen3_moe.FAMILY, architectures=("PlaysForCausalLM",), reads_as="Qwen3MoeForCausalLM"
+    qwen.QWEN_3_MOE, architectures=("PlaysForCausalLM",), reads_as="Qwen3MoeForCausalLM"
 )
 
 

@@ -1,4 +1,4 @@
-"""Runs the model in the engine's own process: in the caller's thread, or in one beside it."""
+"""Runs the model in the engine's own process, with worker processes where it is divided."""
 
 import logging
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from engine.batch.executor import CannotDo, ExecutorInfo, GroupExecutor, Pending
 from engine.batch.weight_transfer import SentTensors, WeightTransfer
 from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
-from engine.distributed.spec import GroupSpec
+from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.draft_loading import draft_price, load_draft
 from engine.executor.held_model import HeldModel
 from engine.executor.kv_sizing import KvSizing
-from engine.executor.leader import TeamLeader
+from engine.executor.leader import TeamLeader, TeamStep
 from engine.executor.loading import (
     LoadedModel,
     load_model,
@@ -28,14 +28,22 @@ from engine.executor.loading import (
 )
 from engine.executor.pipelining import PipelinedSteps
 from engine.executor.step_thread import StepThread
-from engine.executor.team_messages import SettleWeights
+from engine.executor.team import Team, UnlikeWorkers
+from engine.executor.team_messages import (
+    Allocate,
+    JoinGroup,
+    PrepareGroup,
+    SettleWeights,
+    Sleep,
+    StartProfile,
+    StopProfile,
+)
 from engine.grammar.masks import GrammarTable, grammar_table
 from engine.kernels.processor import row_price
 from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
 from engine.lora.weights import adapter_weights
 from engine.models.adapters import AdapterWeights
-from engine.models.decoder import Decoder
 from engine.models.formats.files import CheckpointError, TensorFiles
 from engine.models.formats.quantized.scheme import read_scheme
 from engine.models.hf_config import read_config, read_spec
@@ -57,10 +65,13 @@ logger = logging.getLogger(__name__)
 
 
 class InProcessExecutor(GroupExecutor):
-    """Executor that computes in the engine's own process.
+    """Executor that computes in the engine's own process, alone or with the workers of a team.
 
     Where steps overlap they run in a thread of their own and `submit` returns at once (torch
     releases the GIL while it computes); else `submit` returns when the step is done.
+
+    Plans, tokens and all else about requests stay in this process. Workers have a part of each
+    layer, or other layers, and the KV cache of what they have.
     """
 
     def __init__(
@@ -69,17 +80,19 @@ class InProcessExecutor(GroupExecutor):
         rank: int = 0,
         engines_on_node: int = 1,
         progress: Callable[[str], None] | None = None,
-        leader: TeamLeader | None = None,
+        team: Team | None = None,
     ) -> None:
-        """Load the model and size the KV cache.
+        """Load the model, in all processes if there are several, and size the KV cache.
 
         Args:
             rank: picks the experts that this engine holds first, where they are shared out.
             engines_on_node: how many engines share the node's processors and memory.
             progress: is told what happens now, in words for people.
-            leader: leads the processes that hold the other parts of the model.
+            team: the processes that hold the other parts of the model; taken over.
 
         Raises:
+            WorkerFailed: a worker cannot start.
+            UnlikeWorkers: a worker has another kind of device, or other weights.
             ModelNotFound: there is no such model.
             UnsupportedModel: the model's config asks for something that is not implemented.
             CheckpointError: the weights do not fit the config.
@@ -87,10 +100,26 @@ class InProcessExecutor(GroupExecutor):
         """
         self._config = config
         self._report = progress or logger.info
+        self._leader: TeamLeader | None = None
+        try:
+            self._start(rank, engines_on_node, team)
+        except BaseException as error:
+            if self._leader is not None:
+                self._leader.close()
+            elif team is not None:
+                team.close()
+            if team is not None and isinstance(error, CannotDo):
+                raise UnlikeWorkers(str(error)) from error
+            raise
+
+    def _start(self, rank: int, engines_on_node: int, team: Team | None) -> None:
+        config = self._config
+        self._device = take_device(config)
+        if team is not None:
+            self._leader = TeamLeader(config, team, self._device)
+        leader = self._leader
         set_threads(config, engines_on_node)
         processes = config.parallel.processes_on_node
-        self._device = take_device(config)
-        self._leader = leader
         self._shard = None
         if leader is not None and config.parallel.tensor_parallel_size > 1:
             self._shard = Shard(leader.group, leader)
@@ -120,7 +149,12 @@ class InProcessExecutor(GroupExecutor):
         )
         self.adapters: AdapterStore[AdapterWeights] | None = None
         if config.lora.enable_lora:
-            self.adapters = _adapter_store(config, model)
+            modules = AdaptableModules(
+                read_spec(model_directory(config.model, weights=False)),
+                experts_here=not config.parallel.enable_expert_parallel,
+            )
+            convert = partial(adapter_weights, dtype=model.dtype)
+            self.adapters = AdapterStore(modules, config.lora.max_lora_rank, convert)
         self._runner: ModelRunner | None
         self._pipelined: PipelinedSteps | None
         self._run_with(loaded)
@@ -139,7 +173,11 @@ class InProcessExecutor(GroupExecutor):
         if self._held.place is None or loaded_whole:
             raise CannotDo("only --enable-expert-parallel and a model with experts form groups")
         place = GroupPlace(position, size)
+        if self._leader is not None:
+            self._leader.team.tell(PrepareGroup(position, size))
         self._steps.call(partial(self._held.move, place, self._num_shards))
+        if self._leader is not None:
+            self._leader.wait()
 
     def join_group(self, spec: GroupSpec, listener: socket | None) -> EngineGroup:
         """Meet the other engines and take steps with them from now on.
@@ -148,11 +186,26 @@ class InProcessExecutor(GroupExecutor):
 
         Raises:
             GroupBroken: not everybody came.
+            WorkerFailed: a worker has died.
         """
         assert self._held.place == GroupPlace(spec.rank, spec.size), "another place was prepared"
-        group = join_engines(spec, self._device, listener, shards=self._num_shards)
+        leader = self._leader
+        if leader is not None:
+            leader.team.tell(JoinGroup(spec))
+        try:
+            group = join_engines(spec, self._device, listener, shards=self._num_shards)
+        except GroupBroken:
+            if leader is not None:
+                leader.team.collect()
+            raise
         self._steps.regroup()
         self._held.share_experts(group.processes)
+        try:
+            if leader is not None:
+                leader.wait()
+        except CannotDo as error:
+            group.close()
+            raise GroupBroken(str(error)) from error
         return group
 
     @property
@@ -162,18 +215,36 @@ class InProcessExecutor(GroupExecutor):
 
     @property
     def block_format(self) -> str:
-        """Shape and type of a block of the KV cache; it may not sleep, as in the two below."""
+        """Shape and type of a block of the KV cache; it may not sleep, as in the two below.
+
+        Where shards have a part each: of such a part, and how many there are.
+        """
         assert self._runner is not None
-        return self._runner.block_format
+        own = self._runner.block_format
+        return own if self._leader is None else f"{self._leader.group.size} parts of {own}"
 
     def read_block(self, block_id: int) -> bytes:
-        """Return what a block of the KV cache holds; no step may write to it."""
+        """Return what a block of the KV cache holds; no step may write to it.
+
+        With workers, their parts follow this process's, and it waits for the steps in flight.
+
+        Raises:
+            WorkerFailed: a worker has died.
+        """
         assert self._runner is not None
-        return self._runner.read_block(block_id)
+        content = self._runner.read_block(block_id)
+        if self._leader is None:
+            return content
+        return self._between_steps(partial(self._leader.read_block, block_id, content))
 
     def write_block(self, block_id: int, content: bytes) -> None:
-        """Replace what a block holds by what another one held; no step may use it."""
+        """Replace what a block holds by what another one held; no step may use it.
+
+        With workers it waits and raises as `read_block` does.
+        """
         assert self._runner is not None
+        if self._leader is not None:
+            content = self._between_steps(partial(self._leader.write_block, block_id, content))
         self._runner.write_block(block_id, content)
 
     def submit(self, plan: BatchPlan) -> PendingResult:
@@ -186,18 +257,24 @@ class InProcessExecutor(GroupExecutor):
         if runner is None:
             state = "was shut down" if self._was_shut_down else "sleeps"
             raise RuntimeError(f"the executor {state}")
+        pending: PendingResult
         if self._pipelined is not None:
-            return self._pipelined.submit(plan)
-        return self._steps.submit(runner.run, plan)
+            pending = self._pipelined.submit(plan)
+        else:
+            pending = self._steps.submit(runner.run, plan)
+        return pending if self._leader is None else TeamStep(pending, self._leader.team)
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, at level 2 the weights too.
+        """Free the KV cache, at level 2 the weights too, in all processes.
 
         At level 1 the weights of an accelerator wait in the host's memory; where that has no room
-        for them they are freed and read again from the checkpoint's files.
+        for them they are freed and read again from the checkpoint's files. Workers have all again
+        when `wake_up` allocates the KV cache.
         """
         self._runner = self._pipelined = None
         self._held.sleep(level)
+        if self._leader is not None:
+            self._leader.call(Sleep(level))
 
     def wake_up(self, *, kv_cache: bool = True) -> None:
         """Load the weights again if they are gone, and allocate the KV cache if it is wanted.
@@ -220,8 +297,10 @@ class InProcessExecutor(GroupExecutor):
         """Compute with another checkpoint from now on, with an empty KV cache.
 
         Raises:
-            CannotDo: it cannot be loaded, or has another shape.
+            CannotDo: it cannot be loaded, or has another shape, or there are workers.
         """
+        if self._leader is not None:
+            raise CannotDo("weights are replaced in engines of one process only")
         self._replace_weights(replace(self._config.model, model=model, revision=revision))
 
     def weight_transfer(self) -> WeightTransfer:
@@ -326,13 +405,20 @@ class InProcessExecutor(GroupExecutor):
     def start_profile(self) -> None:
         """Begin to record what steps do; raises as `StepThread.start_profile`."""
         self._steps.start_profile()
+        if self._leader is not None:
+            self._leader.call(StartProfile())
 
     def stop_profile(self, path: Path) -> None:
-        """End the recording and write its trace; raises as `StepThread.stop_profile`."""
+        """End the recording and write its trace; raises as `StepThread.stop_profile`.
+
+        Workers put `-rank-N` into the names of theirs.
+        """
         self._steps.stop_profile(path)
+        if self._leader is not None:
+            self._leader.call(StopProfile(str(path)))
 
     def shutdown(self) -> None:
-        """Free the model and the KV cache."""
+        """Free the model and the KV cache, and end the workers."""
         self._was_shut_down = True
         self._steps.shutdown()
         if self.grammars is not None:
@@ -343,6 +429,16 @@ class InProcessExecutor(GroupExecutor):
             self._transfer.leave()
         self._runner = self._pipelined = self._kept = None
         self._held.close()
+        if self._leader is not None:
+            self._leader.close()
+
+    def _between_steps(self, exchange: Callable[[], bytes]) -> bytes:
+        """Call a function that tells the workers something, which steps do too."""
+        assert self._leader is not None
+        try:
+            return self._steps.call(exchange)
+        except GroupBroken as error:
+            raise self._leader.team.failure() from error
 
     def _load(
         self, place: GroupPlace | None, balance: ExpertBalance | None, sent: TensorFiles | None
@@ -422,7 +518,7 @@ class InProcessExecutor(GroupExecutor):
         """Allocate an empty KV cache, and have steps computed with it."""
         model, pooling = loaded.model, loaded.pooling
         if self._leader is not None:
-            self._leader.allocate(self.info.num_kv_blocks, self.info.model_fingerprint)
+            self._leader.call(Allocate(self.info.num_kv_blocks, self.info.model_fingerprint))
         self._runner = ModelRunner(
             model,
             max_num_seqs=self._config.scheduler.max_num_seqs,
@@ -441,12 +537,3 @@ class InProcessExecutor(GroupExecutor):
         self._pipelined = None
         if self._num_stages > 1 and self._steps.pool is not None:
             self._pipelined = PipelinedSteps(self._runner, self._steps.pool)
-
-
-def _adapter_store(config: EngineConfig, model: Decoder) -> AdapterStore[AdapterWeights]:
-    modules = AdaptableModules(
-        read_spec(model_directory(config.model, weights=False)),
-        experts_here=not config.parallel.enable_expert_parallel,
-    )
-    convert = partial(adapter_weights, dtype=model.dtype)
-    return AdapterStore(modules, config.lora.max_lora_rank, convert)

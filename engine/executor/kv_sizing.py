@@ -6,9 +6,10 @@ import msgspec
 import torch
 
 from engine.executor.leader import TeamLeader
+from engine.executor.team_messages import BeginTrial, EndTrial
 from engine.models.decoder import Decoder
 from engine.models.heads.head import DraftHead
-from engine.models.parallel.exchange import MirrorGroup
+from engine.models.parallel.experts import MirrorGroup
 from engine.runner.kv_memory import available_memory, bytes_per_block, count_blocks
 from engine.runner.memory_profile import profiled_memory
 from engine.scheduler.block_table import CacheShape
@@ -36,8 +37,15 @@ class KvSizing:
         Raises:
             NotEnoughMemory: it cannot hold one sequence.
         """
-        available = self._free_blocks(model, max_model_len)
         block_bytes, cache = self._block_bytes(model), self.config.cache
+        budget = cache.kv_cache_memory_bytes or (
+            available_memory(self.device, self.processes) - self.kept_bytes
+        )
+        available = self._fewest(max(0, budget) // block_bytes)
+        is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
+        if self.device.type == "cuda" and not is_given:  # the largest step is tried first
+            after_trial = self.blocks_after_trial(model, max_model_len)
+            available = max(0, after_trial - self.kept_bytes // block_bytes)
         if cache.kv_cache_memory_bytes is not None:  # a stage with more layers has fewer blocks
             cache = msgspec.structs.replace(
                 cache, kv_cache_memory_bytes=max(1, available * block_bytes)
@@ -68,36 +76,24 @@ class KvSizing:
                 self.config.scheduler,
                 max_model_len,
                 processes=self.processes,
-                prepare=(lambda _: None) if leader is None else leader.begin_trial,
+                prepare=self._begin_trial,
                 earlier=None if leader is None else leader.earlier(model),
             )
         finally:
             if experts is not None:
                 experts.leave()
-        free = left // self._block_bytes(model)
-        if leader is None:
-            return free
-        leader.end_trial()
-        return leader.min_blocks(free)
+        if leader is not None:
+            leader.team.tell(EndTrial())
+        return self._fewest(left // self._block_bytes(model))
 
-    def _free_blocks(self, model: Decoder, max_model_len: int) -> int:
-        """Return the KV blocks that all processes of this engine have memory for.
-
-        On CUDA the largest step is tried first.
-        """
-        cache = self.config.cache
-        kept = self.kept_bytes
-        budget = cache.kv_cache_memory_bytes or (
-            available_memory(self.device, self.processes) - kept
-        )
-        free = max(0, budget) // self._block_bytes(model)
+    def _begin_trial(self, num_blocks: int) -> None:
         if self.leader is not None:
-            free = self.leader.min_blocks(free)
-        is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
-        if self.device.type != "cuda" or is_given:
-            return free
-        after_trial = self.blocks_after_trial(model, max_model_len)
-        return max(0, after_trial - kept // self._block_bytes(model))
+            self.leader.call(BeginTrial(num_blocks))
+
+    def _fewest(self, own: int) -> int:
+        """Return the fewest KV blocks that any process has memory for, once all have answered."""
+        others = [] if self.leader is None else self.leader.team.collect()
+        return min([own, *(answer.free_blocks for answer in others)])
 
     def _block_bytes(self, model: Decoder) -> int:
         """Return the memory of one block, in the KV caches of both models if there are two."""

@@ -2,24 +2,23 @@
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.batch.executor import CannotDo
+from engine.batch.batch import BatchResult
+from engine.batch.executor import CannotDo, PendingResult
 from engine.batch.weight_transfer import SentTensors
-from engine.distributed.grid import Grid
+from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import Transfer
+from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.layout import Layout
 from engine.executor.team import Team
 from engine.executor.team_messages import (
-    Allocate,
-    BeginTrial,
+    GROUP_TIMEOUT,
     Command,
     DummyStep,
-    EndTrial,
     Forward,
     LoadAdapter,
     Logits,
@@ -30,10 +29,14 @@ from engine.executor.team_messages import (
 from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
 from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import Decoder
-from engine.models.parallel.stages import Stage
+from engine.models.hf_config import read_spec
+from engine.models.parallel.experts import ExpertsLost
+from engine.models.parallel.stages import Stage, divide_layers
 from engine.models.step import ImageTokens, StepTokens
 from engine.runner.inputs import BatchRows
 from engine.runner.model_runner import EarlierStages
+from engine.shared.config import EngineConfig
+from engine.shared.model_files import model_directory
 
 IntArray = npt.NDArray[np.int64]
 
@@ -45,20 +48,32 @@ class TeamLeader:
     told first, and send what they have computed.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        grid: Grid,
-        layout: Layout,
-        device: torch.device,
-        stages: Sequence[Stage],
-    ) -> None:
-        self.group = grid.shards
-        self._team = team
-        self._grid = grid
-        self._layout = layout
-        self._stages = stages
+    def __init__(self, config: EngineConfig, team: Team, device: torch.device) -> None:
+        """Meet the workers.
+
+        Raises:
+            WorkerFailed: one of them cannot start.
+            UnlikeWorkers: one of them has another kind of device.
+        """
+        self.team = team
         self._device = device
+        self._layout = layout = Layout.of(config.parallel)
+        team.meet(device.type)
+        spec = GroupSpec(team.address, 0, team.size, 0, GROUP_TIMEOUT)
+        shape = layout.stages, layout.shards
+        try:
+            self._grid = join_grid(spec, shape, layout.place(0), device, team.listener)
+        except GroupBroken as error:
+            raise team.failure() from error
+        team.abort = self._grid.abort
+        self.group = self._grid.shards
+        num_layers = read_spec(model_directory(config.model, weights=False)).num_layers
+        self._stages = divide_layers(num_layers, layout.stages, config.parallel.layers_of_stages)
+
+    def close(self) -> None:
+        """End the workers; idempotent."""
+        self._grid.close()
+        self.team.close()
 
     def forward(self, step: StepTokens) -> None:
         """Have those of this stage run all its layers on these tokens."""
@@ -66,23 +81,23 @@ class TeamLeader:
             return
         token_ids, positions, slots = map(_array, (step.token_ids, step.positions, step.slots))
         others = [_array(each.slots) for each in step.others]
-        command = _forward(token_ids, positions, slots, step.rows, _slots(step.adapters), others)
-        if self._layout.stages == 1:  # else the first stage has the embeddings
-            command = _with_images(command, step.images)
-        self._team.tell(command, self._layout.mates)
+        images = step.images if self._layout.stages == 1 else None  # else the first stage has them
+        adapters = _slots(step.adapters)
+        command = _forward(token_ids, positions, slots, step.rows, adapters, others, images)
+        self.team.tell(command, self._layout.mates)
 
     def dummy_step(self) -> None:
         """Have them run the experts that they hold for other engines."""
-        self._team.tell(DummyStep(), self._layout.mates)
+        self.team.tell(DummyStep(), self._layout.mates)
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None) -> None:
         """Have those of this stage compute their part of the logits of these states."""
-        self._team.tell(Logits(len(hidden), _slots(adapters)), self._layout.mates)
+        self.team.tell(Logits(len(hidden), _slots(adapters)), self._layout.mates)
         self.group.broadcast(hidden.contiguous())
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Have those of this stage put their part of an adapter into a slot."""
-        self._team.tell(LoadAdapter(slot, _shapes(weights)), self._layout.mates)
+        self.team.tell(LoadAdapter(slot, _shapes(weights)), self._layout.mates)
         for pair in weights.values():
             for matrix in pair:
                 self.group.broadcast(matrix.to(self._device).contiguous())
@@ -97,14 +112,14 @@ class TeamLeader:
         names, tensors = list(sent.tensors), list(sent.tensors.values())
         types = [str(each.dtype).removeprefix("torch.") for each in tensors]
         command = TakeWeights(names, types, [list(each.shape) for each in tensors])
-        self._team.tell(command, self._layout.mates)
+        self.team.tell(command, self._layout.mates)
         for each in tensors:
             self.group.broadcast(each.to(self._device).contiguous())
         self.wait()
 
     def read_block(self, block_id: int, own: bytes) -> bytes:
         """Return what a KV block holds in all processes of this stage, in their order."""
-        self._team.tell(ReadBlock(block_id), self._layout.mates)
+        self.team.tell(ReadBlock(block_id), self._layout.mates)
         coming = [
             self.group.begin_receive(torch.empty(len(own), dtype=torch.uint8), rank)
             for rank in self._layout.mates
@@ -113,7 +128,7 @@ class TeamLeader:
 
     def write_block(self, block_id: int, content: bytes) -> bytes:
         """Have them replace what a KV block holds by their parts; return that of this process."""
-        self._team.tell(WriteBlock(block_id), self._layout.mates)
+        self.team.tell(WriteBlock(block_id), self._layout.mates)
         parts = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         own, *others = parts.chunk(self.group.size)
         leaving = [self.group.begin_send(part, rank) for rank, part in enumerate(others, 1)]
@@ -125,23 +140,7 @@ class TeamLeader:
         """Return the stages before this one, whose part of the model is given; None if none."""
         if self._layout.stages == 1:
             return None
-        return _TeamStages(self._team, self._grid, self._layout, self._stages[:-1], model)
-
-    def min_blocks(self, own: int) -> int:
-        """Wait until all have answered; return the fewest KV blocks that any has memory for."""
-        return min(own, *(answer.free_blocks for answer in self._team.collect()))
-
-    def begin_trial(self, num_blocks: int) -> None:
-        """Have them watch their memory, with a KV cache of so many blocks."""
-        self.call(BeginTrial(num_blocks))
-
-    def end_trial(self) -> None:
-        """Have them free that cache and answer how many blocks they have memory for."""
-        self._team.tell(EndTrial())
-
-    def allocate(self, num_blocks: int, fingerprint: str) -> None:
-        """Have them hold their parts of these weights, and an empty KV cache of so many blocks."""
-        self.call(Allocate(num_blocks, fingerprint))
+        return _TeamStages(self.team, self._grid, self._layout, self._stages[:-1], model)
 
     def call(self, command: Command) -> None:
         """Have them do something and wait until they have.
@@ -150,14 +149,36 @@ class TeamLeader:
             CannotDo: one of them could not, for the reason given.
             WorkerFailed: one of them has died.
         """
-        self._team.tell(command)
+        self.team.tell(command)
         self.wait()
 
     def wait(self) -> None:
         """Wait until all have answered what they were told; raises as `call` does."""
-        refused = [answer for answer in self._team.collect() if answer.error]
+        refused = [answer for answer in self.team.collect() if answer.error]
         if refused:
             raise CannotDo(refused[0].error)
+
+
+class TeamStep:
+    """A step that needs the workers too."""
+
+    def __init__(self, pending: PendingResult, team: Team) -> None:
+        self._pending = pending
+        self._team = team
+
+    def result(self) -> BatchResult:
+        """Return the result.
+
+        Raises:
+            ExpertsLost: another engine has failed; this one can take the step again.
+            WorkerFailed: a worker has died, of the reason given.
+        """
+        try:
+            return self._pending.result()
+        except ExpertsLost:
+            raise
+        except GroupBroken as error:
+            raise self._team.failure() from error
 
 
 class _TeamStages:
@@ -181,10 +202,9 @@ class _TeamStages:
         )
         arriving = self._grid.begin_receive(states)
         adapters = rows.adapters.tobytes() if (rows.adapters != NO_ADAPTER).any() else b""
-        command = _forward(
-            rows.token_ids, rows.turns, rows.cache_slots, shape, adapters, rows.other_slots
-        )
-        self._team.tell(_with_images(command, images), self._layout.earlier)
+        arrays = rows.token_ids, rows.turns, rows.cache_slots
+        command = _forward(*arrays, shape, adapters, rows.other_slots, images)
+        self._team.tell(command, self._layout.earlier)
         return arriving
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
@@ -192,9 +212,9 @@ class _TeamStages:
         for number, stage in enumerate(self._stages):
             here = {name: pair for name, pair in weights.items() if stage.has(name)}
             first, *others = self._layout.ranks(number)
-            command = LoadAdapter(slot, _shapes(here))
-            self._team.tell(msgspec.structs.replace(command, data=_data(here)), [first])
-            self._team.tell(command, others)
+            data = b"".join(_bytes(matrix) for pair in here.values() for matrix in pair)
+            self._team.tell(LoadAdapter(slot, _shapes(here), data), [first])
+            self._team.tell(LoadAdapter(slot, _shapes(here)), others)
 
 
 def _slots(adapters: AdapterRows | None) -> bytes:
@@ -208,25 +228,9 @@ def _shapes(weights: AdapterWeights) -> dict[str, tuple[tuple[int, int], tuple[i
     }
 
 
-def _data(weights: AdapterWeights) -> bytes:
-    matrices = (matrix for pair in weights.values() for matrix in pair)
-    return b"".join(map(_bytes, matrices))
-
-
 def _bytes(tensor: Tensor) -> bytes:
     content: bytes = tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
     return content
-
-
-def _with_images(command: Forward, images: ImageTokens | None) -> Forward:
-    """Return the command for a step of which some tokens may stand for images."""
-    if images is None:
-        return command
-    return msgspec.structs.replace(
-        command,
-        image_tokens=_array(images.tokens).tobytes(),
-        image_embeddings=_bytes(images.embeddings),
-    )
 
 
 def _forward(
@@ -234,8 +238,9 @@ def _forward(
     positions: IntArray,
     slots: IntArray,
     rows: AttentionRows,
-    adapters: bytes = b"",
-    other_slots: Sequence[IntArray] = (),
+    adapters: bytes,
+    other_slots: Sequence[IntArray],
+    images: ImageTokens | None,
 ) -> Forward:
     return Forward(
         token_ids=token_ids.tobytes(),
@@ -249,6 +254,8 @@ def _forward(
         adapters=adapters,
         other_slots=tuple(each.tobytes() for each in other_slots),
         other_tables=tuple(each.tobytes() for each in rows.other_tables),
+        image_tokens=b"" if images is None else _array(images.tokens).tobytes(),
+        image_embeddings=b"" if images is None else _bytes(images.embeddings),
     )
 
 

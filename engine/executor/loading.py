@@ -18,8 +18,7 @@ from engine.models.decoder import Decoder
 from engine.models.fallback.choice import implementation
 from engine.models.fallback.loading import load_fallback
 from engine.models.formats.checkpoint import Checkpoint
-from engine.models.formats.files import TensorFiles
-from engine.models.formats.fingerprint import computed_fingerprint
+from engine.models.formats.files import TensorFiles, computed_fingerprint
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.heads.head import DraftHead
 from engine.models.hf_config import read_config, read_spec
@@ -41,7 +40,7 @@ from engine.models.settings import (
 )
 from engine.models.spec import ModelSpec, UnsupportedModel, VisionSpec
 from engine.models.vision.loading import VisionEncoder, has_vision, load_vision
-from engine.shared.config import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
+from engine.shared.config import EngineConfig, ModelConfig, ParallelConfig
 from engine.shared.cpu.machine import usable_cores
 from engine.shared.model_files import model_directory, served_names
 from engine.shared.pooling import PoolingSpec, read_pooling
@@ -100,12 +99,19 @@ def load_model(
     check_sharded_state(config, is_fallback=is_fallback, is_pooling=pooling is not None)
     if is_fallback:
         report(f"loading weights of {directory.name} with transformers")
-        return _load_with_transformers(config, directory, device)
+        fallback = load_fallback(
+            directory,
+            settings,
+            device,
+            lambda found: _cache_groups(config, found, device),
+            config.cache.kv_cache_dtype,
+        )
+        return LoadedModel(fallback.model, fallback.fingerprint, None)
     spec = read_spec(directory)
     if pooling is not None:
         outputs = pooling.size if pooling.task == "classify" else 0
         spec = msgspec.structs.replace(spec, num_outputs=outputs)
-    groups = _cache_groups(config, spec, device) if served is None else _beside(spec, served)
+    groups = _cache_groups(config, spec, device, served)
     spec = msgspec.structs.replace(spec, cache_groups=groups)
     checkpoint: Checkpoint
     if settings.load_format == "sharded_state" and sent is None:
@@ -128,9 +134,9 @@ def load_model(
     is_stock = is_eager or not kernels_are_faster(device)
     kernels = None if is_stock else fused_kernels(types.activations, device)
     rounding = quantization(settings, types, device=device, is_alone=is_alone)
-    is_part = place is not None or shard is not None
+    is_whole = place is None and shard is None
     is_plain = rounding is None and types.kept == "auto" and not config.lora.enable_lora
-    if kernels is not None and device.type == "cpu" and is_plain and not is_part:
+    if kernels is not None and device.type == "cpu" and is_plain and is_whole:
         report("preparing kernels: the first start on a machine compiles them")
         compile_ahead(spec, draws_tokens=pooling is None)
     what = f"loading weights of {served_names(settings)[0]}"
@@ -151,7 +157,7 @@ def load_model(
         stage=stages[stage],
         quantization=rounding,
         batch_invariant=is_invariant,
-        adapters=adapter_room(config.lora),
+        adapters=AdapterRoom.of(config.lora),
         balance=balance,
         kernels=kernels,
     )
@@ -159,19 +165,15 @@ def load_model(
         model = loader.load(lambda layer, layers: report(f"{what}: layer {layer} of {layers}"))
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
         vision = None
-        if (
-            spec.vision is not None
-            and sees
-            and not settings.language_model_only
-            and pooling is None
-            and _sees(config, directory, spec.vision)
-        ):
+        if sees and pooling is None and _sees(config, directory, spec.vision):
             report(f"loading the vision encoder of {served_names(settings)[0]}")
             vision = load_vision(directory, spec, settings, types.activations, device)
         return LoadedModel(model, fingerprint, loader, pooling, is_invariant, vision)
 
 
-def _sees(config: EngineConfig, directory: Path, vision: VisionSpec) -> bool:
+def _sees(config: EngineConfig, directory: Path, vision: VisionSpec | None) -> bool:
+    if vision is None or config.model.language_model_only:
+        return False
     reason = why_blind(config, vision)
     if reason is None and not has_vision(directory, vision, config.model):
         reason = f"the weights in {directory}, which have none of a vision encoder"
@@ -180,25 +182,17 @@ def _sees(config: EngineConfig, directory: Path, vision: VisionSpec) -> bool:
     return reason is None
 
 
-def _load_with_transformers(
-    config: EngineConfig, directory: Path, device: torch.device
-) -> LoadedModel:
-    fallback = load_fallback(
-        directory,
-        config.model,
-        device,
-        lambda found: _cache_groups(config, found, device),
-        config.cache.kv_cache_dtype,
-    )
-    return LoadedModel(fallback.model, fallback.fingerprint, None)
-
-
-def _cache_groups(config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheGroups:
-    """Return which layers share KV blocks.
+def _cache_groups(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, served: CacheGroups | None = None
+) -> CacheGroups:
+    """Return which layers share KV blocks, of a draft model beside those of the one `served`.
 
     A draft model has its keys and values in the blocks of a group that keeps all of them, a draft
     head in those of all layers. Recorded steps of CUDA devices have one block table.
     """
+    if served is not None:
+        of_layers = (served.windows.index(None),) * spec.num_layers
+        return CacheGroups(served.windows, of_layers)
     if _has_head(config):
         return CacheGroups()
     has_draft, beside = config.scheduler.speculative_model is not None, 0.0
@@ -218,11 +212,6 @@ def _has_head(config: EngineConfig) -> bool:
         return scheduling.drafts_with_model
     described = read_config(model_directory(draft_settings(config), weights=False))
     return is_eagle3(described) or is_other_head(described)
-
-
-def _beside(draft: ModelSpec, served: CacheGroups) -> CacheGroups:
-    """Return the groups of a draft model, whose layers lie beside those that keep all blocks."""
-    return CacheGroups(served.windows, (served.windows.index(None),) * draft.num_layers)
 
 
 def draft_settings(config: EngineConfig) -> ModelConfig:
@@ -256,11 +245,6 @@ def _new_balance(
     )
     balance.form(size)
     return balance
-
-
-def adapter_room(config: LoraConfig) -> AdapterRoom | None:
-    """Return how many adapters a model has to have room for; None without any."""
-    return AdapterRoom(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
 
 def set_threads(config: EngineConfig, engines_on_node: int, cores: int | None = None) -> None:

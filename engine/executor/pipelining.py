@@ -2,26 +2,24 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.runner.model_runner import BegunStep, ModelRunner
 
 
+@dataclass(slots=True)
 class _Step:
     """A plan that was submitted."""
 
-    __slots__ = ("begun", "error", "follows", "number", "plan")
-
-    def __init__(self, number: int, plan: BatchPlan, follows: int) -> None:
-        self.number = number
-        self.plan = plan
-        self.follows = follows
-        """The step that draws the last of its tokens."""
-        self.begun: BegunStep | None = None
-        self.error: Exception | None = None
-        """Why it could not be begun."""
+    number: int
+    plan: BatchPlan
+    follows: int
+    """The step that draws the last of its tokens."""
+    begun: BegunStep | None = None
+    error: Exception | None = None
+    """Why it could not be begun."""
 
 
 class PipelinedSteps:
@@ -51,15 +49,12 @@ class PipelinedSteps:
             before = self._waiting[-1].follows if self._waiting else 0
             follows = max([before, *(self._drawn_by.get(slot, 0) for slot in plan.slots)])
             step = _Step(self._submitted, plan, follows)
-            self._note_draws(step, plan.slots, plan.samples)
+            for slot, draws in zip(plan.slots, plan.samples, strict=True):
+                if draws:
+                    self._drawn_by[slot] = step.number
             self._waiting.append(step)
             self._begin_ready()
         return self._thread.submit(self._finish, step)
-
-    def _note_draws(self, step: _Step, slots: Sequence[int], samples: Sequence[bool]) -> None:
-        for slot, draws in zip(slots, samples, strict=True):
-            if draws:
-                self._drawn_by[slot] = step.number
 
     def _begin_ready(self) -> None:
         """Begin the steps whose tokens are known, in order; the lock is held."""

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from engine.batch.batch import BatchPlan, BatchResult, SlotStart
 from engine.batch.executor import ExecutorInfo, GroupExecutor, PendingResult
 from engine.models.spec import VisionSpec
-from engine.shared.config import EngineConfig, ExecutorConfig
+from engine.shared.config import EngineConfig
 from engine.shared.messages import SamplingParams, TokenLogprob
 from engine.shared.pooling import PoolingSpec
 
@@ -125,10 +125,6 @@ class _Pending(NamedTuple):
         return self.outcome
 
 
-def _row_price(costs: ExecutorConfig) -> float:
-    return costs.simulated_token_us / max(1, costs.simulated_step_us + costs.simulated_token_us)
-
-
 class SimulatedExecutor(GroupExecutor):
     """Runs plans at the cost of `simulated_step_us` per step and `simulated_token_us` per token.
 
@@ -158,6 +154,8 @@ class SimulatedExecutor(GroupExecutor):
         self._pooling = pooling
         self.adapters: AdapterStore[bool] | None = adapters
         self._placed: dict[int, str] = {}
+        self._step_us = step_us = config.executor.simulated_step_us
+        self._token_us = token_us = config.executor.simulated_token_us
         self.info = ExecutorInfo(
             num_kv_blocks=config.cache.num_kv_blocks or DEFAULT_NUM_KV_BLOCKS,
             max_model_len=config.model.max_model_len or DEFAULT_MAX_MODEL_LEN,
@@ -167,14 +165,12 @@ class SimulatedExecutor(GroupExecutor):
             pools=pooling is not None,
             in_one_step=pooling is not None and pooling.in_one_step,
             num_stages=config.parallel.pipeline_parallel_size,
-            row_price=_row_price(config.executor),
+            row_price=token_us / max(1, step_us + token_us),
             vision=vision,
             embedding_bytes=1024,
         )
         self.virtual_us = 0
         """Cost of all steps so far."""
-        self._step_us = config.executor.simulated_step_us
-        self._token_us = config.executor.simulated_token_us
         self.times = StageTimes(self.info.num_stages, virtual=timing == "virtual")
         self._slots: dict[int, SlotStart] = {}
         """What each slot has, with the tokens drawn since."""
@@ -191,7 +187,10 @@ class SimulatedExecutor(GroupExecutor):
             num_tokens = max(self._group.all_gather_counts(num_tokens))
         self._apply_changes(plan)
         result = self._run(plan)
-        over_at = self._charge(num_tokens, plan)
+        cost_us = self._step_us + self._token_us * num_tokens
+        self.virtual_us += cost_us
+        drawing = (slot for slot, draws in zip(plan.slots, plan.samples, strict=True) if draws)
+        over_at = self.times.run(cost_us * 1e-6, plan.slots, drawing)
         return _Pending(result, over_at, self.times)
 
     def sleep(self, level: int) -> None:
@@ -234,12 +233,6 @@ class SimulatedExecutor(GroupExecutor):
             self.grammars.shutdown()
         if self.adapters is not None:
             self.adapters.shutdown()
-
-    def _charge(self, num_tokens: int, plan: BatchPlan) -> float:
-        cost_us = self._step_us + self._token_us * num_tokens
-        self.virtual_us += cost_us
-        drawing = (slot for slot, draws in zip(plan.slots, plan.samples, strict=True) if draws)
-        return self.times.run(cost_us * 1e-6, plan.slots, drawing)
 
     def _apply_changes(self, plan: BatchPlan) -> None:
         for slot, version in plan.adapters.items():

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,38 +13,6 @@ from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo
 
 Result = TypeVar("Result")
-
-
-class StepProfiler:
-    """Records between `start` and `stop`; both belong in the thread that runs the steps.
-
-    Everything is kept in memory until `stop`: record seconds, not hours.
-    """
-
-    def __init__(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, acc_events=True)
-
-    def start(self) -> None:
-        """Begin to record."""
-        self._profile.start()
-
-    def stop(self, path: Path) -> None:
-        """Write what was recorded, gzipped if the name ends so; missing directories are made.
-
-        Raises:
-            OSError: the file cannot be written; nothing of it is left.
-        """
-        self._profile.stop()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._profile.export_chrome_trace(str(path))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-            raise
 
 
 class StepThread:
@@ -62,7 +29,7 @@ class StepThread:
         self._in_group = False
         self._loss: Exception | None = None
         """Why a step of a group has failed, and with it those after it."""
-        self._profiler: StepProfiler | None = None
+        self._profile: profile | None = None
 
     def submit(
         self, run: Callable[[BatchPlan], BatchResult], plan: BatchPlan
@@ -91,28 +58,44 @@ class StepThread:
         return function() if self.pool is None else self.pool.submit(function).result()
 
     def start_profile(self) -> None:
-        """Begin to record what steps do.
+        """Begin to record what steps do, in memory: record seconds, not hours.
 
         Raises:
             CannotDo: a profile is being recorded.
         """
-        if self._profiler is not None:
+        if self._profile is not None:
             raise CannotDo("a profile is being recorded already")
-        profiler = StepProfiler()
-        self.call(profiler.start)
-        self._profiler = profiler
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        recorded = profile(activities=activities, acc_events=True)
+        self.call(recorded.start)
+        self._profile = recorded
 
     def stop_profile(self, path: Path) -> None:
-        """End the recording and write its trace.
+        """End the recording and write its trace, gzipped if the name ends so.
+
+        Missing directories are made.
 
         Raises:
             CannotDo: nothing is being recorded.
-            OSError: the trace cannot be written.
+            OSError: the trace cannot be written; nothing of it is left.
         """
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
+        recorded, self._profile = self._profile, None
+        if recorded is None:
             raise CannotDo("no profile is being recorded")
-        self.call(partial(profiler.stop, path))
+
+        def write() -> None:
+            recorded.stop()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                recorded.export_chrome_trace(str(path))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+                raise
+
+        self.call(write)
 
     def _run(self, run: Callable[[BatchPlan], BatchResult], plan: BatchPlan) -> BatchResult:
         if self._loss is not None:

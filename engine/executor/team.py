@@ -1,5 +1,6 @@
 """The worker processes of an engine: starts, commands, watches and ends them. No torch."""
 
+import contextlib
 import logging
 import selectors
 import socket
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.distributed.spec import listener_address, open_listener
-from engine.executor.binding import sharers
-from engine.executor.environment import settle_environment
+from engine.executor.environment import settle_environment, sharers
 from engine.executor.layout import Layout
 from engine.executor.team_messages import Command, WorkerLaunch, WorkerReply
 from engine.executor.worker_process import StartedWorker, end_worker, start_worker
@@ -49,8 +49,6 @@ class _Worker:
         self.process, self.lifeline, self.commands = started
         self.statuses = FrameReader(ChildStatus, _LARGEST_WORD)
         self.answers = FrameReader(WorkerReply, _LARGEST_WORD)
-        self.lives = True
-        """Until its lifeline ends."""
         self.has_answered = False
         """Until it has, it imports libraries and reads no commands."""
 
@@ -64,25 +62,27 @@ class Team:
         engine: int,
         engines_on_node: int,
         elsewhere: "NodeLinks | None" = None,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
         """Start the workers, which load their libraries while the caller goes on.
 
         Args:
             elsewhere: starts those of other nodes, if the engine spans any.
+            on_failure: is told once, in another thread, why the team is of no use any more.
 
         Raises:
             OSError: a process cannot be started; none is left.
         """
         self.size = config.parallel.processes
         settle_environment(sharers(config, engines_on_node))  # which the workers inherit
-        self.on_failure: Callable[[str], None] | None = None
-        """Called once, in a thread of its own, with the reason."""
+        self._on_failure = on_failure
+        self.abort: Callable[[], None] | None = None
+        """Called before that: ends what waits for a worker in a collective."""
         self.listener = open_listener("127.0.0.1" if elsewhere is None else elsewhere.host)
-        address = listener_address(self.listener)
+        self.address = listener_address(self.listener)
         self._failure: str | None = None
         self._closing = False
         self._answers: SimpleQueue[WorkerReply | None] = SimpleQueue()
-        self.address = address
         self._workers: list[_Worker] = []
         self._thread = threading.Thread(target=self._watch, name="team", daemon=True)
         self._elsewhere = elsewhere
@@ -92,10 +92,12 @@ class Team:
                 if elsewhere is not None and layout.node(rank):
                     self._workers.append(_Worker(rank, elsewhere.worker(rank)))
                     continue
-                launch = WorkerLaunch(config, engine, rank, self.size, address, engines_on_node)
+                launch = WorkerLaunch(
+                    config, engine, rank, self.size, self.address, engines_on_node
+                )
                 self._workers.append(_Worker(rank, start_worker(launch)))
             if elsewhere is not None:
-                elsewhere.begin(engine, address)
+                elsewhere.begin(engine, self.address)
         except OSError:
             self._dismiss()
             self._wait_for_all()
@@ -105,7 +107,7 @@ class Team:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers of this node."""
-        return [worker.process.pid for worker in self._workers if worker.process.pid]
+        return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     def meet(self, device: str) -> None:
         """Wait until all have loaded their libraries.
@@ -153,10 +155,10 @@ class Team:
             answers.append(answer)
         return answers
 
-    def failure(self, within: float = FAILURE_TIMEOUT) -> WorkerFailed:
+    def failure(self) -> WorkerFailed:
         """Return what went wrong, once it is known."""
         if self._failure is None:
-            self._thread.join(within)
+            self._thread.join(FAILURE_TIMEOUT)
         return WorkerFailed(self._failure or "the worker processes have lost each other")
 
     def close(self) -> None:
@@ -169,13 +171,15 @@ class Team:
     def _dismiss(self) -> None:
         for worker in self._workers:
             for connection in (worker.lifeline, worker.commands):
-                _shut(connection)
-            if not worker.has_answered:
+                with contextlib.suppress(OSError):  # the other end was faster
+                    connection.shutdown(socket.SHUT_RDWR)
+            if worker.process is not None and not worker.has_answered:
                 worker.process.kill()
 
     def _wait_for_all(self) -> None:
         for worker in self._workers:
-            end_worker(worker.process)
+            if worker.process is not None:
+                end_worker(worker.process)
             worker.lifeline.close()
             worker.commands.close()
         self.listener.close()
@@ -202,48 +206,31 @@ class Team:
         if complaint and complaint != self._failure:
             logger.warning("%s", complaint)
         self._answers.put(None)
-        if not self._closing and self.on_failure is not None:
-            self.on_failure(self._failure or "")
+        if self._closing:
+            return
+        if self.abort is not None:
+            self.abort()
+        if self._on_failure is not None:
+            self._on_failure(self._failure or "")
 
     def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> str:
         """Read from a socket; return what a worker complains of, if it does."""
         worker: _Worker = key.data
-        if key.fileobj is worker.commands:
-            if not self._read_answers(worker):
+        is_answer = key.fileobj is worker.commands
+        data = b""
+        with contextlib.suppress(OSError):
+            data = (worker.commands if is_answer else worker.lifeline).recv(65536)
+        if is_answer:
+            for answer in worker.answers.feed(data):
+                worker.has_answered = True
+                self._answers.put(answer)
+            if not data:
                 selector.unregister(key.fileobj)  # its lifeline says what it died of
             return ""
-        if said := self._read_status(worker):
-            selector.unregister(key.fileobj)
-        elif not worker.lives:
-            self._failure = self._failure or f"worker {worker.rank} has died"
-        return said
-
-    def _read_answers(self, worker: _Worker) -> bool:
-        data = _received(worker.commands)
-        for answer in worker.answers.feed(data):
-            worker.has_answered = True
-            self._answers.put(answer)
-        return bool(data)
-
-    def _read_status(self, worker: _Worker) -> str:
-        """Return why a worker says that it cannot go on, if it says so."""
-        data = _received(worker.lifeline)
-        worker.lives = bool(data)
         for status in worker.statuses.feed(data):
             if isinstance(status, ChildFailed):
+                selector.unregister(key.fileobj)
                 return f"worker {worker.rank}: {status.reason}"
+        if not data:
+            self._failure = self._failure or f"worker {worker.rank} has died"
         return ""
-
-
-def _received(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(65536)
-    except OSError:
-        return b""
-
-
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the other end was faster
-        logger.debug("a worker has ended already")

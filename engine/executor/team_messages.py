@@ -9,6 +9,9 @@ import msgspec
 from engine.distributed.spec import GroupSpec
 from engine.shared.config import EngineConfig
 
+GROUP_TIMEOUT = 120.0
+"""Seconds that the processes of an engine wait for each other inside a step."""
+
 
 class WorkerLaunch(msgspec.Struct, frozen=True):
     """What a worker process is started with."""

@@ -29,6 +29,7 @@ from engine.executor.layout import Layout
 from engine.executor.loading import LoadedModel, load_model, set_threads, take_device
 from engine.executor.step_thread import StepThread
 from engine.executor.team_messages import (
+    GROUP_TIMEOUT,
     Allocate,
     BeginTrial,
     Command,
@@ -56,8 +57,7 @@ from engine.models.formats.files import TensorFiles
 from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
-from engine.models.parallel.exchange import MirrorGroup
-from engine.models.parallel.experts import ExpertsLost
+from engine.models.parallel.experts import ExpertsLost, MirrorGroup
 from engine.models.step import ImageTokens, StepTokens
 from engine.runner.host_memory import keep_freed_memory
 from engine.runner.kv_memory import (
@@ -75,9 +75,6 @@ from engine.shared.logs import name_process
 from engine.shared.own_process import end_signals
 
 logger = logging.getLogger(__name__)
-
-GROUP_TIMEOUT = 120.0
-"""Seconds that the processes of an engine wait for each other inside a step."""
 
 _SENT_AHEAD = 16
 """Steps whose states may be on their way to the next stage: more than are ever in flight."""

@@ -2,8 +2,7 @@
 
 import msgspec
 
-from engine.executor.binding import bound
-from engine.executor.environment import settle_environment
+from engine.executor.environment import bound, settle_environment
 from engine.executor.team_messages import WorkerLaunch
 from engine.shared.lifeline import Lifeline
 

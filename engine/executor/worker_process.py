@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,28 +20,11 @@ END_TIMEOUT = 5.0
 """Seconds that workers get to end after their sockets were closed."""
 
 
-class Process(Protocol):
-    """What is needed of a worker's process."""
-
-    @property
-    def pid(self) -> int:
-        """Its id on this node; 0 if it is on another."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not, after so many seconds.
-        """
-
-    def kill(self) -> None:
-        """End it at once."""
-
-
 class StartedWorker(NamedTuple):
     """A worker process, and this side of its two sockets."""
 
-    process: Process
+    process: "subprocess.Popen[bytes] | None"
+    """None if it is on another node, which ends it when its sockets are closed."""
     lifeline: socket.socket
     commands: socket.socket
 
@@ -70,7 +53,7 @@ def start_worker(launch: WorkerLaunch) -> StartedWorker:
     return StartedWorker(process, lifeline, commands)
 
 
-def end_worker(process: Process) -> None:
+def end_worker(process: "subprocess.Popen[bytes]") -> None:
     """Wait until a worker has ended whose sockets were closed; kill it if it does not."""
     try:
         process.wait(END_TIMEOUT)
@@ -79,7 +62,7 @@ def end_worker(process: Process) -> None:
         process.wait()
 
 
-def spawn(lifeline: int, commands: int) -> Process:
+def spawn(lifeline: int, commands: int) -> "subprocess.Popen[bytes]":
     """Start a process that has these descriptors: its lifeline, and its commands.
 
     Raises:

@@ -106,7 +106,16 @@ def fused_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels | No
     replaced = "operators between products"
     if not can_compile(dtype, device, replaced):
         return None
-    build = _compiled_for_cpus if device.type == "cpu" else _compiled_for_cuda
+
+    def build() -> FusedKernels:
+        if device.type == "cpu":
+            from engine.kernels.cpu.rows import CompiledKernels
+
+            return CompiledKernels()
+        from engine.kernels.cuda.fused import CudaKernels
+
+        return CudaKernels()
+
     return trusted(build, lambda built: _agree(built, dtype, device), replaced)
 
 
@@ -124,18 +133,6 @@ def can_compile(dtype: torch.dtype, device: torch.device, replaced: str) -> bool
         logger.info("%s are torch's own, without %s: %s", replaced, compiler, error)
         return False
     return True
-
-
-def _compiled_for_cpus() -> FusedKernels:
-    from engine.kernels.cpu.rows import CompiledKernels
-
-    return CompiledKernels()
-
-
-def _compiled_for_cuda() -> FusedKernels:
-    from engine.kernels.cuda.fused import CudaKernels
-
-    return CudaKernels()
 
 
 def compiled_for_cpu(
@@ -262,6 +259,15 @@ def _experts_of(hidden: int, inner: int) -> MakeExperts | None:
     make = partial(ChosenExperts, hidden, inner)
     name = f"experts of [{hidden}, {inner}]"
     return make if trusted(lambda: make(experts), agrees, name) is not None else None
+
+
+def has_product_kernel() -> bool:
+    """Whether a kernel of our own computes products of bfloat16 on this processor.
+
+    Raises:
+        ImportError: there is nothing that compiles kernels.
+    """
+    return product_block() > 0
 
 
 def product_block() -> int:

@@ -119,20 +119,15 @@ def _check(config: AdapterConfig) -> None:
             f"adapter_config.json has more than {_MAX_EXPRESSIONS} patterns that are no names"
         )
     for pattern in patterns:
-        _check_pattern(pattern)
-
-
-def _check_pattern(pattern: str) -> None:
-    """Refuse what is no regular expression, or a long one."""
-    if len(pattern) > _MAX_PATTERN_SIZE:
-        raise BadAdapter(f"adapter_config.json: the pattern {_shown(pattern)} is too complex")
-    try:
-        _ends_with(pattern)
-    except ValueError as error:
-        raise BadAdapter(
-            f"adapter_config.json: {_shown(pattern)} is no regular expression that is supported: "
-            f"{str(error)[:200]}"
-        ) from error
+        if len(pattern) > _MAX_PATTERN_SIZE:
+            raise BadAdapter(f"adapter_config.json: the pattern {_shown(pattern)} is too complex")
+        try:
+            _ends_with(pattern)
+        except ValueError as error:
+            raise BadAdapter(
+                f"adapter_config.json: {_shown(pattern)} is no regular expression that is "
+                f"supported: {str(error)[:200]}"
+            ) from error
 
 
 def _matching(patterns: dict[str, Any], module: str, otherwise: float) -> float:
@@ -151,16 +146,13 @@ def _ends_with(pattern: str) -> Callable[[str], bool]:
         ValueError: it is no regular expression.
     """
     if _NAME.fullmatch(pattern):
-        return functools.partial(_ends_with_name, pattern.replace("\\.", "."))
+        name = pattern.replace("\\.", ".")
+        return lambda module: module == name or module.endswith(f".{name}")
     from engine.shared.matchers import Expression
 
     bare = pattern.removeprefix("^")
     prefix = r"(.*\.)?" if bare == pattern else ""
     return Expression(f"{prefix}({bare.removesuffix('$')})").matches
-
-
-def _ends_with_name(name: str, module: str) -> bool:
-    return module == name or module.endswith(f".{name}")
 
 
 def _shown(value: object) -> str:

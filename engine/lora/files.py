@@ -156,16 +156,12 @@ def _parse_safetensors(content: bytes) -> tuple[dict[str, StoredTensor], memoryv
         raise BadAdapter(f"the header of {WEIGHTS_FILE} is wrong: {error}") from error
     data = memoryview(content)[8 + size :]
     for name, tensor in tensors.items():
-        _check_place(name, tensor, len(data))
+        (first, end), kind = tensor.data_offsets, tensor.dtype
+        item = _ITEM_SIZES.get(kind)
+        if item is None:
+            raise BadAdapter(f"{name} is of type {kind[:20]}: served are {list(_ITEM_SIZES)}")
+        if not 0 <= first <= end <= len(data) or min(tensor.shape, default=0) < 0:
+            raise BadAdapter(f"{name} lies outside of {WEIGHTS_FILE}")
+        if len(tensor.shape) > 4 or prod(tensor.shape) * item != end - first:
+            raise BadAdapter(f"{name} has not as many bytes as its shape says")
     return tensors, data
-
-
-def _check_place(name: str, tensor: StoredTensor, available: int) -> None:
-    first, end = tensor.data_offsets
-    item = _ITEM_SIZES.get(tensor.dtype)
-    if item is None:
-        raise BadAdapter(f"{name} is of type {tensor.dtype[:20]}: served are {list(_ITEM_SIZES)}")
-    if not 0 <= first <= end <= available or min(tensor.shape, default=0) < 0:
-        raise BadAdapter(f"{name} lies outside of {WEIGHTS_FILE}")
-    if len(tensor.shape) > 4 or prod(tensor.shape) * item != end - first:
-        raise BadAdapter(f"{name} has not as many bytes as its shape says")

@@ -167,7 +167,14 @@ class AdaptableModules:
         of_experts = name.removesuffix(".base_layer") in self._all_experts and kind == "linear"
         module = self._modules.get(name) or self._aliases.get(name)
         if not of_experts and (module is None or (kind == "embedding") != (name == _EMBEDDING)):
-            raise BadAdapter(self._unknown(name))
+            if self._moe is not None and ".experts" in name and not self._experts_here:
+                raise BadAdapter(
+                    f"{_shown(name)}: adapters of experts need all experts in each engine: leave "
+                    "--enable-expert-parallel out"
+                )
+            raise BadAdapter(
+                f"the adapter is for another model: this one has no module {_shown(name)}"
+            )
         if tensors.keys() != {"a", "b"}:
             raise BadAdapter(f"of {_shown(name)} only one of the two matrices is there")
         if module is None:
@@ -211,14 +218,6 @@ class AdaptableModules:
             f"the adapter is for another model: its matrices for {_shown(name)} are {shapes[0]} "
             f"and {shapes[1]}, here they have to be {' or '.join(expected)}"
         )
-
-    def _unknown(self, name: str) -> str:
-        if self._moe is not None and ".experts" in name and not self._experts_here:
-            return (
-                f"{_shown(name)}: adapters of experts need all experts in each engine: leave "
-                "--enable-expert-parallel out"
-            )
-        return f"the adapter is for another model: this one has no module {_shown(name)}"
 
 
 def _all_experts(

@@ -8,7 +8,7 @@ there are. Many rows are gathered slot by slot, so that their arithmetic is only
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,19 +88,27 @@ class AdapterRows:
 
 
 class AdaptedLinear(Module):
-    """A product and the adapters beside it: A and B of all slots.
+    """A product, or embeddings, and the adapters beside it: A and B of all slots.
 
-    Its outputs may consist of several modules'.
+    Its outputs may consist of several modules'. The inputs of embeddings are tokens [rows], each of
+    which takes its column of A.
     """
 
     a: Tensor | None
     """[slots, modules * rank, inputs]; made when the first adapter comes."""
 
     def __init__(
-        self, bank: "AdapterBank", base: Rows, names: Sequence[str], widths: Sequence[int]
+        self,
+        bank: "AdapterBank",
+        base: Rows,
+        names: Sequence[str],
+        widths: Sequence[int],
+        *,
+        is_embedding: bool,
     ) -> None:
         """Take the product, and the modules that its outputs are of, so wide each."""
         super().__init__()
+        self._is_embedding = is_embedding
         self.base = base
         self.names = names
         self._bank = bank
@@ -159,7 +167,8 @@ class AdaptedLinear(Module):
         """Add to y [rows, outputs], in place, what the adapters make of x [rows, inputs]."""
         assert len(rows) == len(x), "rows of another step"
         count = rows.end - rows.first
-        if self._bank.by_rows or (count > 1 and len(x) * count > _MASKED_ROWS):
+        is_wide = count > 1 and len(x) * count > _MASKED_ROWS
+        if self._is_embedding or self._bank.by_rows or is_wide:
             self._add_gathered(matrices, y, x, rows)
             return
         a = matrices[rows.first : rows.end]
@@ -170,30 +179,16 @@ class AdaptedLinear(Module):
             y[:, part].addmm_(inner[:, :, index].reshape(len(x), -1), b)
 
     def _add_gathered(self, matrices: Tensor, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
-        product = _by_blocks if self._bank.by_rows else _product
+        product = _by_blocks if self._bank.by_rows else torch.matmul
         for slot, here in rows.by_slot:
             if slot not in self._used:
                 continue
-            inner = product(x.index_select(0, here), matrices[slot].T)
+            some, a = x.index_select(0, here), matrices[slot].T
+            inner = a.index_select(0, some) if self._is_embedding else product(some, a)
             for part, b, own in zip(
                 self._slices, self._b, inner.chunk(len(self._b), dim=1), strict=True
             ):
                 y[:, part].index_add_(0, here, product(own, b[slot]))
-
-
-class AdaptedEmbedding(AdaptedLinear):
-    """Embeddings and the adapters beside them."""
-
-    def _add(self, matrices: Tensor, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
-        """Do the same for inputs that are tokens [rows]: each takes its column of A."""
-        for slot, here in rows.by_slot:
-            inner = matrices[slot].T.index_select(0, x.index_select(0, here))
-            product = _by_blocks if self._bank.by_rows else _product
-            y.index_add_(0, here, product(inner, self._b[0][slot]))
-
-
-def _product(x: Tensor, matrix: Tensor) -> Tensor:
-    return x @ matrix
 
 
 def _by_blocks(x: Tensor, matrix: Tensor) -> Tensor:
@@ -244,8 +239,14 @@ class AdapterBank:
         """Return rows with the adapters of these slots; None if none has one."""
         return AdapterRows.of(slots, self._device, self._dtype)
 
-    def linear(
-        self, base: Rows, names: Sequence[str], widths: Sequence[int], inputs: int
+    def adapted(
+        self,
+        base: Rows,
+        names: Sequence[str],
+        widths: Sequence[int],
+        *,
+        inputs: int | None = None,
+        of: Literal["layer", "expert", "head", "embedding"] = "layer",
     ) -> AdaptedLinear:
         """Return a product with adapters.
 
@@ -253,30 +254,17 @@ class AdapterBank:
             base: the product.
             names: the modules that its outputs are of, by the decoder's names.
             widths: outputs of each that are here.
-            inputs: inputs that are here.
+            inputs: inputs that are here; None: adapters take memory when the first one comes.
+            of: what it is of.
         """
-        adapted = AdaptedLinear(self, base, names, widths)
-        adapted.allocate(inputs)
+        adapted = AdaptedLinear(self, base, names, widths, is_embedding=of == "embedding")
+        if inputs is not None:
+            adapted.allocate(inputs)
         self._products.append(adapted)
-        return adapted
-
-    def head(self, base: Rows, name: str, width: int) -> Rows:
-        """Return the LM head with adapters; they take memory when the first one comes."""
-        self._head = AdaptedLinear(self, base, [name], [width])
-        self._products.append(self._head)
-        return self._head
-
-    def embedding(self, base: Rows, name: str, width: int) -> Rows:
-        """Return embeddings with adapters, likewise."""
-        adapted = AdaptedEmbedding(self, base, [name], [width])
-        self._products.append(adapted)
-        return adapted
-
-    def expert(self, base: Rows, names: Sequence[str], widths: Sequence[int]) -> AdaptedLinear:
-        """Return a product of one expert, as `linear` does; its adapters take memory likewise."""
-        adapted = AdaptedLinear(self, base, names, widths)
-        self._products.append(adapted)
-        self._experts.append(adapted)
+        if of == "head":
+            self._head = adapted
+        elif of == "expert":
+            self._experts.append(adapted)
         return adapted
 
     @property

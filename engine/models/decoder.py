@@ -171,14 +171,10 @@ class Decoder(Module, finds_hooks=True):
         self.image_attention = image_attention
         self.expert_group = expert_group
         groups = spec.cache_groups
-        self._windows: list[set[int | None]] = [set() for _ in groups.windows]
-        for layer, window in enumerate(spec.windows):
-            self._windows[groups.group_of(layer)].add(window)
-
-    @property
-    def windows(self) -> list[set[int | None]]:
+        self.windows: list[set[int | None]] = [set() for _ in groups.windows]
         """For each group of layers the sliding windows that `StepTokens.plans` needs plans for."""
-        return self._windows
+        for layer, window in enumerate(spec.windows):
+            self.windows[groups.group_of(layer)].add(window)
 
     @property
     def is_alone(self) -> bool:
@@ -235,7 +231,13 @@ class Decoder(Module, finds_hooks=True):
             self._begin_together(self.expert_group, len(step.token_ids))
         if self.adapters is not None:
             self.adapters.current = step.adapters
-        x = self._first_states(step, incoming)
+        if self.embed_tokens is None:
+            assert incoming is not None, "states come from the stage before"
+            x = incoming
+        else:
+            x = self.embed_tokens(step.token_ids)
+            if step.images is not None:
+                x.index_copy_(0, step.images.tokens, step.images.embeddings)
         heat = self.temperatures
         context = ForwardContext(
             step,
@@ -253,16 +255,6 @@ class Decoder(Module, finds_hooks=True):
         if self.expert_group is not None:
             self.expert_group.end_step()
         return x if self.norm is None else self.norm(x)
-
-    def _first_states(self, step: StepTokens, incoming: Tensor | None) -> Tensor:
-        """Return what the first layer here gets: embeddings, or states of the stage before."""
-        if self.embed_tokens is None:
-            assert incoming is not None, "states come from the stage before"
-            return incoming
-        x = self.embed_tokens(step.token_ids)
-        if step.images is not None:
-            x.index_copy_(0, step.images.tokens, step.images.embeddings)
-        return x
 
     def _begin_together(self, group: ExpertGroup, num_tokens: int) -> bool:
         """Begin a step with all ranks; return whether any has tokens.
@@ -312,13 +304,9 @@ class Decoder(Module, finds_hooks=True):
             self._followers.logits(hidden, adapters)
         if self.adapters is not None:
             self.adapters.current = adapters
-        return self._head(hidden)
+        return self.classify(hidden)
 
     def classify(self, hidden: Tensor) -> Tensor:
         """Return [rows, labels] for normalized states [rows, hidden] in float32."""
-        return self._head(hidden)
-
-    @property
-    def _head(self) -> Rows:
         assert self.lm_head is not None, "the last stage has it"
-        return self.lm_head
+        return self.lm_head(hidden)

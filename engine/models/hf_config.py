@@ -30,7 +30,10 @@ def read_spec(directory: Path) -> ModelSpec:
     known = tuple([each for each in ends if each < spec.vocab_size])
     vision = spec.vision
     if isinstance(vision, QwenVisionSpec):
-        vision = _with_largest_image(vision, read_image_settings(directory))
+        images = read_image_settings(directory)
+        size = images.get("size") or {}
+        pixels = images.get("max_pixels") or size.get("longest_edge") or vision.max_pixels
+        vision = msgspec.structs.replace(vision, max_pixels=int(pixels))
     return msgspec.structs.replace(spec, eos_token_ids=known, vision=vision)
 
 
@@ -64,12 +67,6 @@ def read_image_settings(directory: Path) -> dict[str, Any]:
         for name in ("processor", "preprocessor")
     )
     return {**(whole.get("image_processor") or {}), **own}
-
-
-def _with_largest_image(vision: QwenVisionSpec, settings: dict[str, Any]) -> QwenVisionSpec:
-    size = settings.get("size") or {}
-    pixels = settings.get("max_pixels") or size.get("longest_edge") or vision.max_pixels
-    return msgspec.structs.replace(vision, max_pixels=int(pixels))
 
 
 def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:

@@ -37,18 +37,15 @@ def open_checkpoint(
     if sent is not None:
         return SafetensorsCheckpoint(directory, spec, files=sent)
     if config.load_format == "dummy":
-        return DummyCheckpoint(directory, spec, config.seed, _dummy_dtype(spec, config))
+        dtype = _DTYPES[spec.dtype or "float32" if config.dtype == "auto" else config.dtype]
+        return DummyCheckpoint(directory, spec, config.seed, dtype)
     if is_gguf(config.model):
         # Brings a package that no other model needs.
         from engine.models.formats.gguf.checkpoint import GgufCheckpoint
 
-        dtype = None if config.dtype == "auto" else _DTYPES[config.dtype]
-        return GgufCheckpoint(Path(config.model).expanduser(), spec, dtype)
+        wanted = None if config.dtype == "auto" else _DTYPES[config.dtype]
+        return GgufCheckpoint(Path(config.model).expanduser(), spec, wanted)
     return SafetensorsCheckpoint(directory, spec)
-
-
-def _dummy_dtype(spec: ModelSpec, config: ModelConfig) -> torch.dtype:
-    return _DTYPES[spec.dtype or "float32" if config.dtype == "auto" else config.dtype]
 
 
 def fits_caches(spec: ModelSpec) -> bool:

@@ -132,13 +132,8 @@ def _latent_tensors(
     kept = latent.rank + latent.rotated_size
     yield prefix + "kv_a_proj.weight", (kept, hidden)
     yield prefix + "kv_a_norm.weight", (latent.rank,)
-    yield (
-        prefix + "kv_b_proj.weight",
-        (
-            heads * (latent.plain_size + latent.value_size),
-            latent.rank,
-        ),
-    )
+    made = heads * (latent.plain_size + latent.value_size)
+    yield prefix + "kv_b_proj.weight", (made, latent.rank)
     yield prefix + "o_proj.weight", (hidden, heads * latent.value_size)
     if spec.qkv_bias:
         assert latent.query_rank is not None
@@ -149,40 +144,32 @@ def _latent_tensors(
 
 
 def _mlp_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    for name in ("gate_proj", "up_proj"):
-        yield f"{prefix}{name}.weight", (inner, hidden)
+    for name, shape in _gated_shapes(prefix, spec.hidden_size, spec.intermediate_size).items():
+        yield f"{name}.weight", shape
         if spec.mlp_bias:
-            yield f"{prefix}{name}.bias", (inner,)
-    yield prefix + "down_proj.weight", (hidden, inner)
-    if spec.mlp_bias:
-        yield prefix + "down_proj.bias", (hidden,)
+            yield f"{name}.bias", shape[:1]
+
+
+def _gated_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the products of a gated MLP."""
+    wide, back = (inner, hidden), (hidden, inner)
+    return {prefix + "gate_proj": wide, prefix + "up_proj": wide, prefix + "down_proj": back}
 
 
 def _expert_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
     assert spec.moe is not None
-    hidden, inner = spec.hidden_size, spec.moe.intermediate_size
-    shapes = {
-        "router": (spec.moe.num_experts, hidden),
-        **{
-            f"experts.{expert}.{part}_proj": (hidden, inner) if part == "down" else (inner, hidden)
-            for expert in range(spec.moe.num_experts)
-            for part in ("gate", "up", "down")
-        },
-    }
-    if spec.moe.shared_size:
-        wide = spec.moe.shared_size
-        for part, shape in {
-            "gate": (wide, hidden),
-            "up": (wide, hidden),
-            "down": (hidden, wide),
-        }.items():
-            yield f"{prefix}shared_experts.{part}_proj.weight", shape
-    if spec.moe.has_correction:
-        yield prefix + "router.correction", (spec.moe.num_experts,)
+    hidden, moe = spec.hidden_size, spec.moe
+    shapes = {"router": (moe.num_experts, hidden)}
+    for number in range(moe.num_experts):
+        shapes |= _gated_shapes(f"experts.{number}.", hidden, moe.intermediate_size)
+    if moe.shared_size:
+        for name, shape in _gated_shapes("shared_experts.", hidden, moe.shared_size).items():
+            yield f"{prefix}{name}.weight", shape
+    if moe.has_correction:
+        yield prefix + "router.correction", (moe.num_experts,)
     for name, shape in shapes.items():
         yield f"{prefix}{name}.weight", shape
-        if spec.moe.bias:
+        if moe.bias:
             yield f"{prefix}{name}.bias", shape[:1]
 
 

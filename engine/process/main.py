@@ -29,8 +29,7 @@ from engine.core.sender import Sender
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch, Watchdog
 from engine.core.wave_clock import WaveClock
-from engine.executor.binding import bound, sharers
-from engine.executor.environment import settle_environment
+from engine.executor.environment import bound, settle_environment, sharers
 from engine.executor.rules import check_draft_settings, check_pooling, why_blind
 from engine.executor.team import Team
 from engine.kv_events.events import KvEventLog
@@ -185,12 +184,10 @@ def _divided_executor(
                 nodes = leading.NodeLinks(config)
             nodes.wait(lifeline.progress)
         with early_stop.held():
-            team = Team(config, rank, engines_on_node, nodes)
-        from engine.executor.multi_process import MultiProcessExecutor  # imports torch
+            team = Team(config, rank, engines_on_node, nodes, on_failure)
+        from engine.executor.in_process import InProcessExecutor  # imports torch
 
-        executor = MultiProcessExecutor(
-            config, team, rank, engines_on_node, lifeline.progress, on_failure
-        )
+        executor = InProcessExecutor(config, rank, engines_on_node, lifeline.progress, team)
         if nodes is not None:
             nodes.started()
         return executor

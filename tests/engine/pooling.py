@@ -13,7 +13,6 @@ import transformers
 from engine.core.engine_core import EngineCore
 from engine.executor.encoding import EncoderExecutor
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
 from engine.shared.config import (
     CacheConfig,
@@ -116,7 +115,7 @@ def outputs_of(
     if pooling.is_encoder:
         executor = EncoderExecutor(config, pooling)
     elif processes > 1:
-        executor = MultiProcessExecutor(config, Team(config, 0, 1))
+        executor = InProcessExecutor(config, team=Team(config, 0, 1))
     else:
         executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)

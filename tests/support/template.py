@@ -25,7 +25,7 @@ from tests.support.forking import FREE_NUMBERS, PARENTS, SWELL, Wish, fork_from_
 _PRELOADED = (
     "coordinator.process",
     "engine.executor.encoding",
-    "engine.executor.multi_process",
+    "engine.executor.in_process",
     "engine.executor.simulated",
     "engine.executor.worker",
     "engine.process.main",

@@ -12,8 +12,7 @@ import time
 import msgspec
 import zmq
 
-from engine.executor.binding import sharers
-from engine.executor.environment import settle_environment
+from engine.executor.environment import settle_environment, sharers
 from engine.executor.layout import Layout
 from engine.executor.nodes.messages import (
     LARGEST_MESSAGE,
@@ -29,7 +28,7 @@ from engine.executor.nodes.messages import (
 from engine.executor.nodes.rules import NODES_TIMEOUT, STARTING_PATIENCE, agreement
 from engine.executor.nodes.streams import Key, Streams
 from engine.executor.team_messages import WorkerLaunch
-from engine.executor.worker_process import Process, end_worker, start_worker
+from engine.executor.worker_process import end_worker, start_worker
 from engine.shared.addresses import join_host_port
 from engine.shared.config import EngineConfig
 from engine.shared.membership import HELLO_INTERVAL
@@ -171,28 +170,25 @@ class JoinedNode:
 
     def _work(self, link: _Link, start: Start) -> None:
         """Run the workers until the leader, one of them or this node ends."""
-        processes: list[Process] = []
+        processes = []
         streams = Streams(link.poller)
-        reason = "its workers cannot be started"
+        size, reason = self._config.parallel.processes, "its workers cannot be started"
         try:
             for rank in self._ranks:
-                processes.append(self._start_worker(streams, rank, start))
+                launch = WorkerLaunch(self._config, start.engine, rank, size, start.address, 1)
+                process, lifeline, commands = start_worker(launch)
+                processes.append(process)
+                streams.add(Key(rank, "lifeline"), lifeline)
+                streams.add(Key(rank, "commands"), commands)
             logger.info("workers %s have started", ", ".join(map(str, self._ranks)))
             reason = self._pass_on(link, streams, start.session)
         finally:
             link.send(Over(start.session, reason))
             streams.close()
             for process in processes:
+                assert process is not None, "it was started here"
                 end_worker(process)
         logger.info("the workers have ended: %s", reason)
-
-    def _start_worker(self, streams: Streams, rank: int, start: Start) -> Process:
-        size = self._config.parallel.processes
-        launch = WorkerLaunch(self._config, start.engine, rank, size, start.address, 1)
-        process, lifeline, commands = start_worker(launch)
-        streams.add(Key(rank, "lifeline"), lifeline)
-        streams.add(Key(rank, "commands"), commands)
-        return process
 
     def _pass_on(self, link: _Link, streams: Streams, session: int) -> str:
         """Pass bytes to and fro; return why that has ended."""

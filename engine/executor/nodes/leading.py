@@ -60,19 +60,6 @@ class _Node:
         self.heard_at = time.monotonic()
 
 
-class _RemoteProcess:
-    """A process of another node, which ends it when its sockets are closed."""
-
-    pid = 0
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return at once."""
-        return 0
-
-    def kill(self) -> None:
-        """Leave it to its node."""
-
-
 class NodeLinks:
     """The connections to all other nodes of an engine."""
 
@@ -158,7 +145,7 @@ class NodeLinks:
         commands, its_commands = socket.socketpair()
         self._streams.add(Key(rank, "lifeline"), its_lifeline)
         self._streams.add(Key(rank, "commands"), its_commands)
-        return StartedWorker(_RemoteProcess(), lifeline, commands)
+        return StartedWorker(None, lifeline, commands)
 
     def begin(self, engine: int, address: str) -> None:
         """Have the nodes start their workers, which meet the others of an engine at HOST:PORT."""
@@ -194,18 +181,15 @@ class NodeLinks:
 
     def _run(self) -> None:
         try:
-            self._pass_on()
+            while not self._is_closing:
+                self._turn()
+                now = time.monotonic()
+                for number, node in list(self._nodes.items()):
+                    if now - node.heard_at > self._timeout:
+                        self._lost(number, f"nothing was heard of it for {self._timeout:.0f} s")
         except Exception:
             logger.exception("what the other nodes say cannot be passed on")
             self._streams.close()  # which is the death of their workers, as the team sees it
-
-    def _pass_on(self) -> None:
-        while not self._is_closing:
-            self._turn()
-            now = time.monotonic()
-            for number, node in list(self._nodes.items()):
-                if now - node.heard_at > self._timeout:
-                    self._lost(number, f"nothing was heard of it for {self._timeout:.0f} s")
 
     def _turn(self) -> None:
         """Handle what comes within a short time."""
@@ -219,19 +203,17 @@ class NodeLinks:
         if now >= self._next_alive:
             self._next_alive = now + self._interval
             self._transport.mend()
-            self._say_alive()
+            alive = Alive(self._session, self._patience)
+            nodes = self._nodes.values()
+            gone = [node for node in nodes if not self._send(node.identity, alive)]
+            if gone:
+                self._listen()  # to what they said last
+            for number in [number for number, node in self._nodes.items() if node in gone]:
+                self._lost(number, "its connection has ended")
 
     def _listen(self) -> None:
         while (received := self._inbox.receive()) is not None:
             self._handle(*received)
-
-    def _say_alive(self) -> None:
-        alive = Alive(self._session, self._patience)
-        gone = [node for node in self._nodes.values() if not self._send(node.identity, alive)]
-        if gone:
-            self._listen()  # to what they said last
-        for number in [number for number, node in self._nodes.items() if node in gone]:
-            self._lost(number, "its connection has ended")
 
     def _read(self, descriptor: int) -> None:
         if descriptor == self._wake:

@@ -9,9 +9,9 @@ from engine.kernels import registry
 from engine.kernels.processor import kernel_attends_to_prompts
 from engine.kernels.registry import FusedKernels
 from engine.kernels.trust import is_close, trusted
-from engine.models.attention.cuda import CudaAttention, Heads
+from engine.models.attention.cuda import CudaAttention
 from engine.models.attention.fused import FusedAttention
-from engine.models.attention.interface import Attention
+from engine.models.attention.interface import Attention, Heads
 from engine.models.attention.kv_format import Fp8Kv, KvFormat
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
@@ -41,34 +41,30 @@ def attention_of(
     """
     stock = partial(stock_attention, spec, kv_format, device, first_key=first_key)
     by_kernel = spec.latent is None and not spec.has_chunks and not first_key
-    if isinstance(kv_format, Fp8Kv):  # the kernels read 16 bits from the blocks
-        by_kernel = False
-    if not by_kernel:
+    if not by_kernel or isinstance(kv_format, Fp8Kv):  # kernels read 16 bits from the blocks
         return stock(token_by_token=token_by_token)
     if device.type != "cuda":
-        found = (
-            None
-            if kernels is None
-            else _of_cpus(stock(), spec, kv_format.dtype, token_by_token=token_by_token)
-        )
+        found = None
+        if kernels is not None:
+            found = _of_cpus(stock(), spec, kv_format.dtype, token_by_token=token_by_token)
         if found is None and token_by_token and spec.attention_softcap is not None:
             raise scores_are_capped(spec)
         return found or stock(token_by_token=token_by_token)
     return CudaAttention(
         stock(token_by_token=token_by_token),
-        Heads(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            scale=spec.attention_scale,
-            softcap=spec.attention_softcap,
-        ),
+        heads_of(spec),
         dtype=kv_format.dtype,
         device=device,
         windows=tuple(dict.fromkeys(spec.windows)),
         has_sinks=spec.attention_sinks,
         batch_invariant=token_by_token,
     )
+
+
+def heads_of(spec: ModelSpec) -> Heads:
+    """Return what a model's heads are like."""
+    sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    return Heads(*sizes, spec.attention_scale, spec.attention_softcap)
 
 
 def stock_attention(
@@ -81,13 +77,9 @@ def stock_attention(
 ) -> PagedAttention:
     """Return what attends by torch's operators; arguments as of `attention_of`."""
     return PagedAttention(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        heads_of(spec),
         dtype=kv_format.dtype,
         device=device,
-        scale=spec.attention_scale,
-        softcap=spec.attention_softcap,
         parts=spec.kv_shape[0],
         has_chunks=spec.has_chunks,
         kv_format=kv_format,
@@ -123,13 +115,7 @@ def _of_cpus(
     def build() -> Attention:
         from engine.models.attention.patches import PatchAttention  # imports Numba
 
-        patches = PatchAttention(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.attention_scale,
-            softcap=spec.attention_softcap,
-        )
+        patches = PatchAttention(heads_of(spec))
         whole = token_by_token or kernel_attends_to_prompts()
         return patches if whole else FusedAttention(stock, patches)
 

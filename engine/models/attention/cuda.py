@@ -6,7 +6,7 @@ serve where it cannot be compiled or differs.
 """
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.models.attention.interface import Attention
+from engine.models.attention.interface import Attention, Heads
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
 from engine.models.attention.tiles import (
@@ -41,17 +41,6 @@ _MAX_DIFFERENCE = 0.05
 
 class KernelUnusable(Exception):
     """The kernel cannot be compiled here, or does not compute what it should."""
-
-
-class Heads(NamedTuple):
-    """What a model's attention is like."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float | None = None
-    """Of scores; None: one over the root of `head_dim`."""
-    softcap: float | None = None
 
 
 class TileLaunch(msgspec.Struct, frozen=True):
@@ -169,70 +158,59 @@ class KernelAttention:
         self, queries: Tensor, cache: Tensor, plan: TilePlan, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend from all tokens of the step to the cache, which holds their keys already."""
-        heads, tokens = self._heads, len(queries)
-        out = queries.new_empty(tokens, heads.num_heads * heads.head_dim)
+        heads = self._heads
+        out = queries.new_empty(len(queries), heads.num_heads * heads.head_dim)
         for launch in plan.launches:
-            self._attend(queries, cache, plan, launch, sinks, out)
-        return out
-
-    def _attend(
-        self,
-        queries: Tensor,
-        cache: Tensor,
-        plan: TilePlan,
-        launch: TileLaunch,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        heads, splits, num_tiles = self._heads, launch.num_splits, len(launch.tiles)
-        parts = part_sums = out
-        if splits > 1:
-            shape = num_tiles, launch.max_tokens, heads.num_heads, splits
-            parts = out.new_empty(*shape, heads.head_dim, dtype=torch.float32)
-            part_sums = out.new_empty(shape, dtype=torch.float32)
-        self._kernels.attend_tiles[num_tiles, heads.num_kv_heads, splits](
-            queries,
-            cache,
-            out if sinks is None else sinks,
-            out,
-            parts,
-            part_sums,
-            launch.tiles,
-            plan.tables,
-            plan.tables.shape[1],
-            splits,
-            plan.window or 0,
-            launch.max_tokens,
-            queries.stride(0),
-            self._scale,
-            heads.softcap or 1.0,
-            GROUP=self._group,
-            KV_HEADS=heads.num_kv_heads,
-            DIM=heads.head_dim,
-            WIDTH=self._width,
-            BLOCK_SIZE=cache.shape[1],
-            QUERIES=launch.shape.queries,
-            KEYS=launch.shape.keys,
-            HAS_SINKS=sinks is not None,
-            HAS_CAP=heads.softcap is not None,
-            HAS_WINDOW=plan.window is not None,
-            IS_SPLIT=splits > 1,
-            num_warps=launch.shape.num_warps,
-            num_stages=launch.shape.num_stages,
-        )
-        if splits > 1:
-            self._kernels.merge_splits[num_tiles * launch.max_tokens, heads.num_heads](
+            splits, num_tiles = launch.num_splits, len(launch.tiles)
+            parts = part_sums = out
+            if splits > 1:
+                shape = num_tiles, launch.max_tokens, heads.num_heads, splits
+                parts = out.new_empty(*shape, heads.head_dim, dtype=torch.float32)
+                part_sums = out.new_empty(shape, dtype=torch.float32)
+            self._kernels.attend_tiles[num_tiles, heads.num_kv_heads, splits](
+                queries,
+                cache,
+                out if sinks is None else sinks,
+                out,
                 parts,
                 part_sums,
                 launch.tiles,
-                out,
+                plan.tables,
+                plan.tables.shape[1],
                 splits,
+                plan.window or 0,
                 launch.max_tokens,
-                HEADS=heads.num_heads,
+                queries.stride(0),
+                self._scale,
+                heads.softcap or 1.0,
+                GROUP=self._group,
+                KV_HEADS=heads.num_kv_heads,
                 DIM=heads.head_dim,
                 WIDTH=self._width,
-                SPLITS=MAX_SPLITS,
+                BLOCK_SIZE=cache.shape[1],
+                QUERIES=launch.shape.queries,
+                KEYS=launch.shape.keys,
+                HAS_SINKS=sinks is not None,
+                HAS_CAP=heads.softcap is not None,
+                HAS_WINDOW=plan.window is not None,
+                IS_SPLIT=splits > 1,
+                num_warps=launch.shape.num_warps,
+                num_stages=launch.shape.num_stages,
             )
+            if splits > 1:
+                self._kernels.merge_splits[num_tiles * launch.max_tokens, heads.num_heads](
+                    parts,
+                    part_sums,
+                    launch.tiles,
+                    out,
+                    splits,
+                    launch.max_tokens,
+                    HEADS=heads.num_heads,
+                    DIM=heads.head_dim,
+                    WIDTH=self._width,
+                    SPLITS=MAX_SPLITS,
+                )
+        return out
 
 
 class CudaAttention:

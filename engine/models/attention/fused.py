@@ -1,5 +1,7 @@
 """Paged attention on CPUs where a kernel is faster for decodes, torch's operators for prompts."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +12,13 @@ from engine.models.attention.interface import Attention
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.plan import AttentionPlan
 from engine.models.attention.rows import AttentionRows
-from engine.models.attention.shares import SharedTasks
 
 
 class FusedPlan(msgspec.Struct, frozen=True):
     """How the rows of a step attend."""
 
-    decodes: SharedTasks | None
+    decodes: Any
+    """The kernel's; None if there are none."""
     others: AttentionPlan | None
     """Of stock operators; None if all rows are decodes."""
     other_tokens: Tensor | None

@@ -1,10 +1,22 @@
-"""What a model asks of its attention."""
+"""What a model asks of its attention, and what its heads are like."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.models.attention.rows import AttentionRows
+
+
+class Heads(NamedTuple):
+    """The heads of a model, and what is done to their scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float | None = None
+    """Of scores; None: one over the root of `head_dim`."""
+    softcap: float | None = None
+    """Bends scores s to cap * tanh(s / cap), for which torch has no fused operator."""
 
 
 class Attention(Protocol):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.kernels.processor import type_of_long_rows
 from engine.models.attention.agreement import AttentionVariants, BitComparison
+from engine.models.attention.interface import Heads
 from engine.models.attention.key_widths import KeyWidths
 from engine.models.attention.kv_format import KvFormat, PlainKv
 from engine.models.attention.plan import (
@@ -39,15 +40,11 @@ class PagedAttention:
 
     def __init__(
         self,
+        heads: Heads,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         token_by_token: bool = False,
-        scale: float | None = None,
-        softcap: float | None = None,
         parts: int = 2,
         has_chunks: bool = False,
         kv_format: KvFormat | None = None,
@@ -61,24 +58,23 @@ class PagedAttention:
             kv_format: of the cache; without one it holds them in `dtype`.
             token_by_token: makes each token's result a function of its own position, keys and
                 values alone, whatever else is in the step.
-            scale: of scores, unless it is one over the root of `head_dim`.
-            softcap: bends scores s to cap * tanh(s / cap), for which torch has no fused operator.
             first_key: first position that holds something; all tokens are at this or behind.
         """
-        self._scale = scale
-        self._softcap = softcap
-        self._heads = num_heads
-        self._kv_heads = num_kv_heads
-        self._group = num_heads // num_kv_heads
-        self._head_dim = head_dim
-        self._kept = (parts, num_kv_heads, head_dim)
+        self._heads, self._kv_heads, self._head_dim, self._scale, self._softcap = heads
+        self._group = self._heads // self._kv_heads
+        self._kept = (parts, self._kv_heads, self._head_dim)
         self._kv = kv_format or PlainKv(dtype)
         self._row = self._kv.row(self._kept)
         self._long_dtype = type_of_long_rows(dtype, device)
         self._dtype = self._long_dtype if token_by_token else self._kv.dtype
         self._added_queries = 0
         self._device = device
-        agreement = self._agreement()
+        ways = AttentionVariants(
+            by_token=partial(self._by_token, sinks=None),
+            in_one_product=partial(self._in_one_product, sinks=None),
+            in_padded_rows=self._in_padded_rows,
+        )
+        agreement = BitComparison(ways, self._heads, self._kept, self._dtype)
         widths = self._find_widths(agreement) if token_by_token else None
         shares_calls = widths is not None and agreement.of_padded_rows(widths)
         self._planner = AttentionPlanner(
@@ -93,14 +89,6 @@ class PagedAttention:
             shares_calls=shares_calls,
             first_key=first_key,
         )
-
-    def _agreement(self) -> BitComparison:
-        ways = AttentionVariants(
-            by_token=partial(self._by_token, sinks=None),
-            in_one_product=partial(self._in_one_product, sinks=None),
-            in_padded_rows=self._in_padded_rows,
-        )
-        return BitComparison(ways, self._heads, self._kept, self._dtype)
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
         """Group the rows of a step; `window` limits how far back a token looks."""
@@ -137,7 +125,10 @@ class PagedAttention:
                     held = part.blocks
                     stored = flat.index_select(0, held).view(-1, *self._row)
                     kv = self._read(stored, self._dtype)
-                out[part.first : part.end] = self._attend_tokens(queries, kv, part, sinks)
+                some = queries[part.first : part.end].to(self._dtype)
+                attend = self._by_token if part.mask.dim() == 4 else self._in_one_product
+                keys = kv[: part.mask.shape[-1]]
+                out[part.first : part.end] = attend(some, keys, part.mask, sinks)
                 continue
             if isinstance(part, LongRow):
                 out[part.first : part.end] = self._attend_long(queries, flat, part, sinks)
@@ -236,13 +227,6 @@ class PagedAttention:
         padded = torch.zeros((*others, count + added, dim), dtype=self._dtype, device=folded.device)
         padded[..., :count, :] = folded
         return padded, None if sinks is None else F.pad(sinks, (0, added))
-
-    def _attend_tokens(
-        self, queries: Tensor, kv: Tensor, part: TokensOfRow, sinks: Tensor | None
-    ) -> Tensor:
-        kv = kv[: part.mask.shape[-1]]
-        attend = self._by_token if part.mask.dim() == 4 else self._in_one_product
-        return attend(queries[part.first : part.end].to(self._dtype), kv, part.mask, sinks)
 
     def _by_token(self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         """The products of `_attend_padded` for decodes, with keys that all tokens share."""

@@ -6,6 +6,7 @@ Each token gets the same bits in any step: among any rows, in any chunk of its p
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from engine.kernels.cpu.patch_attention import (
     scratch_bytes,
     tokens_of_patch,
 )
+from engine.models.attention.interface import Heads
 from engine.models.attention.rows import AttentionRows, IntArray, parts_of
-from engine.models.attention.shares import SharedTasks, shares_of
 
 _LINE = 64
 _LOG2_E = math.log2(math.e)
@@ -29,19 +30,38 @@ _PACKING = 3
 """What packing a key costs, as a part of what a query costs that attends to it."""
 
 
+class SharedTasks(msgspec.Struct, frozen=True):
+    """The tasks of a step, as the kernel takes them, and how threads share them."""
+
+    shares: int
+    addresses: tuple[int, ...]
+    """Of what `held` holds, in the order of the kernel's arguments, as the sizes."""
+    sizes: tuple[int, ...]
+    held: tuple[Any, ...]
+
+
+def shares_of(work: IntArray, min_work: int) -> IntArray:
+    """Return the first task of each thread's share, and the end, so that work is about even.
+
+    Args:
+        work: of each task.
+        min_work: total from which on threads share it.
+    """
+    total = np.cumsum(work)
+    threads = min(torch.get_num_threads(), len(total))
+    if int(total[-1]) < min_work:
+        threads = 1
+    bounds = total[-1] * np.arange(1, threads) / threads
+    inner = np.searchsorted(total, bounds, side="left") + 1
+    return np.concatenate(([0], np.minimum(inner, len(total)), [len(total)]))
+
+
 class PatchAttention:
     """Attention for one shape of heads."""
 
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float | None,
-        softcap: float | None = None,
-    ) -> None:
-        """Prepare for heads of a size that fits the kernel; scores as in `PagedAttention`."""
+    def __init__(self, heads: Heads) -> None:
+        """Prepare for heads of a size that fits the kernel."""
+        num_heads, num_kv_heads, head_dim, scale, softcap = heads
         self._kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._kernel = patch_attention(self._group, head_dim, num_kv_heads)

@@ -186,16 +186,15 @@ class AttentionPlanner:
     def _decode_groups(self, rows: AttentionRows, window: int | None) -> Iterator[PaddedGroup]:
         size = rows.block_size
         single = np.flatnonzero(rows.counts == 1)
-        first, width = self._key_blocks(rows.starts[single], size, max(1, STEP // size), window)
+        first, width = self._key_blocks(rows.starts, size, max(1, STEP // size), window)
         if self._key_widths is not None:
             fine_step = max(1, FINE_STEP // size)
-            fine = self._key_blocks(rows.starts[single], size, fine_step, window)[1]
+            fine = self._key_blocks(rows.starts, size, fine_step, window)[1]
             width = np.where(self._key_widths.are_alike(fine * size), fine, width)
-        for members in self._sharing(width * size):
+        for members in self._sharing(width[single] * size):
             for at in range(0, len(members), TOKENS_AT_ONCE):
-                part = members[at : at + TOKENS_AT_ONCE]
-                most = int(width[part].max())
-                yield self._decodes(rows, single[part], first[part], most, window)
+                part = single[members[at : at + TOKENS_AT_ONCE]]
+                yield self._padded_group(rows, part, first, width, window)
 
     def _alike_rows(
         self, rows: AttentionRows, widths: KeyWidths, window: int | None
@@ -223,15 +222,18 @@ class AttentionPlanner:
             begin = int(first[tokens[0]])
             if begin != seen:
                 most = int(width[first == begin].max())
-                seen, blocks = begin, self._row_blocks(rows, row, begin, most)
+                logical = np.minimum(begin + np.arange(most), rows.block_tables.shape[1] - 1)
+                seen, blocks = begin, self._tensor(rows.block_tables[row, logical])
             for at in range(0, len(tokens), TOKENS_AT_ONCE):
                 part = tokens[at : at + TOKENS_AT_ONCE]
-                keys = begin, int(width[part[0]])
-                yield self._tokens(rows, row, part, keys, blocks, window)
-
-    def _row_blocks(self, rows: AttentionRows, row: int, first: int, width: int) -> Tensor:
-        logical = np.minimum(first + np.arange(width), rows.block_tables.shape[1] - 1)
-        return self._tensor(rows.block_tables[row, logical])
+                keys = begin * size + np.arange(int(width[part[0]]) * size)
+                first_token = int(rows.first_token[row] + part[0])
+                yield TokensOfRow(
+                    first=first_token,
+                    end=first_token + len(part),
+                    blocks=blocks,
+                    mask=self._mask_of_tokens(positions[part], keys, window),
+                )
 
     def _sharing(self, keys: IntArray) -> Iterator[IntArray]:
         """Yield which decodes share a call, by how many keys each has to have."""
@@ -244,60 +246,17 @@ class AttentionPlanner:
         for each in np.unique(rest) if len(rest) else ():
             yield np.flatnonzero(keys == each)
 
-    def _queries(self, tokens: int) -> int:
-        """Return how many queries a product of neighbours has; zero: each has one of its own."""
+    def _mask_of_tokens(self, positions: IntArray, keys: IntArray, window: int | None) -> Tensor:
+        """Return the mask of neighbours, as `TokensOfRow` has it."""
+        queries = len(positions)
         if self._key_widths is not None:
-            return -(-tokens // WHOLE_QUERIES) * WHOLE_QUERIES
-        return TOKENS_AT_ONCE if self._one_product and tokens >= _ONE_PRODUCT else 0
-
-    def _decodes(
-        self,
-        rows: AttentionRows,
-        members: IntArray,
-        first: IntArray,
-        width: int,
-        window: int | None,
-    ) -> PaddedGroup:
-        logical = first[:, None] + np.arange(width)
-        logical = np.minimum(logical, rows.block_tables.shape[1] - 1)
-        keys = (first * rows.block_size)[:, None] + np.arange(width * rows.block_size)
-        whole = len(members) == len(rows.counts)
-        return PaddedGroup(
-            num_rows=len(members),
-            num_queries=1,
-            tokens=None if whole else self._tensor(rows.first_token[members]),
-            valid=None,
-            blocks=self._tensor(rows.block_tables[members[:, None], logical].ravel()),
-            mask=self._mask(rows.starts[members][:, None], keys, window, self._dtype).unsqueeze(1),
-        )
-
-    def _tokens(
-        self,
-        rows: AttentionRows,
-        row: int,
-        tokens: IntArray,
-        key_blocks: tuple[int, int],
-        blocks: Tensor,
-        window: int | None,
-    ) -> TokensOfRow:
-        """Plan neighbours that attend to the first of `key_blocks` and those behind it, as many
-        as the second says."""
-        first, width = key_blocks
-        keys = first * rows.block_size + np.arange(width * rows.block_size)
-        positions = rows.starts[row] + tokens
-        queries = self._queries(len(tokens))
-        if queries:
-            padded = np.minimum(np.arange(queries), len(tokens) - 1)
-            mask = self._mask(positions[None, padded], keys[None], window, self._dtype).squeeze(0)
-        else:
-            mask = self._mask(positions[:, None], keys[None], window, self._dtype).unsqueeze(1)
-        at = int(rows.first_token[row])
-        return TokensOfRow(
-            first=at + int(tokens[0]),
-            end=at + int(tokens[-1]) + 1,
-            blocks=blocks,
-            mask=mask,
-        )
+            queries = -(-queries // WHOLE_QUERIES) * WHOLE_QUERIES
+        elif self._one_product and queries >= _ONE_PRODUCT:
+            queries = TOKENS_AT_ONCE
+        else:  # each has a product of its own
+            return self._mask(positions[:, None], keys[None], window, self._dtype).unsqueeze(1)
+        padded = np.minimum(np.arange(queries), len(positions) - 1)
+        return self._mask(positions[None, padded], keys[None], window, self._dtype).squeeze(0)
 
     def _padded_group(
         self,
@@ -309,7 +268,7 @@ class AttentionPlanner:
     ) -> PaddedGroup:
         counts = rows.counts[members]
         num_queries, width = int(counts.max()), int(num_blocks[members].max())
-        if self._token_by_token:
+        if self._token_by_token and num_queries > 1:
             num_queries = -(-num_queries // WHOLE_QUERIES) * WHOLE_QUERIES
         offsets = np.minimum(np.arange(num_queries), counts[:, None] - 1)
         tokens = (rows.first_token[members][:, None] + offsets).ravel()
@@ -326,12 +285,14 @@ class AttentionPlanner:
         mask = self._mask(queries, keys, window, self._dtype)
         if num_queries > 1:
             mask = mask.repeat(1, self._group, 1)
-        valid = np.flatnonzero((np.arange(num_queries) < counts[:, None]).ravel())
+        valid = None
+        if ragged:
+            valid = np.flatnonzero((np.arange(num_queries) < counts[:, None]).ravel())
         return PaddedGroup(
             num_rows=len(members),
             num_queries=num_queries,
             tokens=None if whole else self._tensor(tokens),
-            valid=self._tensor(valid) if ragged else None,
+            valid=None if valid is None else self._tensor(valid),
             blocks=self._tensor(blocks.ravel()),
             mask=mask.unsqueeze(1),
         )

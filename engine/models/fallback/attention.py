@@ -127,7 +127,9 @@ class AttentionCalls:
         if self._step is None:
             if mask is not None:
                 options["sliding_window"] = int(mask[0, 0, 0, 0])
-            return self._note(module, query, key, value, options)
+            noted = _layer_call(module, query, key, value, options)
+            self._noted.append(noted)
+            return query.new_zeros(1, query.shape[2], noted.heads, noted.value_size)
         number, step = self._next, self._step
         call = self.layers[number] if number < len(self.layers) else None
         if call is None or call.module is not module:
@@ -157,18 +159,6 @@ class AttentionCalls:
         heads = states.squeeze(0).transpose(0, 1)
         missing = self._width - heads.shape[2]
         return F.pad(heads, (0, missing)) if missing else heads
-
-    def _note(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
-        call = _layer_call(module, query, key, value, options)
-        self._noted.append(call)
-        return query.new_zeros(1, query.shape[2], call.heads, call.value_size)
 
 
 def attend(

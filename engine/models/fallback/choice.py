@@ -2,7 +2,7 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from engine.models.families.registry import FAMILIES, architecture_of
 from engine.models.hf_config import read_config
@@ -24,9 +24,14 @@ def implementation(directory: Path, settings: ModelConfig) -> Implementation:
     """
     if settings.model_impl != "auto":
         return settings.model_impl
-    if is_gguf(settings.model) or _has_family(read_config(directory)):
+    if is_gguf(settings.model):
         return "swell"
-    return "transformers"
+    config = read_config(directory)
+    try:
+        architecture_of(config)
+    except UnsupportedModel:
+        return "transformers"
+    return "swell"
 
 
 def check_fallback(config: EngineConfig) -> None:
@@ -51,11 +56,3 @@ def check_fallback(config: EngineConfig) -> None:
             f"{', '.join(refused)}: not for models that are computed by transformers "
             "(--model-impl), for want of a family here; families: " + ", ".join(FAMILIES)
         )
-
-
-def _has_family(config: dict[str, Any]) -> bool:
-    try:
-        architecture_of(config)
-    except UnsupportedModel:
-        return False
-    return True

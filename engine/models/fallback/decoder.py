@@ -25,23 +25,14 @@ class TransformersModel:
 
     def __init__(self, model: Any) -> None:
         """Take a model of transformers; its `forward` is changed."""
-        self._model = model
-        self._core: Any = _core(model)
-        self._states_of = self._core.forward
+        self.whole = model
+        """The model of transformers."""
+        self.core: Any = _core(model)
+        """The part from tokens to states."""
+        self._states_of = self.core.forward
         self._given: Tensor | None = None
         self._made_of: type | None = None
-        self._core.forward = self._forward
-
-    @property
-    def whole(self) -> nn.Module:
-        """The model of transformers."""
-        module: nn.Module = self._model
-        return module
-
-    @property
-    def core(self) -> Any:
-        """The part from tokens to states."""
-        return self._core
+        self.core.forward = self._forward
 
     @property
     def takes_positions(self) -> bool:
@@ -51,9 +42,7 @@ class TransformersModel:
     def states(self, token_ids: Tensor, positions: Tensor | None) -> Tensor:
         """Return states [tokens, hidden] of tokens in a row; without positions, of a sequence."""
         told = {} if positions is None else {"position_ids": positions.unsqueeze(0)}
-        out = self._core(
-            input_ids=token_ids.unsqueeze(0), use_cache=False, return_dict=True, **told
-        )
+        out = self.core(input_ids=token_ids.unsqueeze(0), use_cache=False, return_dict=True, **told)
         self._made_of = type(out)
         states: Tensor = out[0]
         return states[0]
@@ -64,7 +53,7 @@ class TransformersModel:
         self._given = states.unsqueeze(0)
         try:
             tokens = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
-            logits: Tensor = self._model(input_ids=tokens, use_cache=False, return_dict=True).logits
+            logits: Tensor = self.whole(input_ids=tokens, use_cache=False, return_dict=True).logits
         finally:
             self._given = None
         return logits[0]

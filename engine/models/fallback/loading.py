@@ -22,8 +22,13 @@ from engine.models.fallback.attention import (
 from engine.models.fallback.decoder import FallbackDecoder, TransformersModel
 from engine.models.fallback.served import check_class, refusal, transformers_class
 from engine.models.fallback.trial import check_parts, narrow_windows, trial_tokens
-from engine.models.formats.files import CheckpointError, TensorFiles, some, weight_files
-from engine.models.formats.fingerprint import weights_fingerprint
+from engine.models.formats.files import (
+    CheckpointError,
+    TensorFiles,
+    some,
+    weight_files,
+    weights_fingerprint,
+)
 from engine.models.hf_config import read_config, read_generation
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, NormSpec

@@ -1,1 +1,1 @@
-"""One file per model family: what its config and its tensor names mean."""
+"""Model families by maker: what their configs and their tensor names mean."""

@@ -6,13 +6,12 @@ from math import log
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import LLAMA_NAMES, named_weights
+from engine.models.families.placing import CORRECTED_NAMES, named_weights
 from engine.models.families.reading import grouped_experts, integer, llama_spec, read_rope
 from engine.models.spec import LatentSpec, ModelSpec, MoeSpec, RopeSpec, UnsupportedModel
 
 _NAMES = {
-    **LLAMA_NAMES,
-    "correction": "e_score_correction_bias",
+    **CORRECTED_NAMES,
     "q_a_norm": "q_a_layernorm",
     "kv_a_proj": "kv_a_proj_with_mqa",
     "kv_a_norm": "kv_a_layernorm",

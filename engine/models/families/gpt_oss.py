@@ -6,32 +6,21 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import LLAMA_NAMES, stacked_experts
-from engine.models.families.reading import integer, layer_windows, llama_spec, number
-from engine.models.spec import ClampSpec, ModelSpec, MoeSpec
+from engine.models.families.reading import expert_layers, layer_windows, llama_spec, number
+from engine.models.spec import ClampSpec, ModelSpec
 
 _NAMES = {**LLAMA_NAMES, "router": "router"}
 
 
 def _spec(config: Config) -> ModelSpec:
-    spec = llama_spec(config)
     stored = config.get("quantization_config") or {}
+    is_mxfp4 = stored.get("quant_method") == "mxfp4"
     return replace(
-        spec,
-        intermediate_size=0,
+        expert_layers(llama_spec(config), config, bias=True, is_mxfp4=is_mxfp4),
         windows=layer_windows(config, pattern=2),
         attention_sinks=True,
         clamp=ClampSpec(
             limit=number(config, "swiglu_limit", 7.0), slope=number(config, "swiglu_alpha", 1.702)
-        ),
-        moe=MoeSpec(
-            num_experts=integer(config, "num_local_experts"),
-            experts_per_token=integer(config, "num_experts_per_tok"),
-            intermediate_size=spec.intermediate_size,
-            # The softmax over the chosen experts' scores is the same.
-            normalize_weights=True,
-            layers=(True,) * spec.num_layers,
-            bias=True,
-            is_mxfp4=stored.get("quant_method") == "mxfp4",
         ),
     )
 

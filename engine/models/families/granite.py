@@ -1,19 +1,21 @@
-"""Granite 3: Llama with multipliers of embeddings, scores, what is added, and logits."""
+"""Granite 3: Llama with multipliers of embeddings, scores, what is added, and logits.
+
+Some have experts in every layer, whose tensors are stacked.
+"""
+
+from functools import partial
 
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import llama_weights
-from engine.models.families.reading import llama_spec, number
+from engine.models.families.placing import LLAMA_NAMES, llama_weights, stacked_experts
+from engine.models.families.reading import expert_layers, llama_spec, number
 from engine.models.spec import ModelSpec
 
+_MOE_NAMES = {**LLAMA_NAMES, "mlp": "block_sparse_moe", "router": "router.layer"}
 
-def granite_spec(config: Config) -> ModelSpec:
-    """Return the spec of a dense model.
 
-    Raises:
-        UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
-    """
+def _dense(config: Config) -> ModelSpec:
     return replace(
         llama_spec(config),
         embedding_scale=number(config, "embedding_multiplier", 1.0),
@@ -23,4 +25,20 @@ def granite_spec(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family(architectures=("GraniteForCausalLM",), spec=granite_spec, weights=llama_weights)
+def _moe(config: Config) -> ModelSpec:
+    spec = expert_layers(_dense(config), config)
+    return replace(spec, output_bias=spec.qkv_bias)
+
+
+FAMILY = Family(architectures=("GraniteForCausalLM",), spec=_dense, weights=llama_weights)
+
+MOE = Family(
+    architectures=("GraniteMoeForCausalLM",),
+    spec=_moe,
+    weights=partial(
+        stacked_experts,
+        names=_MOE_NAMES,
+        gate_up="input_linear.weight",
+        down="output_linear.weight",
+    ),
+)

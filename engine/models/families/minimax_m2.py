@@ -3,18 +3,11 @@
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import LLAMA_NAMES, stored_name
-from engine.models.families.reading import integer, llama_spec, number, read_rope
-from engine.models.spec import ModelSpec, MoeSpec, UnsupportedModel
+from engine.models.families.placing import MIXTRAL_NAMES, stored_name
+from engine.models.families.reading import expert_layers, integer, llama_spec, number, read_rope
+from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.models.weights import Shape, Source, WeightMap, weight_map
 
-_NAMES = {
-    **LLAMA_NAMES,
-    "mlp": "block_sparse_moe",
-    "gate_proj": "w1",
-    "up_proj": "w3",
-    "down_proj": "w2",
-}
 _KNOWN = {
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
@@ -33,28 +26,17 @@ def _spec(config: Config) -> ModelSpec:
     if share is None and config.get("rotary_dim") is not None:
         share = number(config, "rotary_dim", 0) / integer(config, "head_dim")
     spec = llama_spec(config, rope=read_rope(config.but(partial_rotary_factor=share)))
-    return replace(
-        spec,
-        intermediate_size=0,
-        qk_norm="width",
-        moe=MoeSpec(
-            num_experts=integer(config, "num_local_experts"),
-            experts_per_token=integer(config, "num_experts_per_tok"),
-            intermediate_size=spec.intermediate_size,
-            normalize_weights=True,
-            layers=(True,) * spec.num_layers,
-            scoring="sigmoid",
-            has_correction=True,
-        ),
-    )
+    spec = expert_layers(spec, config, scoring="sigmoid", has_correction=True)
+    return replace(spec, qk_norm="width")
 
 
 def _weights(spec: ModelSpec) -> WeightMap:
     def place(name: str, shape: Shape) -> Source:
         if name.endswith(".router.correction"):
             block = name.removesuffix("router.correction")
-            return Source(name=stored_name(block, _NAMES) + "e_score_correction_bias", shape=shape)
-        return Source(name=stored_name(name, _NAMES), shape=shape)
+            stored = stored_name(block, MIXTRAL_NAMES) + "e_score_correction_bias"
+            return Source(name=stored, shape=shape)
+        return Source(name=stored_name(name, MIXTRAL_NAMES), shape=shape)
 
     return weight_map(spec, place)
 

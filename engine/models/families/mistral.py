@@ -1,15 +1,55 @@
-"""Mistral: Llama, in some versions with a sliding window."""
+"""Mistral, Mistral Small 3 and Ministral 3, of which the text models are served; Mixtral."""
+
+from functools import partial
 
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import llama_weights
-from engine.models.families.reading import llama_spec, uniform_windows
-from engine.models.spec import ModelSpec
+from engine.models.families.placing import (
+    MIXTRAL_NAMES,
+    NOT_TEXT,
+    TEXT_PREFIXES,
+    llama_weights,
+    named_weights,
+)
+from engine.models.families.reading import (
+    expert_layers,
+    llama_spec,
+    rope_parameters,
+    uniform_windows,
+)
+from engine.models.spec import ModelSpec, TemperatureSpec
 
 
-def _spec(config: Config) -> ModelSpec:
+def _mistral(config: Config) -> ModelSpec:
     return replace(llama_spec(config), windows=uniform_windows(config))
 
 
-FAMILY = Family(architectures=("MistralForCausalLM",), spec=_spec, weights=llama_weights)
+def _ministral_3(config: Config) -> ModelSpec:
+    spec = _mistral(config)
+    scale, (rope,) = rope_parameters(config).get("llama_4_scaling_beta"), spec.distinct_ropes
+    if scale is None:
+        return spec
+    step = rope.original_max_position_embeddings
+    return replace(spec, attention_temperature=TemperatureSpec(scale=scale, step=step))
+
+
+def _mixtral(config: Config) -> ModelSpec:
+    return replace(expert_layers(llama_spec(config), config), windows=uniform_windows(config))
+
+
+FAMILY = Family(architectures=("MistralForCausalLM",), spec=_mistral, weights=llama_weights)
+
+MINISTRAL_3 = Family(
+    architectures=("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+    spec=_ministral_3,
+    weights=llama_weights,
+    text_prefixes=TEXT_PREFIXES,
+    not_text=NOT_TEXT,
+)
+
+MIXTRAL = Family(
+    architectures=("MixtralForCausalLM",),
+    spec=_mixtral,
+    weights=partial(named_weights, names=MIXTRAL_NAMES),
+)

@@ -20,13 +20,9 @@ def _spec(config: Config) -> ModelSpec:
         return replace(llama_spec(config), block="after", qk_norm="width")
     whole, local = layered_ropes(config)
     windows = layer_windows(config, pattern=4)
-    return replace(
-        llama_spec(config, rope=whole),
-        block="after",
-        qk_norm="width",
-        windows=windows,
-        ropes=tuple(whole if window is None else local for window in windows),
-    )
+    ropes = tuple(whole if window is None else local for window in windows)
+    spec = llama_spec(config, rope=whole)
+    return replace(spec, block="after", qk_norm="width", windows=windows, ropes=ropes)
 
 
 FAMILY = Family(

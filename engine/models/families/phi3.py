@@ -11,16 +11,11 @@ from engine.models.spec import ModelSpec
 
 
 def _spec(config: Config) -> ModelSpec:
-    spec = llama_spec(config, rope=read_rope(_known_rope(config)))
-    return replace(spec, windows=uniform_windows(config))
-
-
-def _known_rope(config: Config) -> Config:
-    """Early versions call LongRoPE yarn, which none of these models has."""
     scaling = config.get("rope_scaling")
-    if scaling is None or scaling.get("type") != "yarn":
-        return config
-    return config.but(rope_scaling={**scaling, "type": "longrope"})
+    if scaling is not None and scaling.get("type") == "yarn":  # early versions' name of LongRoPE
+        config = config.but(rope_scaling={**scaling, "type": "longrope"})
+    spec = llama_spec(config, rope=read_rope(config))
+    return replace(spec, windows=uniform_windows(config))
 
 
 FAMILY = Family(

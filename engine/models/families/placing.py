@@ -13,6 +13,25 @@ LLAMA_NAMES: Mapping[str, str] = {
     "router": "gate",
 }
 """Llama's names (and most others') of tensors that the decoder names differently."""
+CORRECTED_NAMES = {**LLAMA_NAMES, "correction": "e_score_correction_bias"}
+"""Of models whose experts are chosen by corrected scores."""
+MIXTRAL_NAMES = {
+    **LLAMA_NAMES,
+    "mlp": "block_sparse_moe",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+"""Mixtral's, and those of others with its experts."""
+
+TEXT_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+"""Of text models beside an encoder of images."""
+NOT_TEXT = tuple(
+    prefix + part
+    for prefix in ("", "model.")
+    for part in ("vision_tower.", "vision_model.", "multi_modal_projector.")
+)
+"""Of such encoders."""
 
 
 def llama_weights(spec: ModelSpec) -> WeightMap:

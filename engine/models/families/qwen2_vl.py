@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import llama_weights
-from engine.models.families.qwen2 import qwen_windows
+from engine.models.families.qwen import qwen_windows
 from engine.models.families.reading import integer, llama_spec, read_rope, rope_parameters
 from engine.models.spec import ModelSpec, QwenVisionSpec, RopeSpec, UnsupportedModel
 

@@ -41,7 +41,15 @@ def llama_spec(config: Config, *, rope: RopeSpec | None = None) -> ModelSpec:
     heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     layers = integer(config, "num_hidden_layers")
     bias = bool(config.get("attention_bias"))
-    rope = rope or _whole_rope(config)
+    if rope is None:
+        rope = read_rope(config)
+        if rope.share != 1.0:
+            raise UnsupportedModel(
+                f"config.json: partial_rotary_factor {rope.share} is not supported"
+            )
+    longest = integer(config, "max_position_embeddings")
+    if rope.kind == "yarn":  # such checkpoints state the length before stretching
+        longest = max(longest, int(rope.original_max_position_embeddings * rope.factor))
     return ModelSpec(
         architecture=config["architectures"][0],
         vocab_size=integer(config, "vocab_size"),
@@ -53,7 +61,7 @@ def llama_spec(config: Config, *, rope: RopeSpec | None = None) -> ModelSpec:
         head_dim=config.get("head_dim") or hidden // heads,
         norm=NormSpec(eps=number(config, "rms_norm_eps", 1e-6)),
         ropes=(rope,) * layers,
-        max_position_embeddings=_max_position(config, rope),
+        max_position_embeddings=longest,
         tie_word_embeddings=bool(config.get("tie_word_embeddings")),
         qkv_bias=bias,
         output_bias=bias,
@@ -174,6 +182,36 @@ def grouped_experts(config: Config, best_of_group: int = 2) -> MoeSpec:
             f"suit {moe.num_experts} experts, of which a token has {moe.experts_per_token}"
         )
     return moe
+
+
+def expert_layers(spec: ModelSpec, config: Config, **options: Any) -> ModelSpec:
+    """Return a spec with experts in every layer.
+
+    Args:
+        spec: whose `intermediate_size` is that of an expert.
+        options: further fields of `MoeSpec`.
+
+    Raises:
+        UnsupportedModel: a number is missing.
+    """
+    moe = MoeSpec(
+        num_experts=integer(config, "num_local_experts"),
+        experts_per_token=integer(config, "num_experts_per_tok"),
+        intermediate_size=spec.intermediate_size,
+        # Where there is a softmax over the chosen experts' scores it is the same.
+        normalize_weights=True,
+        layers=(True,) * spec.num_layers,
+        **options,
+    )
+    return msgspec.structs.replace(spec, intermediate_size=0, moe=moe)
+
+
+def rotated_layers(config: Config) -> list[Any]:
+    """Return which layers know positions; there may be too few entries."""
+    # Despite their name, 1 stands for a layer that is rotated.
+    stated: list[Any] | None = config.get("no_rope_layers")
+    interval, layers = integer(config, "no_rope_layer_interval"), config["num_hidden_layers"]
+    return stated or [(layer + 1) % interval != 0 for layer in range(layers)]
 
 
 def layer_windows(config: Config, pattern: int | None = None) -> tuple[int | None, ...]:
@@ -305,13 +343,13 @@ def _rope(
         )
     except msgspec.ValidationError as error:
         raise UnsupportedModel(f"config.json: rope parameters: {error}") from error
-    return _longrope(rope, config) if kind == "longrope" else rope
-
-
-def _whole_rope(config: Config) -> RopeSpec:
-    rope = read_rope(config)
-    if rope.share != 1.0:
-        raise UnsupportedModel(f"config.json: partial_rotary_factor {rope.share} is not supported")
+    if kind == "longrope":
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        needed = int(head_dim * rope.share) // 2
+        if {len(rope.short_factor), len(rope.long_factor)} != {needed}:
+            raise UnsupportedModel(
+                f"config.json: longrope needs short_factor and long_factor of {needed} numbers"
+            )
     return rope
 
 
@@ -326,22 +364,3 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor", "mscale_all_dim"),
 }  # fmt: skip
 """Fields of `RopeSpec` that a type reads."""
-
-
-def _longrope(rope: RopeSpec, config: Config) -> RopeSpec:
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    needed = int(head_dim * rope.share) // 2
-    for factors in (rope.short_factor, rope.long_factor):
-        if len(factors) != needed:
-            raise UnsupportedModel(
-                f"config.json: longrope needs short_factor and long_factor of {needed} numbers"
-            )
-    return rope
-
-
-def _max_position(config: Config, rope: RopeSpec) -> int:
-    """Yarn checkpoints state the length before stretching; the others the final one."""
-    stated = integer(config, "max_position_embeddings")
-    if rope.kind != "yarn":
-        return stated
-    return max(stated, int(rope.original_max_position_embeddings * rope.factor))

@@ -9,23 +9,16 @@ from engine.models.families import (
     ernie4_5,
     gemma2,
     gemma3,
-    glm4,
-    glm4_moe,
+    glm,
     gpt_oss,
     granite,
-    granite_moe,
     llama,
-    llama4,
     minimax_m2,
-    ministral3,
     mistral,
-    mixtral,
     olmo2,
     phi3,
-    qwen2,
+    qwen,
     qwen2_vl,
-    qwen3,
-    qwen3_moe,
     smollm3,
     smolvlm,
 )
@@ -33,38 +26,34 @@ from engine.models.families.family import Family
 from engine.models.spec import UnsupportedModel
 from engine.shared.plugins import instance_of, load_plugin, offered
 
-_MODULES = (
-    llama,
-    llama4,
-    mistral,
-    ministral3,
-    mixtral,
-    minimax_m2,
-    qwen2,
-    qwen2_vl,
-    qwen3,
-    qwen3_moe,
-    gemma2,
-    gemma3,
-    phi3,
-    olmo2,
-    granite,
-    granite_moe,
-    smollm3,
-    smolvlm,
-    cohere,
-    glm4,
-    glm4_moe,
-    gpt_oss,
-    deepseek,
-    ernie4_5,
+_FAMILIES = (
+    llama.FAMILY,
+    llama.LLAMA_4,
+    mistral.FAMILY,
+    mistral.MINISTRAL_3,
+    mistral.MIXTRAL,
+    minimax_m2.FAMILY,
+    qwen.QWEN_2,
+    qwen2_vl.FAMILY,
+    qwen.QWEN_3,
+    qwen.QWEN_3_MOE,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    phi3.FAMILY,
+    olmo2.FAMILY,
+    granite.FAMILY,
+    granite.MOE,
+    smollm3.FAMILY,
+    smolvlm.FAMILY,
+    cohere.FAMILY,
+    glm.FAMILY,
+    glm.MOE,
+    gpt_oss.FAMILY,
+    deepseek.FAMILY,
+    ernie4_5.FAMILY,
 )
 
-FAMILIES: dict[str, Family] = {
-    architecture: module.FAMILY
-    for module in _MODULES
-    for architecture in module.FAMILY.architectures
-}
+FAMILIES = {architecture: family for family in _FAMILIES for architecture in family.architectures}
 """By architecture, as in `architectures` of config.json."""
 
 _PLUGINS = "swell.model_families"
@@ -89,7 +78,12 @@ def architecture_of(config: dict[str, Any]) -> str:
         UnsupportedModel: there is none, with the list of those that are served.
     """
     named = config.get("architectures") or []
-    names = [each for name in named for each in (str(name), *_generating(str(name)))]
+    names = []
+    for name in map(str, named):
+        names.append(name)
+        for suffix in ("ForSequenceClassification", "Model"):  # the same without an LM head
+            if name.endswith(suffix):
+                names.append(name.removesuffix(suffix) + "ForCausalLM")
     for known in names:
         if known in FAMILIES:
             return known
@@ -100,12 +94,3 @@ def architecture_of(config: dict[str, Any]) -> str:
     found = ", ".join(named) or f"none (model_type {config.get('model_type')!r})"
     supported = ", ".join([*FAMILIES, *plugins])
     raise UnsupportedModel(f"architecture {found} is not supported; supported are: {supported}")
-
-
-def _generating(name: str) -> list[str]:
-    """Return what the same model is called with an LM head, if it is a model without one."""
-    return [
-        name.removesuffix(suffix) + "ForCausalLM"
-        for suffix in ("ForSequenceClassification", "Model")
-        if name.endswith(suffix)
-    ]

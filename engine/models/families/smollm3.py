@@ -4,17 +4,13 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.placing import llama_weights
-from engine.models.families.reading import integer, llama_spec, switched_window
+from engine.models.families.reading import llama_spec, rotated_layers, switched_window
 from engine.models.spec import ModelSpec, UnsupportedModel
 
 
 def _spec(config: Config) -> ModelSpec:
     spec = llama_spec(config)
-    interval = integer(config, "no_rope_layer_interval")
-    # Despite their name, 1 stands for a layer that is rotated.
-    rotates = config.get("no_rope_layers") or [
-        (layer + 1) % interval != 0 for layer in range(spec.num_layers)
-    ]
+    rotates = rotated_layers(config)
     if len(rotates) < spec.num_layers:
         raise UnsupportedModel("config.json: no_rope_layers has fewer entries than layers")
     ropes = tuple(

@@ -91,7 +91,9 @@ class SafetensorsCheckpoint(Checkpoint):
         self._scheme = read_scheme(msgspec.json.decode(self._config))
         shapes = self._find_quantized(directory)
         family = family_of(spec.architecture)
-        weights = family.weights(spec) | _as_stored({**(extra or {}), **(optional or {})})
+        besides = {**(extra or {}), **(optional or {})}
+        weights = family.weights(spec)
+        weights |= {name: Source(name=name, shape=shape) for name, shape in besides.items()}
         self._weights = _with_prefix(weights, family.text_prefixes, shapes)
         for name in optional or {}:
             if self._weights[name].name not in shapes:
@@ -201,11 +203,6 @@ class SafetensorsCheckpoint(Checkpoint):
     def fingerprint(self) -> str:
         """Digest of the config and of name, shape, type and some bytes of every tensor."""
         return self._files.fingerprint(self._config)
-
-
-def _as_stored(layout: Layout) -> WeightMap:
-    """Return where tensors are that have the checkpoint's names."""
-    return {name: Source(name=name, shape=shape) for name, shape in layout.items()}
 
 
 def _with_prefix(weights: WeightMap, prefixes: tuple[str, ...], found: Layout) -> WeightMap:

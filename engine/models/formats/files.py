@@ -1,28 +1,40 @@
 """The tensors of safetensors files by their names there, or seeded random ones in their place.
 
-Files are memory-mapped: a tensor that is fetched and copied costs no memory beyond its copy.
+Files are memory-mapped: a tensor that is fetched and copied costs no memory beyond its copy. A
+digest of weights costs little whatever their size: it is of some bytes of every tensor.
 """
 
 import hashlib
 import zlib
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.models.formats.fingerprint import weights_fingerprint
 from engine.models.weights import Layout, Shape
 
 _MAX_PROBLEMS = 8
+_LENGTH = 32
+"""Digits of digests."""
 _MAX_DRAWN = 16_777_259
 """Dummy weights of a tensor that are drawn, before they repeat themselves: a prime, so that no two
 rows are alike."""
 _DUMMY_RANGE = 0.035
 """Half-width of the uniform distribution of dummy weights: a standard deviation of 0.02."""
+_WHOLE_BYTES = 16 * 2**10
+"""Tensors up to this size are read whole."""
+_CHUNK_BYTES = 256
+_APART_BYTES = 2**20
+"""A larger one is read in chunks so far apart: processes that hold a part of a model do not read
+the others' parts for it."""
+_MIN_CHUNKS = 4
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -152,4 +164,39 @@ def drawn(name: str, shape: Shape, seed: int, dtype: torch.dtype) -> Tensor:
 
 def drawn_fingerprint(config: bytes, seed: int, dtype: torch.dtype) -> str:
     """Digest of the config and the seed, which stands for that of the weights drawn."""
-    return hashlib.sha256(config + f"dummy {seed} {dtype}".encode()).hexdigest()[:32]
+    return hashlib.sha256(config + f"dummy {seed} {dtype}".encode()).hexdigest()[:_LENGTH]
+
+
+def weights_fingerprint(
+    config: bytes, described: Mapping[str, str], tensor: Callable[[str], Tensor]
+) -> str:
+    """Return a digest of a model's config and tensors, in hexadecimal.
+
+    Args:
+        described: shape and type of every tensor, by name.
+        tensor: returns one of them, stored as any type.
+    """
+    digest = hashlib.sha256(config)
+    for name in sorted(described):
+        digest.update(f"{name} {described[name]};".encode())
+        digest.update(_sample(tensor(name)).tobytes())
+    return digest.hexdigest()[:_LENGTH]
+
+
+def computed_fingerprint(checkpoint: str, quantization: str | None) -> str:
+    """Return the digest of the weights as computed with: rounded ones have another digest."""
+    if quantization is None:
+        return checkpoint
+    return hashlib.sha256(f"{checkpoint} {quantization}".encode()).hexdigest()[:_LENGTH]
+
+
+def _sample(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    if len(flat) <= _WHOLE_BYTES:
+        return flat
+    chunks = max(_MIN_CHUNKS, len(flat) // _APART_BYTES)
+    apart = (len(flat) - _CHUNK_BYTES) // (chunks - 1)
+    sampled = np.lib.stride_tricks.as_strided(
+        flat[: (chunks - 1) * apart + _CHUNK_BYTES], (chunks, _CHUNK_BYTES), (apart, 1)
+    )
+    return np.concatenate((sampled.reshape(-1), flat[-_CHUNK_BYTES:]))

@@ -136,21 +136,12 @@ class HeadCheckpoint(Checkpoint):
         Raises:
             CheckpointError: there are none, or they cannot be read.
         """
-        self._directory = directory
         self._files = TensorFiles(directory)
         self._stored = {
             stored.removeprefix("model.").replace("midlayer.", _LAYER): stored
             for stored in self._files.shapes
         }
         self.shapes = {name: self._files.shapes[each] for name, each in self._stored.items()}
-
-    def require(self, expected: Layout) -> None:
-        """Compare the tensors with what the head needs.
-
-        Raises:
-            CheckpointError: some are missing, unexpected or of another shape.
-        """
-        compare(self._directory, expected, self.shapes, redundant=_ADDED)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -180,7 +171,8 @@ def load_eagle3(
     """
     head = Eagle3Spec(config, target.spec)
     checkpoint = HeadCheckpoint(directory)
-    checkpoint.require(_tensors(head, checkpoint.shapes))
+    expected = _tensors(head, checkpoint.shapes)
+    compare(directory, expected, checkpoint.shapes, redundant=_ADDED)
     dtype, device = types.activations, target.device
     products = ProductLoader(
         checkpoint, dtype, device, quantization=quantization, is_by_rows=False, bank=None
@@ -230,9 +222,10 @@ def _tensors(head: Eagle3Spec, found: Layout) -> Layout:
         mlp + "up_proj.weight": (inner, hidden),
         mlp + "down_proj.weight": (hidden, inner),
     }
-    rows = [name for name in expected if name.endswith("_proj.weight")]
-    biased = [name for name in rows if _has_bias(spec, name)]
-    expected |= {name.removesuffix("weight") + "bias": expected[name][:1] for name in biased}
+    for name in [name for name in expected if name.endswith("_proj.weight")]:
+        has_bias = spec.output_bias if "o_proj" in name else spec.qkv_bias
+        if spec.mlp_bias if ".mlp." in name else has_bias:
+            expected[name.removesuffix("weight") + "bias"] = expected[name][:1]
     whole = head.num_logits == spec.vocab_size
     optional: Layout = {
         "fc.bias": (hidden,),
@@ -246,12 +239,6 @@ def _tensors(head: Eagle3Spec, found: Layout) -> Layout:
     return expected | {
         name: shape for name, shape in optional.items() if name in found or name in needed
     }
-
-
-def _has_bias(spec: ModelSpec, name: str) -> bool:
-    if ".mlp." in name:
-        return spec.mlp_bias
-    return spec.output_bias if "o_proj" in name else spec.qkv_bias
 
 
 class Eagle3Entry(Module):

@@ -22,7 +22,7 @@ from engine.models.module import Module, Rows
 from engine.models.parallel.stages import Stage
 from engine.models.products.dense import prepare_linear
 from engine.models.settings import ComputeTypes
-from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.models.spec import UnsupportedModel
 from engine.models.weights import Layout
 
 
@@ -56,11 +56,26 @@ def load_mtp(
             f"--speculative-method mtp: the checkpoint of {served.architecture} in {directory} has "
             "no layer for it (num_nextn_predict_layers)"
         )
-    spec, number = _with_next_layer(served), served.num_layers
-    prefix = f"model.layers.{number}."
-    checkpoint = SafetensorsCheckpoint(
-        directory, spec, extra=_tensors(spec, prefix), optional=_copies(spec, prefix)
+    number, moe, hidden = served.num_layers, served.moe, served.hidden_size
+    prefix, head = f"model.layers.{number}.", f"model.layers.{number}.shared_head.head.weight"
+    spec = replace(  # with one more layer like the last
+        served,
+        num_layers=number + 1,
+        ropes=(*served.ropes, served.ropes[-1]),
+        windows=(*served.windows, None),
+        moe=None if moe is None else replace(moe, layers=(*moe.layers, moe.layers[-1])),
     )
+    around: Layout = {
+        prefix + "enorm.weight": (hidden,),
+        prefix + "hnorm.weight": (hidden,),
+        prefix + "eh_proj.weight": (hidden, 2 * hidden),
+        prefix + "shared_head.norm.weight": (hidden,),
+    }
+    # Most checkpoints store these a second time.
+    copies: Layout = dict.fromkeys(
+        (prefix + "embed_tokens.weight", head), (spec.vocab_size, hidden)
+    )
+    checkpoint = SafetensorsCheckpoint(directory, spec, extra=around, optional=copies)
     loader = DecoderLoader(
         spec,
         checkpoint,
@@ -85,38 +100,9 @@ def load_mtp(
         project=_unchanged,
         enter=MtpEntry(norm("enorm"), norm("hnorm"), products.copy(prefix + "eh_proj.weight")),
         norm=norm("shared_head.norm"),
-        lm_head=_lm_head(checkpoint, prefix + "shared_head.head.weight", products, target),
+        lm_head=_lm_head(checkpoint, head, products, target),
         carries_normed=family.carries_normed,
     )
-
-
-def _with_next_layer(spec: ModelSpec) -> ModelSpec:
-    """Return a model with one more layer like its last."""
-    moe = spec.moe
-    return replace(
-        spec,
-        num_layers=spec.num_layers + 1,
-        ropes=(*spec.ropes, spec.ropes[-1]),
-        windows=(*spec.windows, None),
-        moe=None if moe is None else replace(moe, layers=(*moe.layers, moe.layers[-1])),
-    )
-
-
-def _tensors(spec: ModelSpec, prefix: str) -> Layout:
-    """Return what is around the decoder layer."""
-    hidden = spec.hidden_size
-    return {
-        prefix + "enorm.weight": (hidden,),
-        prefix + "hnorm.weight": (hidden,),
-        prefix + "eh_proj.weight": (hidden, 2 * hidden),
-        prefix + "shared_head.norm.weight": (hidden,),
-    }
-
-
-def _copies(spec: ModelSpec, prefix: str) -> Layout:
-    """Return what most checkpoints store a second time."""
-    names = ("embed_tokens.weight", "shared_head.head.weight")
-    return {prefix + name: (spec.vocab_size, spec.hidden_size) for name in names}
 
 
 class MtpEntry(Module):

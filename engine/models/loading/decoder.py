@@ -11,7 +11,6 @@ from engine.distributed.group import Group
 from engine.kernels.registry import FusedKernels
 from engine.models.adapters import AdapterBank
 from engine.models.attention.choice import attention_of, stock_attention
-from engine.models.attention.paged import PagedAttention
 from engine.models.attention.projections import (
     HeadProjections,
     HeadwiseProduct,
@@ -48,6 +47,7 @@ from engine.models.products.row_blocks import RowBlocks, probe_rows
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, NormSpec, RopeSpec, UnsupportedModel
 from engine.models.weights import layer_norms
+from engine.shared.config import LoraConfig
 
 
 class Shard(NamedTuple):
@@ -64,10 +64,10 @@ class AdapterRoom(NamedTuple):
     num_slots: int
     rank: int
 
-
-def _is_tempered(spec: ModelSpec, rope: RopeSpec | None) -> bool:
-    temperature = spec.attention_temperature
-    return temperature is not None and (rope is None or temperature.of_all_layers)
+    @classmethod
+    def of(cls, config: LoraConfig) -> "AdapterRoom | None":
+        """Return what the settings ask for; None without adapters."""
+        return cls(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
 
 def _nothing(hidden: Tensor) -> Tensor:
@@ -137,10 +137,26 @@ class DecoderLoader:
         self._types = types
         self._device = device
         self._max_model_len = max_model_len
-        self._bank = None if adapters is None else self._new_bank(adapters)
-        self._expert_group = None if place is None else self._new_group(place, balance)
+        self._bank = None
+        if adapters is not None:
+            self._bank = AdapterBank(
+                *adapters,
+                dtype=types.activations,
+                device=device,
+                cut=self._cut,
+                by_rows=batch_invariant,
+            )
+        self._expert_group = None
+        if place is not None:
+            moe, shards = self._spec.moe, None if shard is None else shard.group
+            assert moe is not None, "only experts are spread"
+            sizes = moe.num_experts, moe.experts_per_token
+            self._expert_group = ExpertGroup(*sizes, device, shards, balance)
+            self._expert_group.prepare(*place)
+        if self._cut is not None and not isinstance(checkpoint, ShardedState):
+            checkpoint = CutCheckpoint(checkpoint, self._cut)
         self._products = ProductLoader(
-            self._cut_checkpoint(checkpoint),
+            checkpoint,
             types.activations,
             device,
             quantization=quantization,
@@ -150,21 +166,21 @@ class DecoderLoader:
         )
         self._mlps = MlpLoader(self._spec, self._products, self._expert_group, kernels)
 
-    def _cut_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
-        if self._cut is None or isinstance(checkpoint, ShardedState):
-            return checkpoint
-        return CutCheckpoint(checkpoint, self._cut)
-
     def load(self, told: Callable[[int, int], None] = lambda layer, layers: None) -> Decoder:
         """Read all weights that belong here and return the model.
 
         `told` hears which layer is read, from 1 on, and how many there are.
         """
-        spec = self._spec
+        spec, types, device = self._spec, self._types, self._device
+        longest = self._max_model_len
 
         def layer(index: int) -> DecoderLayer:
             told(index + 1, spec.num_layers)
             return self._layer(index)
+
+        def rotary(rope: RopeSpec) -> Rotary:
+            table = rotary_table(rope, spec.rotary_size, longest, types.activations, device)
+            return Rotary(table, rope.sections)
 
         is_first, is_last = self._stage.is_first, self._stage.is_last
         look_up = tied = None
@@ -172,60 +188,30 @@ class DecoderLoader:
             look_up, tied = self._embedding()
         attention = attention_of(
             spec,
-            self._types.kv_format,
-            self._device,
+            types.kv_format,
+            device,
             token_by_token=self._batch_invariant,
             first_key=self._first_key,
             kernels=self._kernels,
         )
+        heat, image_attention = spec.attention_temperature, None
+        if spec.vision is not None and spec.vision.sees_all:
+            image_attention = stock_attention(spec, types.kv_format, device)
         return Decoder(
             spec,
             [layer(index) for index in range(spec.num_layers)],
             attention,
-            self._types,
-            self._device,
-            rotary=[self._rotary(rope) for rope in spec.distinct_ropes],
-            temperatures=self._temperatures(),
+            types,
+            device,
+            rotary=[rotary(rope) for rope in spec.distinct_ropes],
+            temperatures=None if heat is None else temperatures(heat, longest, device),
             embed_tokens=self._embed(look_up) if is_first and look_up is not None else None,
             norm=self._norm("model.norm") if is_last else None,
             lm_head=self._head(tied) if is_last else None,
             expert_group=self._expert_group,
             followers=None if self._shard is None else self._shard.followers,
             adapters=self._bank,
-            image_attention=self._image_attention(),
-        )
-
-    def _rotary(self, rope: RopeSpec) -> Rotary:
-        size, dtype = self._spec.rotary_size, self._types.activations
-        table = rotary_table(rope, size, self._max_model_len, dtype, self._device)
-        return Rotary(table, rope.sections)
-
-    def _image_attention(self) -> PagedAttention | None:
-        vision = self._spec.vision
-        if vision is None or not vision.sees_all:
-            return None
-        return stock_attention(self._spec, self._types.kv_format, self._device)
-
-    def _temperatures(self) -> Tensor | None:
-        spec = self._spec.attention_temperature
-        return None if spec is None else temperatures(spec, self._max_model_len, self._device)
-
-    def _new_group(self, place: GroupPlace, balance: ExpertBalance | None) -> ExpertGroup:
-        moe = self._spec.moe
-        assert moe is not None, "only experts are spread"
-        shards = None if self._shard is None else self._shard.group
-        sizes = moe.num_experts, moe.experts_per_token
-        group = ExpertGroup(*sizes, self._device, shards, balance)
-        group.prepare(*place)
-        return group
-
-    def _new_bank(self, room: AdapterRoom) -> AdapterBank:
-        return AdapterBank(
-            *room,
-            dtype=self._types.activations,
-            device=self._device,
-            cut=self._cut,
-            by_rows=self._batch_invariant,
+            image_attention=image_attention,
         )
 
     def spread_experts(self, model: Decoder, place: GroupPlace) -> None:
@@ -254,34 +240,31 @@ class DecoderLoader:
         if self._shard is not None and self._cut is not None:
             embed = CutEmbedding(self._shard.group, look_up, self._cut.vocabulary)
         if self._bank is not None:
-            embed = self._bank.embedding(embed, "model.embed_tokens", self._spec.hidden_size)
+            widths = [self._spec.hidden_size]
+            embed = self._bank.adapted(embed, ["model.embed_tokens"], widths, of="embedding")
         return scaled(embed, scale)
 
     def _head(self, tied: Rows | None) -> Rows:
         """Return what makes logits, by the product with the embeddings if it is tied to them."""
         spec = self._spec
+        if spec.num_outputs == 0:  # of what embeds, which has none
+            return _nothing
         if spec.num_outputs is not None:
-            return self._classifier_head()
+            score = DenseLinear(self._products.copy("score.weight").float(), None)
+            if not self._batch_invariant:
+                return score
+            return RowBlocks(score, probe_rows(spec.hidden_size, torch.float32))
         product = self._products.linear("lm_head.weight") if tied is None else tied
         head: Rows = self._products.by_rows(product, spec.hidden_size)
         if self._bank is not None:
             part = slice(0, spec.vocab_size) if self._cut is None else self._cut.vocabulary
-            head = self._bank.head(head, "lm_head", part.stop - part.start)
+            head = self._bank.adapted(head, ["lm_head"], [part.stop - part.start], of="head")
         if self._shard is not None:
             head = CutHead(self._shard.group, head, spec.vocab_size)
         head = scaled(head, spec.logits_scale)
         if spec.logits_softcap is None:
             return head
         return Chain(head, partial(softcap, cap=spec.logits_softcap))
-
-    def _classifier_head(self) -> Rows:
-        """Return the product with a classifier's weights in float32; of an embedder, nothing."""
-        if not self._spec.num_outputs:
-            return _nothing
-        head = DenseLinear(self._products.copy("score.weight").float(), None)
-        if not self._batch_invariant:
-            return head
-        return RowBlocks(head, probe_rows(self._spec.hidden_size, torch.float32))
 
     def _prefix(self, index: int) -> str:
         """Return how the names of a layer's tensors begin; layers are counted in this stage."""
@@ -298,12 +281,12 @@ class DecoderLoader:
             mlp = products.by_rows(sparse, spec.hidden_size)
         else:  # each part computes rows by themselves
             mlp = sparse
-        rope = spec.ropes[index]
+        rope, heat = spec.ropes[index], spec.attention_temperature
         place = LayerPlace(
             spec.windows[index],
             None if rope is None else spec.distinct_ropes.index(rope),
             spec.cache_groups.group_of(index),
-            _is_tempered(spec, rope),
+            heat is not None and (rope is None or heat.of_all_layers),
         )
         attention = self._attention if spec.latent is None else self._latent_attention
         return DecoderLayer(

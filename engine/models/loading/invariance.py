@@ -5,9 +5,8 @@ import logging
 import torch
 
 from engine.kernels.processor import is_invariance_cheap, is_invariance_free
-from engine.kernels.registry import FusedKernels
+from engine.kernels.registry import FusedKernels, has_product_kernel
 from engine.models.attention.choice import attends_by_pairs, scores_are_capped
-from engine.models.products.dense import has_product_kernel
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.shared.config import EngineConfig

@@ -10,7 +10,6 @@ from torch import Tensor
 from engine.kernels.reference import Experts, choose_experts, gating
 from engine.kernels.registry import (
     FusedKernels,
-    MakeExperts,
     choosing,
     experts_kernel,
     swiglu_of_chosen,
@@ -60,19 +59,28 @@ class MlpLoader:
 
     def dense(self, prefix: str, inner: int) -> Rows:
         """Return an MLP of so many inner outputs, with adapters where there may be some."""
-        spec, products, gate = self._spec, self._products, self._gated
-        names = [prefix + "gate_proj", prefix + "up_proj", prefix + "down_proj"]
-        bias = [f"{name}.bias" for name in names] if spec.mlp_bias else []
+        return self._gated_mlp(prefix, inner, has_bias=self._spec.mlp_bias)
+
+    def _gated_mlp(
+        self, prefix: str, inner: int, *, has_bias: bool, is_expert: bool = False
+    ) -> Module:
+        products, gate, hidden = self._products, self._gated, self._spec.hidden_size
+        names = _names(prefix)
+        bias = [f"{name}.bias" for name in names] if has_bias else []
         gate_up = products.linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2])
         down = products.linear(f"{names[2]}.weight", bias=bias[2:])
-        if products.bank is None:
-            return products.by_rows(Expert(gate_up, down, gate), spec.hidden_size)
-        hidden = spec.hidden_size
-        return Expert(
-            products.adapted(gate_up, names[:2], [inner, inner], hidden),
-            products.adapted(down, names[2:], [hidden], inner),
-            products.by_rows(Chain(gate), 2 * inner),
-        )
+        bank = products.bank
+        if bank is None or (is_expert and self._group is not None):
+            return products.by_rows(Expert(gate_up, down, gate), hidden)
+        gate_up, down = products.by_rows(gate_up, hidden), products.by_rows(down, inner)
+        widths = [inner, inner]
+        if is_expert:  # whose adapters take memory when the first one comes
+            gate_up = bank.adapted(gate_up, names[:2], widths, of="expert")
+            down = bank.adapted(down, names[2:], [hidden], of="expert")
+        else:
+            gate_up = bank.adapted(gate_up, names[:2], widths, inputs=hidden)
+            down = bank.adapted(down, names[2:], [hidden], inputs=inner)
+        return Expert(gate_up, down, products.by_rows(Chain(gate), 2 * inner))
 
     def sparse(self, prefix: str, layer: int) -> SparseMlp:
         """Return a layer's mixture of experts: all of them, or those of this place in the group."""
@@ -134,28 +142,19 @@ class MlpLoader:
         return products.by_rows(product, self._spec.hidden_size, dtype) if by_rows else product
 
     def _expert(self, prefix: str, number: int) -> Module:
-        spec, products, gate = self._spec, self._products, self._gated
-        names = _names(prefix, number)
-        assert spec.moe is not None
-        bias = [f"{name}.bias" for name in names] if spec.moe.bias else []
-        gate_up = products.linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2])
-        down = products.linear(f"{names[2]}.weight", bias=bias[2:])
-        bank = products.bank
-        if bank is None or self._group is not None:
-            return products.by_rows(Expert(gate_up, down, gate), spec.hidden_size)
-        hidden, inner = spec.hidden_size, spec.moe.intermediate_size
-        return Expert(
-            bank.expert(products.by_rows(gate_up, hidden), names[:2], [inner, inner]),
-            bank.expert(products.by_rows(down, inner), names[2:], [hidden]),
-            products.by_rows(Chain(gate), 2 * inner),
-        )
+        moe = self._spec.moe
+        assert moe is not None
+        prefix, inner = f"{prefix}experts.{number}.", moe.intermediate_size
+        return self._gated_mlp(prefix, inner, has_bias=moe.bias, is_expert=True)
 
     def _experts(self, moe: MoeSpec, prefix: str) -> Experts:
         products, hidden, inner = self._products, self._spec.hidden_size, moe.intermediate_size
-        by_kernel = self._experts_kernel(moe)
-        if by_kernel is not None:
-            made = by_kernel(self._expert_weights(moe, prefix))
-            return KernelExperts(made, made.weights)
+        is_swiglu = self._kernels is not None and self._gated == self._kernels.swiglu
+        if is_swiglu and moe.has_plain_experts and products.by_kernels:
+            by_kernel = experts_kernel(hidden, inner)
+            if by_kernel is not None:
+                made = by_kernel(self._expert_weights(moe, prefix))
+                return KernelExperts(made, made.weights)
         num_bytes = 3 * moe.num_experts * hidden * inner * products.dtype.itemsize
         suits = StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes)
         if not suits or not moe.has_plain_experts or products.bank is not None:
@@ -167,28 +166,21 @@ class MlpLoader:
             second = products.prepare(torch.cat(down, dim=1), None)
             second = products.by_rows(second, moe.num_experts * inner)
             gate = gating(self._gated)
-            if self._kernels is not None and self._gated == self._kernels.swiglu:
+            if is_swiglu:
                 gate = swiglu_of_chosen(products.dtype, products.device)
             return AllExperts(first, second, moe.num_experts, gate)
         kind = RowwiseExperts if products.splits_experts else StackedExperts
         return kind(torch.stack(gate_up), torch.stack([each.T for each in down]), self._gated)
 
-    def _experts_kernel(self, moe: MoeSpec) -> MakeExperts | None:
-        """Return what makes a layer's experts, where one kernel computes all of them."""
-        kernels, products = self._kernels, self._products
-        is_gated_alike = kernels is not None and self._gated == kernels.swiglu
-        if not (moe.has_plain_experts and is_gated_alike and products.by_kernels):
-            return None
-        return experts_kernel(self._spec.hidden_size, moe.intermediate_size)
-
     def _expert_weights(self, moe: MoeSpec, prefix: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Read of one expert after the other [2 * inner, hidden] and [hidden, inner]."""
         products = self._products
         for number in range(moe.num_experts):
-            gate, up, down = (f"{name}.weight" for name in _names(prefix, number))
+            names = _names(f"{prefix}experts.{number}.")
+            gate, up, down = (f"{name}.weight" for name in names)
             yield products.fused([gate, up]), products.copy(down)
 
 
-def _names(prefix: str, expert: int) -> list[str]:
-    """Return what the gate, up and down products of an expert are called."""
-    return [f"{prefix}experts.{expert}.{part}_proj" for part in ("gate", "up", "down")]
+def _names(prefix: str) -> list[str]:
+    """Return what the gate, up and down products of an MLP are called."""
+    return [f"{prefix}{part}_proj" for part in ("gate", "up", "down")]

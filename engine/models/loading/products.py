@@ -14,7 +14,7 @@ from engine.kernels import registry
 from engine.models.adapters import AdapterBank
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.module import Rows
-from engine.models.products.dense import has_product_kernel, prepare_linear
+from engine.models.products.dense import prepare_linear
 from engine.models.products.int4 import Int4Linear, Int4Weights, fits_int4, joined, quantized
 from engine.models.products.int8 import prepare_int8
 from engine.models.products.invariant import InvariantLinear
@@ -68,7 +68,7 @@ class ProductLoader:
         product = self.by_rows(product, inputs)
         if self.bank is None:
             return product
-        return self.bank.linear(product, names, widths, inputs)
+        return self.bank.adapted(product, names, widths, inputs=inputs)
 
     def by_rows(
         self, function: _Function, width: int, dtype: torch.dtype | None = None
@@ -91,7 +91,7 @@ class ProductLoader:
     def by_kernels(self) -> bool:
         """Whether kernels of our own compute plain products, each row by itself if so wished."""
         is_asked = self.device.type == "cpu" and self.is_plain and self._by_kernels
-        return is_asked and has_product_kernel()
+        return is_asked and registry.has_product_kernel()
 
     @property
     def splits_experts(self) -> bool:

@@ -22,12 +22,50 @@ from engine.models.adapters import AdapterBank
 from engine.models.module import Module, Rows
 from engine.models.moe import run_experts, weighted_sum
 from engine.models.parallel.balance import ExpertBalance, Placement, expert_share
-from engine.models.parallel.exchange import Exchange, MirrorGroup
 from engine.models.parallel.tensors import part_of
 
 
 class ExpertsLost(GroupBroken):
     """Other engines have failed or left; the processes of this one are at the same point."""
+
+
+class MirrorGroup:
+    """Stands for a group whose other ranks do the same as this one, to measure memory.
+
+    It has what sparse layers need of `engine.distributed.group.Group`. What comes from the others
+    is made of what goes to them, and means nothing.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather_counts(self, count: int) -> list[int]:
+        """Return this rank's number for every rank."""
+        return [count] * self.size
+
+    def all_to_all_counts(self, counts: Sequence[int]) -> list[int]:
+        """Return what was sent: as much comes as goes."""
+        return list(counts)
+
+    def all_gather_row(self, row: Sequence[int]) -> list[list[int]]:
+        """Return this rank's row for every rank."""
+        return [list(row)] * self.size
+
+    def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows for every rank."""
+        assert list(counts) == [len(rows)] * self.size
+        return rows.repeat(self.size, *[1] * (rows.dim() - 1))
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Return as many rows as are expected, made of those that are sent."""
+        assert sum(sent) == len(rows)
+        if not len(rows):
+            return rows.new_zeros(sum(received), *rows.shape[1:])
+        return rows[torch.arange(sum(received), device=rows.device) % len(rows)]
+
+
+Exchange = Group | MirrorGroup
+"""Where sparse layers exchange tokens."""
 
 
 class SendingRule(NamedTuple):
@@ -286,24 +324,20 @@ class SpreadExperts(Module):
         self._layer = layer
         self._first = 0
         """Number of the first copy here."""
-        self._share: Sequence[int] = range(0)
+        self.share: Sequence[int] = range(0)
+        """Which experts are here."""
         self.experts = nn.ModuleList()
         """In the order of the share."""
         self._load: Callable[[int], nn.Module]
-
-    @property
-    def share(self) -> Sequence[int]:
-        """Which experts are here."""
-        return self._share
 
     def hold(self, first: int, share: Sequence[int], load: Callable[[int], nn.Module]) -> None:
         """Drop the experts that are not in the share, then load those that are missing.
 
         `first` is the number of the first copy here; see `ExpertGroup.held`.
         """
-        kept = {i: e for i, e in zip(self._share, self.experts, strict=True) if i in share}
+        kept = {i: e for i, e in zip(self.share, self.experts, strict=True) if i in share}
         self.experts = nn.ModuleList()
-        self._first, self._share, self._load = first, share, load
+        self._first, self.share, self._load = first, share, load
         self.experts = nn.ModuleList(kept.pop(i) if i in kept else load(i) for i in share)
 
     def change(self) -> None:
@@ -319,10 +353,11 @@ class SpreadExperts(Module):
         chosen = self._group.copies(self._layer, chosen)
         ranks = self._group.rank_of[chosen]
         if self._group.sends_everything:
-            arrived = self._gather(x, chosen)
+            packed = self._group.group.all_gather(_pack(x, chosen), self._group.counts)
+            arrived = _Arrived(*_unpack(packed, x), self._group.counts)
         else:
             arrived = self._send(x, chosen, ranks)
-        end = self._first + len(self._share)
+        end = self._first + len(self.share)
         mine = (arrived.chosen >= self._first) & (arrived.chosen < end)
         rows = mine.nonzero()[:, 0]
         self._group.count_computed(self._layer, len(rows))
@@ -335,12 +370,6 @@ class SpreadExperts(Module):
         order = ranks.flatten().argsort(stable=True)
         by_choice = torch.empty_like(back).index_copy_(0, order, back)
         return weighted_sum(by_choice, weights).to(x.dtype)
-
-    def _gather(self, x: Tensor, chosen: Tensor) -> _Arrived:
-        """Get all tokens of all ranks."""
-        counts = self._group.counts
-        packed = self._group.group.all_gather(_pack(x, chosen), counts)
-        return _Arrived(*_unpack(packed, x), counts)
 
     def _send(self, x: Tensor, chosen: Tensor, ranks: Tensor) -> _Arrived:
         """Get the tokens that have chosen an expert here."""

@@ -70,7 +70,14 @@ def divide_layers(
         UnsupportedModel: the model has not so many layers, or more.
     """
     if layers_of_stages is None:
-        layers_of_stages = _even(num_layers, num_stages)
+        if num_layers < num_stages:
+            raise UnsupportedModel(
+                f"--pipeline-parallel-size {num_stages} is more than the {num_layers} layers of "
+                "the model"
+            )
+        share, rest = divmod(num_layers, num_stages)
+        by_right = [*range(1, num_stages - 1), 0][:rest]
+        layers_of_stages = [share + (stage in by_right) for stage in range(num_stages)]
     elif sum(layers_of_stages) != num_layers:
         given = ",".join(map(str, layers_of_stages))
         raise UnsupportedModel(
@@ -82,14 +89,3 @@ def divide_layers(
         stages.append(Stage(range(first, first + count), num_layers))
         first += count
     return stages
-
-
-def _even(num_layers: int, num_stages: int) -> list[int]:
-    if num_layers < num_stages:
-        raise UnsupportedModel(
-            f"--pipeline-parallel-size {num_stages} is more than the {num_layers} layers of the "
-            "model"
-        )
-    share, rest = divmod(num_layers, num_stages)
-    by_right = [*range(1, num_stages - 1), 0][:rest]
-    return [share + (stage in by_right) for stage in range(num_stages)]

@@ -108,7 +108,8 @@ class PackedLinear(Module):
         if self._compiled is not None and x.shape[0] <= self._compiled_rows:
             return self._compiled(x)
         if x.shape[0] >= self._float32_rows:
-            return self._in_float32(x)
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.to_dense(torch.float32), bias).to(x.dtype)
         rows = pad_rows(x, self._num_weights)
         product: Tensor = self._product(rows, self.weight, self.bias, "none", [], "")
         return product[: x.shape[0]]
@@ -123,10 +124,6 @@ class PackedLinear(Module):
         x, sums = pad_rows(x, self._num_weights), pad_rows(sums, self._num_weights)
         result: Tensor = self._product_and_sum(x, sums, self.weight, self.bias, "add")
         return result[:rows]
-
-    def _in_float32(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.to_dense(torch.float32), bias).to(x.dtype)
 
 
 def _kernel(name: str, weight: Tensor, bias: Tensor | None) -> tuple[Hashable, ...]:
@@ -187,15 +184,6 @@ def gelu_product(weight: Tensor, bias: Tensor) -> Rows | None:
 
 
 _packable: dict[tuple[torch.dtype, int, int], bool] = {}
-
-
-def has_product_kernel() -> bool:
-    """Whether a kernel of our own computes products of bfloat16 on this processor.
-
-    Raises:
-        ImportError: there is nothing that compiles kernels.
-    """
-    return registry.product_block() > 0
 
 
 def prepare_linear(

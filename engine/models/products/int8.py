@@ -63,6 +63,9 @@ _ZERO_POINT = 128
 """What is added to the integers of activations."""
 _SMALLEST_RANGE = 1e-30
 """Rows whose largest value is below are as good as zero."""
+_NOT_ROUNDED = (None, 1.0, 0)
+_PLAIN: tuple[str, list[float], str] = ("none", [], "")
+"""Arguments of oneDNN's product: no bias and no rounding of what it makes, and nothing after it."""
 _TOLERANCE = 0.05
 """Maximum relative error of a product that is right; rounding costs 0.01."""
 
@@ -77,20 +80,11 @@ def takes_8_bit_activations() -> bool:
     width = 64
     weight = torch.full((8, width), _LARGEST, dtype=torch.int8)
     largest = _LARGEST + _ZERO_POINT
+    rows = torch.full((1, width), largest, dtype=torch.uint8)
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    scales, zeros = torch.ones(8), torch.zeros(8, dtype=torch.int64)
     product: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-        torch.full((1, width), largest, dtype=torch.uint8),
-        1.0,
-        0,
-        torch.ops.onednn.qlinear_prepack(weight, None),
-        torch.ones(8),
-        torch.zeros(8, dtype=torch.int64),
-        None,
-        1.0,
-        0,
-        torch.float32,
-        "none",
-        [],
-        "",
+        rows, 1.0, 0, packed, scales, zeros, *_NOT_ROUNDED, torch.float32, *_PLAIN
     )
     return bool((product == largest * _LARGEST * width).all())
 
@@ -138,13 +132,9 @@ class Int8Linear(Module):
             self.weight,
             self.scales,
             self._zero_points,
-            None,
-            1.0,
-            0,
+            *_NOT_ROUNDED,
             self._result_type,
-            "none",
-            [],
-            "",
+            *_PLAIN,
         )[: len(x)]
         product.mul_(largest.mul_(1.0 / _LARGEST))
         if self.bias is not None:

@@ -20,7 +20,7 @@ from engine.distributed import backend
 from engine.distributed.backend import Backend, Connections
 from engine.distributed.group import CPU
 from engine.distributed.spec import GroupSpec
-from engine.executor import encoding, in_process, loading, multi_process, worker
+from engine.executor import encoding, in_process, loading, worker
 from engine.shared.config import EngineConfig
 
 DEVICE = torch.device("cuda")
@@ -192,7 +192,7 @@ def replace_processors() -> None:
 
     Those that are to do what only processors can stay where they are.
     """
-    for module in (encoding, in_process, multi_process, worker):
+    for module in (encoding, in_process, worker):
         setattr(module, "take_device", _take_device)  # noqa: B010
 
 

@@ -14,7 +14,6 @@ from engine.distributed.engines import EngineGroup
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor import worker_process
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, WorkerFailed
 from engine.models.decoder import Decoder
 from engine.models.parallel.experts import SendingRule, SpreadExperts
@@ -79,7 +78,7 @@ class Member:
             self.executor = InProcessExecutor(self.config, position)
         else:
             self.team = Team(self.config, position, 1)
-            self.executor = MultiProcessExecutor(self.config, self.team, position)
+            self.executor = InProcessExecutor(self.config, position, team=self.team)
         self.driver = Driver(self)
 
     def workers(self) -> list[int]:

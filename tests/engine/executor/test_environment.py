@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from engine.executor import openmp
 from engine.executor.environment import CACHED_PRIMITIVES, SPIN_COUNT, settle_environment
 
 VARIABLES = (
@@ -21,7 +20,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(openmp, "installed_library", lambda: None)
+    monkeypatch.setattr("engine.executor.environment.installed_library", lambda: None)
     return monkeypatch
 
 

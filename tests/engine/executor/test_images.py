@@ -8,7 +8,6 @@ import torch
 from msgspec.structs import replace
 
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.rules import why_blind
 from engine.executor.team import Team
 from engine.models.hf_config import read_spec
@@ -198,7 +197,7 @@ def test_processes_that_share_a_model_get_the_embeddings(
             data_parallel_size=1, tensor_parallel_size=shards, pipeline_parallel_size=stages
         ),
     )
-    executor = MultiProcessExecutor(config, Team(config, 0, 1))
+    executor = InProcessExecutor(config, team=Team(config, 0, 1))
     try:
         (tokens, _, _), counters = serve_steps(executor, config, asked)
     finally:

@@ -15,16 +15,13 @@ from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.kv_sizing import KvSizing
-from engine.executor.layout import Layout
-from engine.executor.leader import TeamLeader
-from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
-from engine.executor.team_messages import BeginTrial, EndTrial, WorkerLaunch, WorkerReply
+from engine.executor.team_messages import Allocate, BeginTrial, EndTrial, WorkerLaunch, WorkerReply
 from engine.executor.worker import Worker
 from engine.models.decoder import Decoder
 from engine.models.moe import run_experts
 from engine.models.parallel import experts
-from engine.models.parallel.exchange import MirrorGroup
+from engine.models.parallel.experts import MirrorGroup
 from engine.runner.kv_memory import bytes_per_block
 from engine.runner.memory_profile import MemoryTrial, free_for_cache
 from engine.shared.config import (
@@ -78,17 +75,18 @@ def blocks_of(share: float, loaded: Decoder) -> int:
 class Steps:
     """Runs plans on an executor, one by one."""
 
-    def __init__(self, executor: MultiProcessExecutor) -> None:
+    def __init__(self, executor: InProcessExecutor) -> None:
         self._executor = executor
 
     def run(self, plan: BatchPlan) -> BatchResult:
         return self._executor.submit(plan).result()
 
 
-class Told:
-    """A team whose workers answer with these block counts."""
+class Answers:
+    """A leader whose workers answer with these block counts."""
 
     def __init__(self, *blocks: int) -> None:
+        self.team = self
         self._blocks = blocks
 
     def collect(self) -> list[WorkerReply]:
@@ -101,9 +99,9 @@ class Told:
 def test_all_processes_get_the_blocks_that_the_one_with_the_least_memory_has(
     own: int, others: tuple[int, ...], agreed: int
 ) -> None:
-    grid, device = Grid(Group.alone(), None, None), torch.device("cpu")
-    leader = TeamLeader(Told(*others), grid, Layout(1, 2), device, [])  # type: ignore[arg-type]
-    assert leader.min_blocks(own) == agreed
+    leader: Any = Answers(*others)
+    sizing = KvSizing(EngineConfig(), torch.device("cpu"), 2, leader)
+    assert sizing._fewest(own) == agreed
 
 
 def test_processes_that_hold_a_model_together_try_the_largest_step_together(
@@ -115,17 +113,18 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
     model = checkpoint("llama")
     config = settings(model.directory, tensor_parallel_size=2, data_parallel_size=1)
     team = Team(config, 0, 1)
-    executor = MultiProcessExecutor(config, team)
+    executor = InProcessExecutor(config, team=team)
     try:
         served, device = executor._loaded.model, executor._device
         assert served is not None
+        assert executor._leader is not None
         sizing = KvSizing(config, device, 2, executor._leader)
         blocks = sizing.blocks_after_trial(served, executor.info.max_model_len)
         assert blocks > 0
         request.getfixturevalue("made_up_device")  # the other process has all that is free
         share = sizing.blocks_after_trial(served, executor.info.max_model_len)
         assert share == blocks_of(SHARES[0], served)
-        executor._leader.allocate(NUM_BLOCKS, executor.info.model_fingerprint)
+        executor._leader.call(Allocate(NUM_BLOCKS, executor.info.model_fingerprint))
         cut, whole = Driver(Steps(executor)), driver(model.directory)
         for engine in (cut, whole):
             engine.start(0, prompt(30))

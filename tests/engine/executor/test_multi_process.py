@@ -15,7 +15,7 @@ import pytest
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.weight_transfer import SentTensors, WeightTransfer
 from engine.executor import worker_process
-from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.in_process import InProcessExecutor
 from engine.executor.rules import check_sharded_state
 from engine.executor.team import Team, UnlikeWorkers, WorkerFailed
 from engine.models.attention.kv_format import KvCacheDtype
@@ -64,10 +64,10 @@ def settings(
 class Cluster:
     """An executor, its team, and a driver for it."""
 
-    def __init__(self, config: EngineConfig, team: Team) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.failures: list[str] = []
-        self.team = team
-        self.executor = MultiProcessExecutor(config, self.team, on_failure=self.failures.append)
+        self.team = Team(config, 0, 1, on_failure=self.failures.append)
+        self.executor = InProcessExecutor(config, team=self.team)
         self.driver = Driver(self)
 
     def run(self, plan: BatchPlan) -> BatchResult:
@@ -84,7 +84,7 @@ def start() -> Iterator[StartCluster]:
 
     def start(directory: Path, size: int, **options: Any) -> Cluster:
         config = settings(directory, size, **options)
-        running.append(Cluster(config, Team(config, 0, 1)))
+        running.append(Cluster(config))
         return running[-1]
 
     yield start
@@ -228,7 +228,7 @@ def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path:
         weights.write(b"\x11")
     team = Team(settings(theirs, 1, stages=2), 0, 1)
     with pytest.raises(UnlikeWorkers, match=r"worker 1 on .* has parts of other weights"):
-        MultiProcessExecutor(settings(ours, 1, stages=2), team)
+        InProcessExecutor(settings(ours, 1, stages=2), team=team)
     assert not any(map(psutil.pid_exists, team.pids))
 
 
@@ -325,7 +325,7 @@ def test_what_cannot_be_cut_is_refused(checkpoint: SaveModel, tmp_path: Path) ->
     config = settings(tmp_path, 2)
     team = Team(config, 0, 1)
     with pytest.raises((CheckpointError, WorkerFailed), match="lacks"):
-        MultiProcessExecutor(config, team)
+        InProcessExecutor(config, team=team)
     assert not any(psutil.pid_exists(pid) for pid in team.pids)
 
 

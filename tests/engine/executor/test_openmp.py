@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.executor.openmp import BLOCK_TIME, installed_library
+from engine.executor.environment import BLOCK_TIME, installed_library
 from tests.support.openmp import environment_without_openmp
 from tests.support.waiting import PATIENCE
 

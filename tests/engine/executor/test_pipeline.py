@@ -19,7 +19,6 @@ from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.layout import Layout, Place
-from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, WorkerFailed
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.hf_config import read_spec
@@ -79,8 +78,8 @@ class Stages:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.failures: list[str] = []
-        self.team = Team(config, 0, 1)
-        self.executor = MultiProcessExecutor(config, self.team, on_failure=self.failures.append)
+        self.team = Team(config, 0, 1, on_failure=self.failures.append)
+        self.executor = InProcessExecutor(config, team=self.team)
 
     def run(self, plan: BatchPlan) -> BatchResult:
         return self.executor.submit(plan).result()

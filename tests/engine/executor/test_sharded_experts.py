@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from engine.batch.executor import GroupExecutor
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
 from engine.models.hf_config import read_spec
 from engine.models.parallel.tensors import Cut
@@ -136,9 +135,9 @@ def test_one_engine_of_two_processes_has_the_experts_in_both(checkpoint: SaveMod
     ]
     for parallel in layouts:
         config = settings(directory, FEW_BLOCKS, **parallel)
-        executor: InProcessExecutor | MultiProcessExecutor
+        executor: InProcessExecutor
         if parallel:
-            executor = MultiProcessExecutor(config, Team(config, 0, 1))
+            executor = InProcessExecutor(config, team=Team(config, 0, 1))
             assert isinstance(executor, GroupExecutor)
         else:
             executor = InProcessExecutor(config)

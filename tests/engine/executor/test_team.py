@@ -29,7 +29,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
 
 
 @pytest.fixture
-def trio(workers: list[Played]) -> Iterator[Team]:
+def trio(workers: list[Played], monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
+    monkeypatch.setattr(team, "FAILURE_TIMEOUT", PATIENCE)
     made = Team(EngineConfig(parallel=ParallelConfig(tensor_parallel_size=3)), 0, 1)
     yield made
     for each in workers:
@@ -40,20 +41,20 @@ def trio(workers: list[Played]) -> Iterator[Team]:
 def test_a_death_is_named_though_another_worker_complains_of_it_first(
     trio: Team, workers: list[Played], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard, read = threading.Event(), Team._read_status
+    heard, read = threading.Event(), Team._read
 
-    def read_and_tell(made: Team, worker: Any) -> str:
-        said = read(made, worker)
+    def read_and_tell(*arguments: Any) -> str:
+        said = read(*arguments)
         if said:
             heard.set()
         return said
 
-    monkeypatch.setattr(Team, "_read_status", read_and_tell)
+    monkeypatch.setattr(Team, "_read", read_and_tell)
     monkeypatch.setattr(team, "CAUSE_TIMEOUT", PATIENCE)
     workers[1].complain()
     assert heard.wait(PATIENCE)
     workers[0].close()
-    assert str(trio.failure(PATIENCE)) == "worker 1 has died"
+    assert str(trio.failure()) == "worker 1 has died"
 
 
 def test_what_a_worker_says_is_the_reason_where_all_others_live(
@@ -61,7 +62,7 @@ def test_what_a_worker_says_is_the_reason_where_all_others_live(
 ) -> None:
     monkeypatch.setattr(team, "CAUSE_TIMEOUT", 0.05)
     workers[1].complain()
-    assert str(trio.failure(PATIENCE)) == "worker 2: rank 1 lost the group"
+    assert str(trio.failure()) == "worker 2: rank 1 lost the group"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_worker_that_cannot_be_understood_is_the_end_of_the_engine(
     data: bytes, trio: Team, workers: list[Played]
 ) -> None:
     workers[0].commands.sendall(data)
-    assert str(trio.failure(PATIENCE)).startswith("worker 1 cannot be understood: ")
+    assert str(trio.failure()).startswith("worker 1 cannot be understood: ")
 
 
 def test_a_worker_on_another_kind_of_device_is_refused(trio: Team, workers: list[Played]) -> None:

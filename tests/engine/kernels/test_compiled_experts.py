@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.reference import ChooseExperts, choose_experts, gating, swiglu
-from engine.kernels.registry import choosing, swiglu_of_chosen
-from engine.models.products.dense import has_product_kernel
+from engine.kernels.registry import choosing, has_product_kernel, swiglu_of_chosen
 from tests.engine.fixtures import LoadDriver, SaveModel
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 PROGRAM = """
 import sys
 if sys.argv[1] == "llvm":
-    from engine.executor.openmp import load_openmp
+    from engine.executor.environment import load_openmp
     assert load_openmp()
 import torch
 torch.set_num_threads(2)

@@ -14,11 +14,10 @@ from torch import Tensor
 from engine.kernels.cpu.avx512 import has_pairs
 from engine.kernels.cpu.patch_attention import fits
 from engine.models.attention.fused import FusedAttention
-from engine.models.attention.interface import Attention
+from engine.models.attention.interface import Attention, Heads
 from engine.models.attention.paged import PagedAttention
-from engine.models.attention.patches import PatchAttention
+from engine.models.attention.patches import PatchAttention, shares_of
 from engine.models.attention.rows import AttentionRows, parts_of
-from engine.models.attention.shares import shares_of
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -31,23 +30,12 @@ def attentions(
     shape: tuple[int, int, int], softcap: float | None = None, scale: float | None = None
 ) -> tuple[Attention, PagedAttention]:
     """Return what computes each token by itself in bfloat16, and the reference in float32."""
-    heads, kv_heads, head_dim = shape
-    stock = partial(
-        PagedAttention,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        device=torch.device("cpu"),
-        scale=scale,
-        softcap=softcap,
-    )
+    heads = Heads(*shape, scale, softcap)
+    stock = partial(PagedAttention, heads, device=torch.device("cpu"))
     exact = stock(dtype=torch.float32)
     if not has_pairs():
         return stock(dtype=torch.bfloat16, token_by_token=softcap is None), exact
-    by_kernel = PatchAttention(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=scale, softcap=softcap
-    )
-    return by_kernel, exact
+    return PatchAttention(heads), exact
 
 
 def rows_of(counts: list[int], starts: list[int]) -> AttentionRows:
@@ -208,9 +196,8 @@ def test_decodes_alone_are_its_share_beside_stock_operators(
     shape, sinks = (8, 2, 64), torch.linspace(-3, 6, 8)
     patches, exact = attentions(shape, softcap=softcap)
     stock = PagedAttention(
-        num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, softcap=softcap,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+        Heads(8, 2, 64, softcap=softcap), dtype=torch.bfloat16, device=torch.device("cpu")
+    )
     planned: list[list[int]] = []
     plan = patches.plan
 

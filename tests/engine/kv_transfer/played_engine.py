@@ -10,7 +10,6 @@ import zmq
 from engine.core.engine_core import EngineCore
 from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
 from engine.kv_tiers.opening import check_tiers, open_tiers
 from engine.kv_transfer.opening import open_port
@@ -82,7 +81,7 @@ class PlayedEngine:
         self._executor = (
             InProcessExecutor(self.config)
             if shards == 1
-            else MultiProcessExecutor(self.config, Team(self.config, 0, 1))
+            else InProcessExecutor(self.config, team=Team(self.config, 0, 1))
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         counters = EngineCounters()

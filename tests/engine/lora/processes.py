@@ -8,7 +8,6 @@ import torch
 from msgspec.structs import replace
 
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
 from engine.shared.config import (
     CacheConfig,
@@ -40,7 +39,7 @@ class Processes:
         )
         self.executor: InProcessExecutor
         if config.parallel.processes > 1:
-            self.executor = MultiProcessExecutor(config, Team(config, 0, 1))
+            self.executor = InProcessExecutor(config, team=Team(config, 0, 1))
         else:
             self.executor = InProcessExecutor(config)
 

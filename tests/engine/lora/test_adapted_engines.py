@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from engine.core.engine_core import EngineCore
 from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team
 from engine.lora.adapter_config import BadAdapter
 from engine.shared.config import (
@@ -101,7 +100,7 @@ def test_engines_that_share_experts_have_adapters_of_attention(
     if shards == 1:
         executor = InProcessExecutor(config)
     else:
-        executor = MultiProcessExecutor(config, Team(config, 0, 1))
+        executor = InProcessExecutor(config, team=Team(config, 0, 1))
     store: Any = executor.adapters
     version = store.load(str(adapter.directory), None).result()
     experts = trained("mixtral", 8, target_parameters=["experts.down_proj"])
@@ -144,7 +143,7 @@ class Served:
         )
         self.executor: InProcessExecutor
         if self.config.parallel.processes > 1:
-            self.executor = MultiProcessExecutor(self.config, Team(self.config, 0, 1))
+            self.executor = InProcessExecutor(self.config, team=Team(self.config, 0, 1))
         else:
             self.executor = InProcessExecutor(self.config)
         self.core = EngineCore(self.config, self.executor, rank=0, incarnation=1)

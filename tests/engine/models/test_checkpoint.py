@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from engine.models.families.registry import family_of
 from engine.models.formats.checkpoint import DummyCheckpoint, SafetensorsCheckpoint
-from engine.models.formats.files import CheckpointError
-from engine.models.formats.fingerprint import computed_fingerprint, weights_fingerprint
+from engine.models.formats.files import CheckpointError, computed_fingerprint, weights_fingerprint
 from engine.models.hf_config import read_spec
 from engine.models.spec import ModelSpec
 from engine.models.weights import stored_tensors

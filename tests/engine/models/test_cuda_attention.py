@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.attention.cuda import CudaAttention, Heads, KernelAttention
+from engine.models.attention.cuda import CudaAttention, KernelAttention
+from engine.models.attention.interface import Heads
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
 from engine.models.spec import UnsupportedModel
@@ -52,15 +53,7 @@ def expected(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    stock = PagedAttention(
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        dtype=torch.float32,
-        device=CPU,
-        scale=heads.scale,
-        softcap=heads.softcap,
-    )
+    stock = PagedAttention(heads, dtype=torch.float32, device=CPU)
     held = None if sinks is None else sinks.cpu()
     return stock.attend(queries.float().cpu(), cache.float().cpu(), stock.plan(rows, window), held)
 
@@ -163,9 +156,7 @@ def test_a_plan_of_decodes_takes_other_rows_of_the_same_number(multiprocessors: 
 
 @pytest.fixture
 def stock() -> PagedAttention:
-    return PagedAttention(
-        num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float16, device=DEVICE
-    )
+    return PagedAttention(Heads(4, 2, 16), dtype=torch.float16, device=DEVICE)
 
 
 def test_it_is_chosen_after_a_comparison(stock: PagedAttention) -> None:

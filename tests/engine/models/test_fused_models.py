@@ -14,12 +14,12 @@ from engine.kernels.cpu.avx512 import has_pairs
 from engine.kernels.cpu.compiling import Kernel
 from engine.kernels.cpu.rows import CompiledKernels
 from engine.kernels.processor import is_invariance_free
+from engine.kernels.registry import has_product_kernel
 from engine.models.attention import choice, patches
 from engine.models.attention.fused import FusedAttention
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.patches import PatchAttention
 from engine.models.loading import invariance
-from engine.models.products.dense import has_product_kernel
 from engine.models.spec import UnsupportedModel
 from tests.engine.fixtures import AsKind, LoadDriver, MakePrompt, SaveModel
 

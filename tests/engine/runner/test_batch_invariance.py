@@ -9,6 +9,7 @@ import torch
 
 from engine.kernels.cpu.avx512 import has_pairs
 from engine.kernels.processor import float32_is_faster
+from engine.models.attention.interface import Heads
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
 from engine.models.products.dense import prepare_linear
@@ -203,9 +204,7 @@ def test_tokens_attend_in_one_product_with_the_bits_of_each_by_itself(
     num_heads, kv_heads = heads
     generator = torch.Generator().manual_seed(0)
     attention = PagedAttention(
-        num_heads=num_heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        Heads(num_heads, kv_heads, head_dim),
         dtype=dtype,
         device=torch.device("cpu"),
         token_by_token=True,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.models.attention.cuda import Heads, KernelAttention
+from engine.models.attention.cuda import KernelAttention
+from engine.models.attention.interface import Heads
 from engine.runner import cuda_graphs
 from engine.runner.cuda_graphs import DecodeGraphs
 from engine.runner.inputs import attention_rows, batch_rows

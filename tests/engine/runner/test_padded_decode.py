@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.attention.cuda import Heads, KernelAttention
+from engine.models.attention.cuda import KernelAttention
+from engine.models.attention.interface import Heads
 from engine.models.step import StepTokens
 from engine.runner.cuda_graphs import graph_sizes, pad_decode, padded_size
 from engine.runner.inputs import attention_rows, batch_rows

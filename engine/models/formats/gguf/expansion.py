@@ -31,18 +31,6 @@ def expand(blocks: Tensor, storage: str) -> Tensor:
     return torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[storage]))
 
 
-def _float32(blocks: Tensor) -> Tensor:
-    return blocks.view(torch.float32)
-
-
-def _float16(blocks: Tensor) -> Tensor:
-    return blocks.view(torch.float16).float()
-
-
-def _bfloat16(blocks: Tensor) -> Tensor:
-    return blocks.view(torch.bfloat16).float()
-
-
 def _half(blocks: Tensor, at: int) -> Tensor:
     """Return the 16-bit float at a byte of each block, [blocks, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
@@ -51,18 +39,6 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 def _nibbles(packed: Tensor) -> Tensor:
     """Return all low halves of bytes, then all high ones, [.., 2 * bytes]."""
     return torch.cat((packed & 0x0F, packed >> 4), dim=-1)
-
-
-def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8) * _half(blocks, 0)
-
-
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).float() * _half(blocks, 0) + _half(blocks, 2)
-
-
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
 
 
 def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,10 +63,6 @@ def _by_parts(blocks: Tensor, values: Tensor) -> Tensor:
 def _parts_of_nibbles(packed: Tensor) -> Tensor:
     """Return [blocks, 8, 32] from 128 bytes: each 32 hold one part low and the next one high."""
     return _nibbles(packed.reshape(-1, _PARTS // 2, 32)).view(-1, _PARTS, 32)
-
-
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _by_parts(blocks, _parts_of_nibbles(blocks[:, 16:]))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
@@ -142,13 +114,13 @@ def mxfp4_parts(blocks: Tensor) -> Mxfp4Weights:
 
 
 EXPANSIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "F32": _float32,
-    "F16": _float16,
-    "BF16": _bfloat16,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
+    "F32": lambda blocks: blocks.view(torch.float32),
+    "F16": lambda blocks: blocks.view(torch.float16).float(),
+    "BF16": lambda blocks: blocks.view(torch.bfloat16).float(),
+    "Q4_0": lambda blocks: (_nibbles(blocks[:, 2:]).float() - 8) * _half(blocks, 0),
+    "Q4_1": lambda blocks: _nibbles(blocks[:, 4:]).float() * _half(blocks, 0) + _half(blocks, 2),
+    "Q8_0": lambda blocks: blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0),
+    "Q4_K": lambda blocks: _by_parts(blocks, _parts_of_nibbles(blocks[:, 16:])),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }

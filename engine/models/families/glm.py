@@ -1,10 +1,21 @@
-"""GLM-4 and GLM-4-0414: half of each head is rotated, in neighbouring pairs; fused MLP tensors."""
+"""GLM-4 to 4.7: half of each head is rotated.
+
+GLM-4 and GLM-4-0414 rotate neighbouring pairs, and have fused MLP tensors; GLM-4.5 to 4.7 have
+experts behind the first layers, and one MLP beside them.
+"""
+
+from functools import partial
 
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import LLAMA_NAMES, fused_weights
-from engine.models.families.reading import llama_spec, read_rope
+from engine.models.families.placing import (
+    CORRECTED_NAMES,
+    LLAMA_NAMES,
+    fused_weights,
+    named_weights,
+)
+from engine.models.families.reading import grouped_experts, llama_spec, read_rope
 from engine.models.spec import ModelSpec
 from engine.models.weights import WeightMap
 
@@ -29,4 +40,21 @@ def _is_0414(spec: ModelSpec) -> bool:
     return spec.architecture == "Glm4ForCausalLM"
 
 
+def _moe(config: Config) -> ModelSpec:
+    return replace(
+        llama_spec(config, rope=read_rope(config)),
+        output_bias=False,
+        qk_norm="head" if config.get("use_qk_norm") else "none",
+        moe=grouped_experts(config),
+    )
+
+
 FAMILY = Family(architectures=("GlmForCausalLM", "Glm4ForCausalLM"), spec=_spec, weights=_weights)
+
+MOE = Family(
+    architectures=("Glm4MoeForCausalLM",),
+    spec=_moe,
+    weights=partial(named_weights, names=CORRECTED_NAMES),
+    has_draft_layers=True,
+    carries_normed=True,
+)

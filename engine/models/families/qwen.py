@@ -1,4 +1,4 @@
-"""Qwen 3 with experts in all or some layers."""
+"""Qwen 2 and 2.5, with biases on queries, keys and values; Qwen 3, with norms, and experts."""
 
 from msgspec.structs import replace
 
@@ -6,6 +6,7 @@ from engine.models.families.family import Config, Family
 from engine.models.families.placing import llama_weights
 from engine.models.families.reading import (
     integer,
+    layer_windows,
     llama_spec,
     switched_window,
     uniform_windows,
@@ -13,7 +14,26 @@ from engine.models.families.reading import (
 from engine.models.spec import ModelSpec, MoeSpec
 
 
-def _spec(config: Config) -> ModelSpec:
+def qwen_windows(config: Config) -> tuple[int | None, ...]:
+    """Return each layer's window: `use_sliding_window` turns them on, from some layer on."""
+    layers, first = integer(config, "num_hidden_layers"), config.get("max_window_layers")
+    window, kinds = switched_window(config), config.get("layer_types")
+    if kinds is not None:
+        return layer_windows(config.but(sliding_window=window))
+    return tuple(window if layer >= first else None for layer in range(layers))
+
+
+def _qwen_2(config: Config) -> ModelSpec:
+    return replace(
+        llama_spec(config), qkv_bias=True, output_bias=False, windows=qwen_windows(config)
+    )
+
+
+def _qwen_3(config: Config) -> ModelSpec:
+    return replace(llama_spec(config), qk_norm="head", windows=qwen_windows(config))
+
+
+def _qwen_3_moe(config: Config) -> ModelSpec:
     layers = integer(config, "num_hidden_layers")
     step = config.get("decoder_sparse_step") or 1
     dense = set(config.get("mlp_only_layers") or ())
@@ -34,9 +54,18 @@ def _spec(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family(
+QWEN_2 = Family(
+    architectures=("Qwen2ForCausalLM",),
+    spec=_qwen_2,
+    weights=llama_weights,
+    ignored=("use_mrope",),
+)
+
+QWEN_3 = Family(architectures=("Qwen3ForCausalLM",), spec=_qwen_3, weights=llama_weights)
+
+QWEN_3_MOE = Family(
     architectures=("Qwen3MoeForCausalLM",),
-    spec=_spec,
+    spec=_qwen_3_moe,
     weights=llama_weights,
     ignored=(
         "max_window_layers",
