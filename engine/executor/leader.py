@@ -24,7 +24,9 @@ from engine.executor.team_messages import (
     LoadAdapter,
     Logits,
     ReadBlock,
+    Rows,
     TakeWeights,
+    Whole,
     WriteBlock,
 )
 from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
@@ -67,8 +69,9 @@ class TeamLeader:
         token_ids, positions, slots = map(_array, (step.token_ids, step.positions, step.slots))
         others = [_array(each.slots) for each in step.others]
         command = _forward(token_ids, positions, slots, step.rows, _slots(step.adapters), others)
-        if self._layout.stages == 1:  # else the first stage has the embeddings
-            command = _with_images(command, step.images)
+        images = step.images
+        if self._layout.stages == 1 or (images is not None and images.whole is not None):
+            command = _with_images(command, images)  # else the first stage alone needs them
         self._team.tell(command, self._layout.mates)
 
     def dummy_step(self) -> None:
@@ -222,10 +225,15 @@ def _with_images(command: Forward, images: ImageTokens | None) -> Forward:
     """Return the command for a step of which some tokens may stand for images."""
     if images is None:
         return command
+    whole = images.whole
     return msgspec.structs.replace(
         command,
         image_tokens=_array(images.tokens).tobytes(),
         image_embeddings=_bytes(images.embeddings),
+        whole_images=whole
+        and Whole(
+            _array(whole.queries).tobytes(), _array(whole.computed).tobytes(), _packed(whole.rows)
+        ),
     )
 
 
@@ -241,13 +249,19 @@ def _forward(
         token_ids=token_ids.tobytes(),
         positions=positions.tobytes(),
         slots=slots.tobytes(),
+        rows=_packed(rows),
+        adapters=adapters,
+        other_slots=tuple(each.tobytes() for each in other_slots),
+    )
+
+
+def _packed(rows: AttentionRows) -> Rows:
+    return Rows(
         starts=rows.starts.tobytes(),
         counts=rows.counts.tobytes(),
         first_token=rows.first_token.tobytes(),
         block_tables=rows.block_tables.tobytes(),
         block_size=rows.block_size,
-        adapters=adapters,
-        other_slots=tuple(each.tobytes() for each in other_slots),
         other_tables=tuple(each.tobytes() for each in rows.other_tables),
     )
 

@@ -181,9 +181,9 @@ def test_kv_tiers_tell_images_apart(checkpoint: SaveModel, tmp_path: Path) -> No
     assert stats.counters.kv_tier_hits == 24
 
 
-@SEEING
+@ALL
 @pytest.mark.parametrize(("shards", "stages"), [(2, 1), (1, 2), (2, 2)])
-def test_processes_that_share_a_model_get_the_embeddings(
+def test_processes_that_share_a_model_see_images_as_one_does(
     shards: int, stages: int, name: str, checkpoint: SaveModel
 ) -> None:
     model, asked = checkpoint(name), traffic(name)
@@ -211,8 +211,7 @@ def test_processes_that_share_a_model_get_the_embeddings(
     ("parts", "reason"),
     [
         ({}, None),
-        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "--tensor-parallel-size"),
-        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "--pipeline-parallel-size"),
+        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, None),
         (
             {"scheduler": SchedulerConfig(max_num_batched_tokens=19, max_num_seqs=4)},
             "--max-num-batched-tokens 19",
