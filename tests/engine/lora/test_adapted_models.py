@@ -56,20 +56,24 @@ _SEES = r".*(text_model|language_model).*\.(q_proj|o_proj|down_proj)"
 """Modules of a text model beside which there is a vision encoder."""
 
 
-@pytest.mark.parametrize(("name", "side"), [("smolvlm", 32), ("qwen2.5-vl", 16)])
+@pytest.mark.parametrize(
+    ("name", "side", "count"),
+    [("smolvlm", 32, 4), ("qwen2.5-vl", 16, 4), ("gemma3-vision", 32, 16)],
+)
 def test_prompts_with_images_are_computed_with_their_adapters(
-    name: str, side: int, checkpoint: Any, trained: Any, driver: Any, prompt: Any
+    name: str, side: int, count: int, checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     model = checkpoint(name)
     adapter = trained(name, target_modules=_SEES)
     engine = load(driver, model.directory, adapter.directory)
     text = [token % 250 for token in prompt(20)]
-    tokens = [*text[:5], *[IMAGE_TOKEN] * 4, *text[5:]]
-    image = encoder_input(1, 5, num_tokens=4, side=side)
+    tokens = [*text[:5], *[IMAGE_TOKEN] * count, *text[5:]]
+    image = encoder_input(1, 5, num_tokens=count, side=side)
     for row, slot in enumerate((0, -1)):
         engine.start(row, tokens, adapter=slot, images=[image])
-    logits = engine.logits({0: 24, 1: 24})
-    for reference, found in zip((adapter.merged, model), logits.split(24), strict=True):
+    size = len(tokens)
+    logits = engine.logits({0: size, 1: size})
+    for reference, found in zip((adapter.merged, model), logits.split(size), strict=True):
         expected = reference.logits_with_images(tokens, [image])
         assert (found - expected).abs().max() < TOLERANCE
 
