@@ -191,6 +191,7 @@ def test_kv_tiers_tell_images_apart(name: str, checkpoint: SaveModel, tmp_path: 
         (2, 2, {}),
         (2, 1, {"async_scheduling": True, "speculative_ngram": 3}),
         (2, 1, {"speculative_model": "own"}),
+        (1, 2, {"speculative_ngram": 3}),
     ],
 )
 def test_processes_that_share_a_model_see_images_as_one_does(
