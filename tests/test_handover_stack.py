@@ -1,8 +1,12 @@
 """Two stacks and an outside router, which has blocks of prompts handed from one to the other."""
 
+import json
 import signal
+import uuid
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks.running_stack import RunningStack
@@ -15,6 +19,8 @@ pytestmark = pytest.mark.stack
 
 PROMPT = "Friends, Romans, countrymen, lend me your ears; I come to bury Caesar. " * 6
 ASKS = {"do_remote_decode": True, "do_remote_prefill": False}
+NOTHING = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+"""Which the toy proxy sends, too."""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +63,75 @@ def test_an_answer_goes_on_from_blocks_of_another_stack(
     assert text(ask(second, PROMPT, 30, params)) == expected
     until(lambda: total(second.url, "kv_transfer_hits_total") > 100, "blocks were read")
     assert total(second.url, "kv_transfer_failures_total") == 0
+
+
+def through_proxy(
+    stacks: tuple[RunningStack, RunningStack], path: str, body: dict[str, Any]
+) -> bytes:
+    """Send a client's request as the toy proxy of vLLM's NIXL tests does; return what came."""
+    first, second = stacks
+    headers = {"Authorization": "Bearer None", "X-Request-Id": str(uuid.uuid4())}
+    prefill = {
+        each: value
+        for each, value in body.items()
+        if each not in ("stream_options", "min_tokens", "min_completion_tokens")
+    }
+    prefill |= {"stream": False, "max_tokens": 1, "kv_transfer_params": ASKS | NOTHING}
+    if "max_completion_tokens" in prefill:
+        prefill["max_completion_tokens"] = 1
+    with httpx.Client(timeout=60, headers=headers) as client:
+        answer = client.post(first.url + path, json=prefill)
+        answer.raise_for_status()
+        params = answer.json()["kv_transfer_params"]
+        assert params, "the prefill server offers blocks"
+        decode = body | {"kv_transfer_params": params}
+        with client.stream("POST", second.url + path, json=decode) as stream:
+            stream.raise_for_status()
+            return b"".join(stream.iter_bytes())
+
+
+def deltas(data: bytes) -> list[dict[str, Any]]:
+    """Return the events of a stream, which has to be whole."""
+    lines = [line.removeprefix("data: ") for line in data.decode().splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": f"A proxy: {PROMPT}", "max_tokens": 30, "min_tokens": 5}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": PROMPT}], "max_completion_tokens": 30},
+        ),
+    ],
+)
+def test_clients_of_the_toy_proxy_get_whole_answers(
+    path: str, asked: dict[str, Any], stream: bool, stacks: tuple[RunningStack, RunningStack]
+) -> None:
+    body = asked | {"temperature": 0}
+    answer = call(stacks[0].url + path, body)
+    [expected] = answer["choices"]
+    hits, failures = (f"kv_transfer_{each}_total" for each in ("hits", "failures"))
+    before = total(stacks[1].url, hits), total(stacks[1].url, failures)
+    if stream:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        events = deltas(through_proxy(stacks, path, body | options))
+        choices = [choice for event in events for choice in event["choices"]]
+        texts = [each["text"] if "text" in each else each["delta"] for each in choices]
+        told = "".join(
+            each if isinstance(each, str) else each.get("content") or "" for each in texts
+        )
+        assert events[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
+    else:
+        [choice] = json.loads(through_proxy(stacks, path, body))["choices"]
+        told = choice["text"] if "text" in choice else choice["message"]["content"]
+    assert told == (expected["text"] if "text" in expected else expected["message"]["content"])
+    if not stream:  # else the engine has read them before
+        until(lambda: total(stacks[1].url, hits) > before[0], "blocks were read")
+    assert total(stacks[1].url, failures) == before[1]
 
 
 def test_the_answer_is_the_same_when_the_engine_before_has_been_killed(

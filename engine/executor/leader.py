@@ -23,7 +23,9 @@ from engine.executor.team_messages import (
     LoadAdapter,
     Logits,
     ReadBlock,
+    Rows,
     TakeWeights,
+    Whole,
     WriteBlock,
 )
 from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
@@ -81,7 +83,9 @@ class TeamLeader:
             return
         token_ids, positions, slots = map(_array, (step.token_ids, step.positions, step.slots))
         others = [_array(each.slots) for each in step.others]
-        images = step.images if self._layout.stages == 1 else None  # else the first stage has them
+        images = step.images
+        if self._layout.stages > 1 and (images is None or images.whole is None):
+            images = None  # the first stage alone needs them
         adapters = _slots(step.adapters)
         command = _forward(token_ids, positions, slots, step.rows, adapters, others, images)
         self.team.tell(command, self._layout.mates)
@@ -242,20 +246,31 @@ def _forward(
     other_slots: Sequence[IntArray],
     images: ImageTokens | None,
 ) -> Forward:
+    whole = None if images is None else images.whole
     return Forward(
         token_ids=token_ids.tobytes(),
         positions=positions.tobytes(),
         slots=slots.tobytes(),
+        rows=_packed(rows),
+        adapters=adapters,
+        other_slots=tuple(each.tobytes() for each in other_slots),
+        image_tokens=b"" if images is None else _array(images.tokens).tobytes(),
+        image_embeddings=b"" if images is None else _bytes(images.embeddings),
+        whole_images=whole
+        and Whole(
+            _array(whole.queries).tobytes(), _array(whole.computed).tobytes(), _packed(whole.rows)
+        ),
+    )
+
+
+def _packed(rows: AttentionRows) -> Rows:
+    return Rows(
         starts=rows.starts.tobytes(),
         counts=rows.counts.tobytes(),
         first_token=rows.first_token.tobytes(),
         block_tables=rows.block_tables.tobytes(),
         block_size=rows.block_size,
-        adapters=adapters,
-        other_slots=tuple(each.tobytes() for each in other_slots),
         other_tables=tuple(each.tobytes() for each in rows.other_tables),
-        image_tokens=b"" if images is None else _array(images.tokens).tobytes(),
-        image_embeddings=b"" if images is None else _bytes(images.embeddings),
     )
 
 

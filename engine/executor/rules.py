@@ -187,15 +187,11 @@ def why_blind(config: EngineConfig, vision: VisionSpec) -> str | None:
     """Return why images are refused; None if they are taken."""
     if not vision.sees_all:
         return None
-    scheduling, parallel = config.scheduler, config.parallel
+    scheduling = config.scheduler
     step = scheduling.max_num_batched_tokens
     longest = scheduling.long_prefill_token_threshold or step
     needed = vision.max_tokens
-    what = f"all {needed} tokens of an image see each other"
     problems = {
-        f"--tensor-parallel-size, --pipeline-parallel-size: {what}, in one process": (
-            parallel.processes > 1
-        ),
         f"--max-num-batched-tokens {step} is less than --max-num-seqs {scheduling.max_num_seqs} "
         f"and an image, whose {needed} tokens are computed in one step": (
             step < scheduling.max_num_seqs + needed

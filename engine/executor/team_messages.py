@@ -29,26 +29,41 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     """Descriptor of the socket on which it is told what to do, and answers."""
 
 
-class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run all layers of the stage. Arrays as in `StepTokens` and `AttentionRows`."""
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """Arrays as in `AttentionRows`."""
 
-    token_ids: bytes
-    positions: bytes
-    slots: bytes
     starts: bytes
     counts: bytes
     first_token: bytes
     block_tables: bytes
     block_size: int
+    other_tables: tuple[bytes, ...]
+
+
+class Whole(msgspec.Struct, frozen=True, array_like=True):
+    """As in `WholeImages`."""
+
+    queries: bytes
+    computed: bytes
+    rows: Rows
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Run all layers of the stage. Arrays as in `StepTokens`."""
+
+    token_ids: bytes
+    positions: bytes
+    slots: bytes
+    rows: Rows
     adapters: bytes = b""
     """Slot of each token's adapter; empty if none has one."""
     other_slots: tuple[bytes, ...] = ()
-    """Of the groups of layers after the first, as the next."""
-    other_tables: tuple[bytes, ...] = ()
+    """Of the groups of layers after the first."""
     image_tokens: bytes = b""
     """As in `ImageTokens`; empty if no token stands for an image."""
     image_embeddings: bytes = b""
     """Of these tokens, in the type that the model computes in."""
+    whole_images: Whole | None = None
 
 
 class DummyStep(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -41,6 +41,7 @@ from engine.executor.team_messages import (
     Logits,
     PrepareGroup,
     ReadBlock,
+    Rows,
     SettleWeights,
     Sleep,
     StartProfile,
@@ -69,7 +70,7 @@ from engine.runner.kv_memory import (
     write_block,
 )
 from engine.runner.memory_profile import MemoryTrial
-from engine.runner.step_input import other_groups, plans_of
+from engine.runner.step_input import other_groups, plans_of, whole_images
 from engine.shared.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
 from engine.shared.logs import name_process
 from engine.shared.own_process import end_signals
@@ -293,18 +294,7 @@ class Worker:
 
     def _tokens(self, command: Forward) -> StepTokens:
         model = self._loaded
-        starts = _integers(command.starts)
-        tables = np.frombuffer(command.block_tables, np.int32).reshape(len(starts), -1)
-        rows = AttentionRows(
-            starts=starts,
-            counts=_integers(command.counts),
-            first_token=_integers(command.first_token),
-            block_tables=tables,
-            block_size=command.block_size,
-            other_tables=tuple(
-                np.frombuffer(each, np.int32).reshape(tables.shape) for each in command.other_tables
-            ),
-        )
+        rows = _unpacked(command.rows)
         token_ids, positions = map(self._tensor, (command.token_ids, command.positions))
         if len(positions) > len(token_ids):
             positions = positions.view(-1, len(token_ids))
@@ -324,7 +314,11 @@ class Worker:
             return None
         model, data = self._loaded, bytearray(command.image_embeddings)
         embeddings = torch.frombuffer(data, dtype=model.dtype).view(-1, model.spec.hidden_size)
-        return ImageTokens(self._tensor(command.image_tokens), embeddings.to(model.device))
+        tokens, whole = self._tensor(command.image_tokens), None
+        if (told := command.whole_images) is not None:
+            queries, computed = map(self._tensor, (told.queries, told.computed))
+            whole = whole_images(model, _unpacked(told.rows), queries, computed)
+        return ImageTokens(tokens, embeddings.to(model.device), whole)
 
     def _rows(self, slots: bytes) -> AdapterRows | None:
         bank = self._loaded.adapters
@@ -353,6 +347,21 @@ class Worker:
 
 def _integers(data: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(bytearray(data), np.int64)
+
+
+def _unpacked(rows: Rows) -> AttentionRows:
+    starts = _integers(rows.starts)
+    tables = np.frombuffer(rows.block_tables, np.int32).reshape(len(starts), -1)
+    return AttentionRows(
+        starts=starts,
+        counts=_integers(rows.counts),
+        first_token=_integers(rows.first_token),
+        block_tables=tables,
+        block_size=rows.block_size,
+        other_tables=tuple(
+            np.frombuffer(each, np.int32).reshape(tables.shape) for each in rows.other_tables
+        ),
+    )
 
 
 def commands(connection: socket.socket, expect: Callable[[Command], None]) -> Iterator[Command]:

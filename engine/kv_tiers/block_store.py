@@ -63,7 +63,7 @@ class BlockStore:
         except FileNotFoundError:
             return None
         content = data[_HEADER:]
-        if data[:_HEADER] != self._header(key, content):
+        if data[:_HEADER] != seal(key, content):
             path.unlink(missing_ok=True)
             raise BadBlock(f"{path} is damaged or was not written by this program: removed")
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ class BlockStore:
         temporary = path.with_name(f"{path.stem}.{os.getpid()}.new")
         try:
             with temporary.open("wb") as file:
-                file.write(self._header(key, content))
+                file.write(seal(key, content))
                 file.write(content)
             temporary.rename(path)
         except OSError:
@@ -118,11 +118,6 @@ class BlockStore:
     def _path(self, key: bytes) -> Path:
         model, name = key[:MODEL_SIZE].hex(), key[MODEL_SIZE:].hex()
         return self._root / model / name[-2:] / (name + _SUFFIX)
-
-    def _header(self, key: bytes, content: bytes) -> bytes:
-        digest = blake2b(key, digest_size=_DIGEST_SIZE)
-        digest.update(content)
-        return _MAGIC + digest.digest()
 
     def _remove_oldest(self, wanted: int = 0) -> int:
         """Measure the directory; remove the least recently used files if too much is there.
@@ -153,6 +148,13 @@ class BlockStore:
         return total
 
 
+def seal(key: bytes, content: bytes) -> bytes:
+    """Return what is kept before a block's content, and tells it from any other."""
+    digest = blake2b(key, digest_size=_DIGEST_SIZE)
+    digest.update(content)
+    return _MAGIC + digest.digest()
+
+
 def _is_being_written(name: str) -> bool:
     """Whether the process lives that writes a file of this name.
 
@@ -163,4 +165,4 @@ def _is_being_written(name: str) -> bool:
 
 
 class BadBlock(Exception):
-    """A file was not what its name says."""
+    """What was read is not what was written."""

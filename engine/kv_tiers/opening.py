@@ -1,11 +1,13 @@
 """Opens the tiers that an engine is started with."""
 
 import os
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from engine.kv_tiers.block_store import MODEL_SIZE, BlockStore
+from engine.kv_tiers.connector import ConnectedStore, Connector
 from engine.kv_tiers.tiers import KvTiers, Peers
 from engine.shared.config import EngineConfig
 from engine.shared.messages import EngineCounters
@@ -80,6 +82,7 @@ def open_tiers(
     fingerprint: str,
     *,
     peers: Peers | None = None,
+    connectors: Sequence[Connector] = (),
     counters: EngineCounters | None = None,
 ) -> KvTiers | None:
     """Return the tiers of an engine, or None if it is started without.
@@ -89,10 +92,12 @@ def open_tiers(
         executor: holds the KV cache that blocks are copied from and to.
         fingerprint: of the model's weights.
         peers: other engines, if blocks are read from them or by them.
+        connectors: of plugins, that blocks are written to and read from, too.
         counters: of the engine; default: new ones.
 
     Raises:
         BadTiers: a directory cannot be used.
+        BadPlugin: a connector cannot.
     """
     cache, flag = config.cache, asking(config)
     if flag is None and peers is None:
@@ -102,7 +107,7 @@ def open_tiers(
         (MEMORY_TIERS / f"swell-kv-{os.geteuid()}", cache.kv_memory_tier_bytes, False),
         (cache.kv_disk_tier_dir and Path(cache.kv_disk_tier_dir), cache.kv_disk_tier_bytes, True),
     ]
-    stores = []
+    stores: list[BlockStore | ConnectedStore] = []
     for root, max_bytes, outlives_users in wanted:
         if not root or not max_bytes:
             continue
@@ -110,6 +115,7 @@ def open_tiers(
             stores.append(BlockStore(root, max_bytes, outlives_users=outlives_users))
         except OSError as error:
             raise BadTiers(f"{flag}: {error}") from error
+    stores += [ConnectedStore(each, config) for each in connectors]
     tiers = KvTiers(
         stores,
         cache.kv_tier_policy,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
-from engine.kv_tiers.block_store import BadBlock, BlockStore
+from engine.kv_tiers.block_store import BlockStore
+from engine.kv_tiers.connector import ConnectedStore
 from engine.shared.messages import EngineCounters, KvSource
 
 MAX_UNWRITTEN_BYTES = 256 << 20
@@ -96,7 +97,7 @@ class KvTiers:
 
     def __init__(
         self,
-        stores: Sequence[BlockStore],
+        stores: Sequence[BlockStore | ConnectedStore],
         policy: Literal["all", "evicted"],
         read_block: Callable[[int], bytes],
         write_block: Callable[[int, bytes], None],
@@ -245,7 +246,10 @@ class KvTiers:
                 key, content = self._unwritten[0]
             if content is None:
                 for store in self._stores:
-                    store.clear(key)
+                    try:
+                        store.clear(key)
+                    except Exception as error:  # a plugin may raise anything
+                        self._warn("KV blocks were not removed: %s", error)
             else:
                 self._write(key, content)
             with self._changed:
@@ -257,7 +261,7 @@ class KvTiers:
             try:
                 if store.write(key, content):
                     self.counters.kv_tier_stored_bytes += len(content)
-            except OSError as error:
+            except Exception as error:
                 self.counters.kv_tier_dropped_blocks += 1
                 self._warn("a KV block was not stored: %s", error)
 
@@ -287,7 +291,7 @@ class KvTiers:
         for store in self._stores:
             try:
                 content = store.read(key)
-            except (OSError, BadBlock) as error:
+            except Exception as error:
                 self._warn("a KV block is computed anew: %s", error)
                 continue
             if content is not None:

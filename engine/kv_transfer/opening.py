@@ -40,7 +40,7 @@ def open_port(
         BadTiers: the KV cache is on a device.
     """
     transfer = read_transfer(config.cache, rank)
-    if transfer is None:
+    if transfer is None or transfer.role is None:
         return None
     require_host_memory(config, executor)
     address = None

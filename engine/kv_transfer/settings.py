@@ -1,15 +1,19 @@
 """What an engine does in a split of prompts and answers: from its flags, or with vLLM's names."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from engine.kv_tiers.connector import GROUP, Connector
 from engine.shared.config import CacheConfig
+from engine.shared.plugins import offered
 
 Role = Literal["prefill", "decode", "both"]
 
 CONNECTOR = "SwellConnector"
-"""The only value of `kv_connector`."""
+"""The value of `kv_connector` for transfers between engines."""
+CHAIN = "MultiConnector"
+"""The one for several: what they are is in `kv_connector_extra_config`."""
 
 _ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
@@ -21,8 +25,11 @@ class BadKvTransfer(ValueError):
 class Transfer(NamedTuple):
     """What an engine does, and how much memory it has for it."""
 
-    role: Role
+    role: Role | None
+    """None: nothing is handed on to other engines, or read from them."""
     max_bytes: int
+    connectors: tuple[Connector, ...] = ()
+    """Of plugins, in which blocks are looked for in this order."""
 
 
 class _VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,6 +42,12 @@ class _VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kv_buffer_device: str = "cpu"
     kv_load_failure_policy: str = "recompute"
     kv_connector_extra_config: dict[str, Any] = {}
+
+
+class _Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config` of several."""
+
+    connectors: Annotated[list[_VllmConfig], msgspec.Meta(min_length=1, max_length=8)]
 
 
 def read_transfer(cache: CacheConfig, rank: int) -> Transfer | None:
@@ -59,12 +72,38 @@ def read_transfer(cache: CacheConfig, rank: int) -> Transfer | None:
 
 def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
     try:
-        config = msgspec.json.decode(text, type=_VllmConfig)
+        whole = msgspec.json.decode(text, type=_VllmConfig)
+        asked = [whole]
+        if whole.kv_connector == CHAIN:
+            asked = msgspec.convert(whole.kv_connector_extra_config, _Chain).connectors
     except msgspec.MsgspecError as error:
         raise BadKvTransfer(f"--kv-transfer-config: {error}") from error
+    for each in asked:
+        _check(each)
+    own = [each for each in asked if each.kv_connector == CONNECTOR]
+    if len(own) > 1:
+        raise BadKvTransfer(f"--kv-transfer-config: {CONNECTOR} is there more than once")
+    connectors = tuple(
+        Connector(each.kv_connector, each.kv_connector_extra_config)
+        for each in asked
+        if each.kv_connector != CONNECTOR
+    )
+    if not own:
+        return Transfer(None, default_bytes, connectors)
+    given = own[0].kv_buffer_size
+    size = default_bytes if given is None else int(given)
+    return Transfer(_ROLES[own[0].kv_role], size, connectors)
+
+
+def _check(config: _VllmConfig) -> None:
+    """Refuse what a connector does not heed."""
+    name, is_own = config.kv_connector, config.kv_connector == CONNECTOR
+    known = sorted({CONNECTOR, CHAIN, *offered(GROUP)})
     refused = {
-        f"kv_connector {config.kv_connector!r}: there is only {CONNECTOR}": (
-            config.kv_connector != CONNECTOR
+        f"kv_connector {name!r}: there are {', '.join(known)}": name not in known,
+        f"kv_connector {name!r} is no part of another": name == CHAIN,
+        f"kv_role {config.kv_role!r}: {name} is for kv_both": (
+            not is_own and config.kv_role != "kv_both"
         ),
         f"kv_buffer_device {config.kv_buffer_device!r}: it is always cpu": (
             config.kv_buffer_device != "cpu"
@@ -72,9 +111,10 @@ def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
         f"kv_load_failure_policy {config.kv_load_failure_policy!r}: it is always recompute": (
             config.kv_load_failure_policy != "recompute"
         ),
-        "kv_connector_extra_config: there is nothing to configure": bool(
-            config.kv_connector_extra_config
+        f"kv_connector_extra_config: {CONNECTOR} has nothing to configure": (
+            is_own and bool(config.kv_connector_extra_config)
         ),
+        f"kv_buffer_size is for {CONNECTOR}": not is_own and config.kv_buffer_size is not None,
         "kv_buffer_size has to be at least 1": (
             config.kv_buffer_size is not None and not config.kv_buffer_size >= 1
         ),
@@ -82,5 +122,3 @@ def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
     for reason, holds in refused.items():
         if holds:
             raise BadKvTransfer(f"--kv-transfer-config: {reason}")
-    size = default_bytes if config.kv_buffer_size is None else int(config.kv_buffer_size)
-    return Transfer(_ROLES[config.kv_role], size)

@@ -62,7 +62,7 @@ class AdaptableModules:
         family = family_of(spec.architecture)
         self._experts_here = experts_here
         self._moe = spec.moe
-        self._prefixes = tuple(dict.fromkeys((*family.text_prefixes, "model.")))
+        self._prefixes = sorted({*family.text_prefixes, "model."}, key=len, reverse=True)
         self._modules: dict[str, Module] = {}
         self._aliases: dict[str, Module] = {}
         """What transformers and the decoder call modules of sparse layers."""

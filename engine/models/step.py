@@ -59,6 +59,8 @@ class WholeImages(msgspec.Struct, frozen=True):
     """[queries] int64: index among the tokens of the step; any where one was computed before."""
     computed: Tensor
     """[tokens] int64: those of the queries that are computed in the step."""
+    rows: AttentionRows
+    """What the plans were made for: a row for each image."""
     plans: tuple[dict[int | None, AttentionPlan], ...]
     """For each group of layers by their windows."""
 

@@ -68,7 +68,7 @@ from engine.shared.messages import (
 )
 from engine.shared.model_files import model_directory
 from engine.shared.own_process import end_signals, settle_heap
-from engine.shared.plugins import load_plugin
+from engine.shared.plugins import BadPlugin, load_plugin
 from engine.shared.pooling import PoolingSpec, read_pooling
 from engine.shared.transport import Transport, advertised_host, make_context
 from engine.vllm.arguments import check_settings
@@ -379,11 +379,17 @@ class EngineProcess:
         if opened is not None:
             port, self._kv_role, self._kv_address = opened
             logger.info("KV blocks: role %s %s", opened.role, opened.address)
+        transfer = read_transfer(self._config.cache, rank)
         try:
             self._tiers = open_tiers(
-                self._config, executor, fingerprint, peers=port, counters=counters
+                self._config,
+                executor,
+                fingerprint,
+                peers=port,
+                connectors=transfer.connectors if transfer else (),
+                counters=counters,
             )
-        except BadTiers:
+        except (BadTiers, BadPlugin):
             if port is not None:
                 port.shutdown()
             raise

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.batch.batch import BatchPlan, SlotImage
-from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import Decoder
 from engine.models.device_copies import to_device
@@ -16,6 +15,7 @@ from engine.models.step import ImageTokens, WholeImages
 from engine.models.vision.loading import VisionEncoder
 from engine.runner.inputs import BatchRows, IntArray
 from engine.runner.slots import SlotTable
+from engine.runner.step_input import whole_images
 
 
 class ImageEmbeddings:
@@ -116,12 +116,11 @@ class ImageEmbeddings:
             return None
         joined, whole = torch.cat(embeddings), None
         if self._model.image_attention is not None:
-            whole = self._whole(self._model.image_attention, shown, tokens, table)
+            whole = self._whole(shown, tokens, table)
         return ImageTokens(to_device(np.concatenate(tokens), joined.device), joined, whole)
 
     def _whole(
         self,
-        attention: PagedAttention,
         shown: list[tuple[SlotImage, int, int]],
         tokens: list[IntArray],
         table: SlotTable,
@@ -154,12 +153,7 @@ class ImageEmbeddings:
             end - len(own) + np.arange(len(own))
             for end, own in zip((firsts + counts).tolist(), tokens, strict=True)
         ]
-        device = self._model.device
-        return WholeImages(
-            to_device(np.concatenate(queries), device),
-            to_device(np.concatenate(computed), device),
-            tuple(
-                {window: attention.plan_whole(rows.of_group(group), window) for window in windows}
-                for group, windows in enumerate(self._model.windows)
-            ),
+        queried, own = (
+            to_device(np.concatenate(each), self._model.device) for each in (queries, computed)
         )
+        return whole_images(self._model, rows, queried, own)

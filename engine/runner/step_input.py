@@ -9,7 +9,15 @@ from engine.models.adapters import AdapterRows
 from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import Decoder
 from engine.models.device_copies import to_device
-from engine.models.step import NO_TAPS, FinalTokens, GroupTokens, ImageTokens, StepTokens, Taps
+from engine.models.step import (
+    NO_TAPS,
+    FinalTokens,
+    GroupTokens,
+    ImageTokens,
+    StepTokens,
+    Taps,
+    WholeImages,
+)
 from engine.runner.inputs import BatchRows
 from engine.runner.slots import SlotTable
 from engine.runner.verification import Draws, draw_rows
@@ -61,6 +69,19 @@ def plans_of(model: Decoder, shape: AttentionRows, group: int) -> dict[int | Non
     """Return how the layers of a group attend, by their windows."""
     rows = shape.of_group(group)
     return {window: model.attention.plan(rows, window) for window in model.windows[group]}
+
+
+def whole_images(
+    model: Decoder, rows: AttentionRows, queries: Tensor, computed: Tensor
+) -> WholeImages:
+    """Return how tokens of images, a row for each image, attend in the layers that are here."""
+    attention = model.image_attention
+    assert attention is not None, "tokens of the model's images attend as others do"
+    plans = tuple(
+        {window: attention.plan_whole(rows.of_group(group), window) for window in windows}
+        for group, windows in enumerate(model.windows)
+    )
+    return WholeImages(queries, computed, rows, plans)
 
 
 def other_groups(

@@ -139,7 +139,8 @@ class Delivery:
         every = usable = [
             each for each in routes.values() if each.is_usable and each.can_serve(request.message)
         ]
-        if self._split is not None:
+        split_up = self._members.has_prefill_engines or request.message.offers_blocks
+        if self._split is not None and split_up:
             usable = self._split.answering(request.message, every)
         loads = self._loads.of(usable)
         if not loads:
@@ -173,7 +174,7 @@ class Delivery:
         cached: dict[int, int],
     ) -> Choice | None:
         """Return the engine that computes a request's prompt, if another than answers should."""
-        if self._split is None:
+        if self._split is None or not self._members.has_prefill_engines:
             return None
         route, known = self._members.routes[answers.rank], cached.get(answers.rank, 0)
         engines = self._split.prefilling(request, usable, route, known)

@@ -50,6 +50,8 @@ class Members:
         self.view: ClusterView | None = None
         """The newest snapshot, with the engines in scope."""
         self._view_at = 0.0
+        self.has_prefill_engines = False
+        """Whether the view lists engines that compute prompts for others."""
         self.num_ranks = num_ranks
         """Ranks below this belong to engines that exist, existed or are expected."""
         self.incarnation = incarnation
@@ -84,7 +86,10 @@ class Members:
             self.routes[rank] = self._route_to(listed[rank])
         if change.joined:
             self.routes = dict(sorted(self.routes.items()))
+        self.has_prefill_engines = False
         for entry in view.engines:
+            if entry.setup is not None and entry.setup.kv_role == "prefill":
+                self.has_prefill_engines = True
             if (route := self.find(entry.rank, entry.incarnation)) is not None:
                 route.entry = entry
         return lost

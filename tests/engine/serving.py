@@ -10,6 +10,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
 from engine.kv_tiers.opening import open_tiers
+from engine.kv_transfer.settings import read_transfer
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -95,7 +96,9 @@ def serve(
         ),
     )
     executor = InProcessExecutor(config)
-    opened = open_tiers(config, executor, executor.info.model_fingerprint)
+    transfer = read_transfer(config.cache, 0)
+    connectors = transfer.connectors if transfer else ()
+    opened = open_tiers(config, executor, executor.info.model_fingerprint, connectors=connectors)
     settled = Event()
     if opened is not None:
         opened.on_settled = settled.set

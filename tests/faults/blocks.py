@@ -79,6 +79,8 @@ class Blocks:
         """Connected to other engines; a socket's place is what these call it."""
         self._turn_at = float("inf")
         self._ordered = False
+        self.damaged_until = 0.0
+        """Until then what it sends arrives with other tokens in it."""
         self._bound: BlockSocket | None = None
         self.address = f"{SCHEME}{engine.incarnation}" if offers else ""
         transport: Any = self
@@ -169,6 +171,8 @@ class Blocks:
         asking = self._engine.world.engine_process(incarnation)
         assert asking.blocks is not None
         socket = asking.blocks._sockets[number]
+        if self._engine.clock.now < self.damaged_until and frames[2]:
+            frames = [*frames[:2], bytes([frames[2][0] ^ 1]) + frames[2][1:]]
         self._engine.send(asking, "blocks", socket.put, frames[1:])
 
     def lose(self, peer: Engine) -> None:

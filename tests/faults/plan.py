@@ -63,9 +63,10 @@ KINDS = {
     "lose control messages": 3,
     "delay control messages": 2,
     "cut engine from engine": 0,
+    "damage blocks": 0,
 }
-"""Faults, and how often each is drawn in proportion to the others; the last takes the place of some
-where engines read each other's KV blocks."""
+"""Faults, and how often each is drawn in proportion to the others; the last two take the place of
+some where engines read each other's KV blocks."""
 
 
 class Plan(NamedTuple):
@@ -138,9 +139,10 @@ def draw_plan(seed: int) -> Plan:
     by_priority, async_scheduling = rng.random() < 0.3, rng.random() < 0.3
     splits = engines > 1 and rng.random() < 0.4
     if splits and prefix_caching:
+        instead = {8: "damage blocks"} | dict.fromkeys((9, 10, 11), "cut engine from engine")
         faults = [
-            fault._replace(kind="cut engine from engine")
-            if fault.which >= 9 and fault.seconds < LONG_CUT
+            fault._replace(kind=instead.get(fault.which, fault.kind))
+            if fault.seconds < LONG_CUT
             else fault
             for fault in faults
         ]

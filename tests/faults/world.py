@@ -290,8 +290,8 @@ class World:
                 self.network.lossy_until = self.clock.now + fault.seconds
             case ["delay", "control", "messages"]:
                 self.network.slow_until = self.clock.now + fault.seconds
-            case ["cut", "engine", "from", "engine"]:
-                self._cut_engines(engines, fault)
+            case ["cut", "engine", "from", "engine"] | ["damage", "blocks"]:
+                self._strike_blocks(engines, fault)
             case [_, "front", "end"] | ["cut", "front", *_]:
                 if front is not None:
                     self._strike_front(front, fault)
@@ -352,11 +352,14 @@ class World:
         if resets and other == self.hub.name:
             self.clock.at(self.clock.now + fault.seconds + 0.1, self._subscribe_again, one)
 
-    def _cut_engines(self, engines: list[Engine], fault: Fault) -> None:
-        """Cut the way that KV blocks take from engine 0; nobody else notices."""
+    def _strike_blocks(self, engines: list[Engine], fault: Fault) -> None:
+        """Cut the way that KV blocks take from engine 0, or change them; nobody else notices."""
         prefill = self.engines.get(0)
         others = [each for each in engines if each.rank]
-        if prefill is None or not others:
+        if prefill is None or prefill.blocks is None or not others:
+            return
+        if fault.kind == "damage blocks":
+            prefill.blocks.damaged_until = self.clock.now + fault.seconds
             return
         other = others[fault.which % len(others)]
         self._cut(prefill.name, other.name, fault)

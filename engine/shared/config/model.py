@@ -158,7 +158,8 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     ] = 1 << 30
     kv_transfer_config: Annotated[
         str | None,
-        "JSON object with vLLM's keys, for --kv-role and --kv-transfer-bytes (docs/kv.md).",
+        "JSON object with vLLM's keys, for --kv-role, --kv-transfer-bytes and connectors of "
+        "plugins (docs/kv.md).",
     ] = None
     kv_events_config: Annotated[
         str | None,

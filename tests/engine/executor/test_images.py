@@ -169,28 +169,41 @@ def test_a_request_goes_on_in_another_engine_with_the_same_tokens(
     assert [each.tokens for each in rest] == [each.tokens[5:] for each in whole[2:]]
 
 
-def test_kv_tiers_tell_images_apart(checkpoint: SaveModel, tmp_path: Path) -> None:
-    model = checkpoint("smolvlm")
+@ALL
+def test_kv_tiers_tell_images_apart(name: str, checkpoint: SaveModel, tmp_path: Path) -> None:
+    model = checkpoint(name)
     tiers = {"kv_disk_tier_dir": str(tmp_path), "kv_disk_tier_bytes": 1 << 24}
-    first = [show(1, text(6), 1, text(20))]
+    first = [show(1, text(6), 0, text(20), name=name)]
     serve(model.directory, first, dtype="float32", tiers=tiers)
-    asked = [show(2, text(6), 2, text(20)), show(3, text(6), 1, text(20))]
+    asked = [show(id, text(6), shown, text(20), name=name) for id, shown in ((2, 3), (3, 0))]
     answers, stats = serve(model.directory, asked, dtype="float32", tiers=tiers)
     check(model, asked, answers)
-    assert stats.counters.kv_tier_hits == 24
+    assert stats.counters.kv_tier_hits == (len(first[0].prompt_token_ids) - 1) // 8 * 8
 
 
-@SEEING
-@pytest.mark.parametrize(("shards", "stages"), [(2, 1), (1, 2), (2, 2)])
-def test_processes_that_share_a_model_get_the_embeddings(
-    shards: int, stages: int, name: str, checkpoint: SaveModel
+@ALL
+@pytest.mark.parametrize(
+    ("shards", "stages", "scheduling"),
+    [
+        (2, 1, {}),
+        (1, 2, {}),
+        (2, 2, {}),
+        (2, 1, {"async_scheduling": True, "speculative_ngram": 3}),
+        (2, 1, {"speculative_model": "own"}),
+        (1, 2, {"speculative_ngram": 3}),
+    ],
+)
+def test_processes_that_share_a_model_see_images_as_one_does(
+    shards: int, stages: int, scheduling: dict[str, Any], name: str, checkpoint: SaveModel
 ) -> None:
     model, asked = checkpoint(name), traffic(name)
+    if "speculative_model" in scheduling:
+        scheduling = {"speculative_model": str(model.directory)}
     config = EngineConfig(
         model=ModelConfig(model=str(model.directory), device="cpu", dtype="float32"),
         cache=CacheConfig(block_size=8, num_kv_blocks=100, encoder_cache_bytes=1),
         scheduler=SchedulerConfig(
-            max_num_seqs=6, max_num_batched_tokens=40, max_num_encoder_tokens=4
+            max_num_seqs=6, max_num_batched_tokens=40, max_num_encoder_tokens=4, **scheduling
         ),
         executor=ExecutorConfig(threads=1),
         parallel=ParallelConfig(
@@ -210,8 +223,7 @@ def test_processes_that_share_a_model_get_the_embeddings(
     ("parts", "reason"),
     [
         ({}, None),
-        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "--tensor-parallel-size"),
-        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "--pipeline-parallel-size"),
+        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, None),
         (
             {"scheduler": SchedulerConfig(max_num_batched_tokens=19, max_num_seqs=4)},
             "--max-num-batched-tokens 19",

@@ -106,16 +106,18 @@ def test_requests_of_every_kind_are_answered_alike_while_some_are_preempted(
     assert decode.counters.kv_transfer_hits > 100
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "gemma3-vision"])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision"])
 def test_an_image_whose_blocks_travel_is_encoded_once(
-    name: str, checkpoint: SaveModel, start: Start
+    name: str, shards: int, checkpoint: SaveModel, start: Start
 ) -> None:
     directory = checkpoint(name).directory
     first = show(1, text(5), 1, text(30), 2, text(40), name=name)
     second = show(2, text(5), 3, text(30), 2, text(40), name=name)
     alone = start(directory, None)
     expected = [alone.answer(each) for each in (first, second)]
-    prefill, decode = start(directory, role="prefill"), start(directory, role="decode")
+    prefill = start(directory, role="prefill", shards=shards)
+    decode = start(directory, role="decode", shards=shards)
     for each, tokens in zip((first, second), expected, strict=True):
         assert decode.answer(each, kv_source=prefill.prefill(each)) == tokens
     assert expected[0] != expected[1]

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.kv_tiers.opening import BadTiers, check_tiers
-from engine.kv_transfer.settings import BadKvTransfer, Transfer, read_transfer
+from engine.kv_transfer.settings import BadKvTransfer, Role, Transfer, read_transfer
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -29,7 +29,7 @@ def test_without_a_role_nothing_is_handed_on() -> None:
 
 
 def test_a_role_is_given_to_all_engines_or_by_rank() -> None:
-    assert read(kv_role="both") == ("both", SIZE)
+    assert read(kv_role="both") == Transfer("both", SIZE)
     roles = [transfer.role for rank in range(3) if (transfer := read(rank, prefill_engines=2))]
     assert roles == ["prefill", "prefill", "decode"]
 
@@ -38,9 +38,9 @@ def test_a_role_is_given_to_all_engines_or_by_rank() -> None:
     ("theirs", "ours"),
     [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")],
 )
-def test_keys_of_vllm_mean_the_same(theirs: str, ours: str) -> None:
+def test_keys_of_vllm_mean_the_same(theirs: str, ours: Role) -> None:
     config = {"kv_connector": "SwellConnector", "kv_role": theirs, "kv_buffer_size": 5e6}
-    assert read(kv_transfer_config=json.dumps(config)) == (ours, 5_000_000)
+    assert read(kv_transfer_config=json.dumps(config)) == Transfer(ours, 5_000_000)
 
 
 @pytest.mark.parametrize(

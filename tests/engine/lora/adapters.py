@@ -11,6 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.engine.tiny_models import Checkpoint
 
+TEXT_OF_SEEING_MODELS = r".*(text_model|language_model).*\.(q_proj|o_proj|down_proj)"
+"""Modules of a text model beside which there is a vision encoder."""
+
 
 class Trained:
     """An adapter's directory, and the model that it is merged into."""

@@ -18,12 +18,16 @@ from engine.shared.config import (
     CacheConfig,
     EngineConfig,
     ExecutorConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
 from engine.shared.messages import AdapterEntry, AdapterSheet, AddRequest, RegexGrammar
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
+from tests.engine.executor.test_images import show, text
+from tests.engine.kv_transfer.played_engine import PlayedEngine
+from tests.engine.lora.adapters import TEXT_OF_SEEING_MODELS
 from tests.engine.lora.processes import LORA, REPORTING, Processes, largest_error
 from tests.engine.serving import request
 from tests.support.adapter_files import write_adapter
@@ -241,3 +245,20 @@ def test_a_grammar_holds_with_an_adapter(serve: Any, prompt: Any) -> None:
     asked = request(1, prompt(20), max_tokens=30, grammar=grammar, ignore_eos=False)
     found = engine.answer([replace(asked, adapter=engine.versions[1]), replace(asked, id=2)])
     assert all(1 < len(tokens) < 30 for tokens in found.values())
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision"])
+def test_prompts_with_images_have_adapters_in_several_processes(
+    name: str, checkpoint: Any, trained: Any
+) -> None:
+    model, adapter = checkpoint(name), trained(name, target_modules=TEXT_OF_SEEING_MODELS)
+    lora = LoraConfig(enable_lora=True, lora_dir=str(adapter.directory.parent))
+    asked = show(1, text(5), 1, text(9), name=name)
+    answers = []
+    for shards in (1, 2):
+        engine = PlayedEngine(model.directory, None, incarnation=1, shards=shards, lora=lora)
+        [version] = engine.load_adapters([adapter.directory.name])
+        answers.append([engine.answer(replace(asked, adapter=each)) for each in ("", version)])
+        engine.close()
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][1]

@@ -18,7 +18,7 @@ from engine.models.loading.decoder import AdapterRoom
 from engine.shared.config import BUNDLED_MODEL, ModelConfig
 from engine.shared.model_files import model_directory
 from tests.engine.images import encoder_input
-from tests.engine.lora.adapters import exact, train
+from tests.engine.lora.adapters import TEXT_OF_SEEING_MODELS, exact, train
 from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint
 
 ROOM = AdapterRoom(3, 8)
@@ -52,31 +52,37 @@ FAMILIES = [
     "gemma3", "phi3", "phi3-partial", "olmo2", "granite", "smollm3", "cohere", "cohere2", "glm",
     "glm4", "gpt-oss", "gpt-oss-mxfp4", "llama4",
 ]  # fmt: skip
-_SEES = r".*(text_model|language_model).*\.(q_proj|o_proj|down_proj)"
-"""Modules of a text model beside which there is a vision encoder."""
 
 
-@pytest.mark.parametrize(("name", "side"), [("smolvlm", 32), ("qwen2.5-vl", 16)])
+@pytest.mark.parametrize(
+    ("name", "side", "count"),
+    [("smolvlm", 32, 4), ("qwen2.5-vl", 16, 4), ("gemma3-vision", 32, 16)],
+)
 def test_prompts_with_images_are_computed_with_their_adapters(
-    name: str, side: int, checkpoint: Any, trained: Any, driver: Any, prompt: Any
+    name: str, side: int, count: int, checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     model = checkpoint(name)
-    adapter = trained(name, target_modules=_SEES)
+    adapter = trained(name, target_modules=TEXT_OF_SEEING_MODELS)
     engine = load(driver, model.directory, adapter.directory)
     text = [token % 250 for token in prompt(20)]
-    tokens = [*text[:5], *[IMAGE_TOKEN] * 4, *text[5:]]
-    image = encoder_input(1, 5, num_tokens=4, side=side)
+    tokens = [*text[:5], *[IMAGE_TOKEN] * count, *text[5:]]
+    image = encoder_input(1, 5, num_tokens=count, side=side)
     for row, slot in enumerate((0, -1)):
         engine.start(row, tokens, adapter=slot, images=[image])
-    logits = engine.logits({0: 24, 1: 24})
-    for reference, found in zip((adapter.merged, model), logits.split(24), strict=True):
+    size = len(tokens)
+    logits = engine.logits({0: size, 1: size})
+    for reference, found in zip((adapter.merged, model), logits.split(size), strict=True):
         expected = reference.logits_with_images(tokens, [image])
         assert (found - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("name", "part", "module"),
-    [("smolvlm", "vision_model", "q_proj"), ("qwen2.5-vl", "visual", "qkv")],
+    [
+        ("smolvlm", "vision_model", "q_proj"),
+        ("qwen2.5-vl", "visual", "qkv"),
+        ("gemma3-vision", "vision_tower", "q_proj"),
+    ],
 )
 def test_adapters_of_vision_encoders_are_refused(
     name: str, part: str, module: str, checkpoint: Any, trained: Any

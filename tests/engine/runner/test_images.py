@@ -1,13 +1,20 @@
 """Sequences that show images are computed as transformers computes them, in any steps."""
 
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.shared.messages import EncoderInput
 from tests.engine.driver import Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.images import encoder_input
-from tests.engine.tiny_models import IMAGE_TOKEN
+from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint
 
 TOKENS = {"smolvlm": 4, "idefics3": 16, "qwen2-vl": 16, "qwen2.5-vl": 16, "gemma3-vision": 16}
 NAMES = ["smolvlm", "idefics3", "qwen2-vl", "qwen2.5-vl"]
@@ -166,3 +173,52 @@ def test_a_slot_shows_nothing_of_the_sequence_before(
     engine.prefill(0)
     engine.start(0, tokens)
     assert (engine.logits({0: 13}) - model.logits(tokens)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_text_model_in_few_bits_is_shown_images(
+    name: str,
+    options: dict[str, Any],
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+) -> None:
+    model, count = checkpoint(name), TOKENS[name]
+    tokens = text(prompt, 13) + shown(count) + text(prompt, 20)
+    images = [encoder_input(1, 13, num_tokens=count)]
+    engine = driver(model.directory, **options)
+    engine.start(0, tokens, images=images)
+    rows = engine.logits({0: 13 + count}), engine.logits({0: 20})
+    expected = model.logits_with_images(tokens, images)
+    errors = (torch.cat(rows) - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.median() < 0.1
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_text_models_that_are_stored_in_fp8_are_shown_images(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, tmp_path: Path
+) -> None:
+    model, count = checkpoint(name), TOKENS[name]
+    reference = copy.deepcopy(model.reference)
+    stored = load_file(model.directory / "model.safetensors")
+    of_text = [each for each in stored if "_proj.weight" in each and "vis" not in each]
+    parameters = dict(reference.named_parameters())
+    for each in of_text:
+        values = (stored[each] / 0.02).to(torch.float8_e4m3fn)
+        stored |= {each: values, f"{each}_scale": torch.tensor(0.02)}
+        layer = each[each.index("layers.") :]
+        [loaded] = [n for n in parameters if n.endswith("." + layer) and "vis" not in n]
+        parameters[loaded].data = values.float() * 0.02
+    assert len(of_text) >= 14
+    shutil.copytree(model.directory, tmp_path / "fp8")
+    save_file(stored, tmp_path / "fp8/model.safetensors")
+    config = json.loads((tmp_path / "fp8/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": None}
+    (tmp_path / "fp8/config.json").write_text(json.dumps(config))
+    tokens = text(prompt, 13) + shown(count) + text(prompt, 20)
+    images = [encoder_input(1, 13, num_tokens=count)]
+    engine = driver(tmp_path / "fp8", dtype="float32")
+    engine.start(0, tokens, images=images)
+    expected = Checkpoint(tmp_path, reference).logits_with_images(tokens, images)
+    assert (engine.logits({0: len(tokens)}) - expected).abs().max() < 1e-3

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.shared.messages import AddRequest, KvSource, PoolingParams, RequestOutput, RequestTiming
+from server.router.route import Route
 from server.router.routing import LeastLoaded
 from server.router.split import MAX_QUEUED, Split
 from server.router.token_stream import RequestStream
@@ -74,6 +75,17 @@ def test_a_long_prompt_goes_to_a_prefill_engine_and_then_to_one_that_answers() -
     assert (shown.token_ids, shown.num_cached_tokens) == (ANSWER, 4)
     visits = stream.times.visits
     assert [each.engine for each in visits] == [0]
+
+
+def test_engines_are_looked_through_only_where_some_compute_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = cluster_of("dd")
+    with monkeypatch.context() as patch:
+        patch.setattr(Route, "kv_role", property(lambda route: pytest.fail("looked at an engine")))
+        cluster.submit("before", prompt=LONG)
+    prefill = start(cluster, 2, "p")
+    assert cluster.runs(cluster.submit("after", prompt=LONG)) is prefill
 
 
 @pytest.mark.parametrize(
