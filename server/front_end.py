@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
@@ -75,6 +76,10 @@ if TYPE_CHECKING:
     from server.upstreams.forwarder import Forwarder
 
 logger = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL = 0.0005
+"""Seconds after which other threads give the interpreter back to the event loop, which asks for it
+after each message that it sends or receives: Python's 5 ms would hold up all streams each time."""
 
 GRACEFUL_SECONDS = 1
 """How long connections may take to be closed after the last request has ended."""
@@ -430,6 +435,7 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
     bind_process(launch.cpus)
     make_room_for_descriptors()
     lifeline.watch()
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     try:
         uvloop.run(FrontEnd(launch, lifeline).run())
     except (

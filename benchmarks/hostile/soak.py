@@ -5,6 +5,9 @@
 First the streams are measured in peace. Ends with status 1 if one of them was not complete, if the
 99th percentile of the gaps between their tokens is more than twice that in peace, or if a process
 was replaced. What follows `--` are flags of the server.
+
+Attackers are clients on machines of their own in real life: here they are one process that gives
+way to all others. On two cores it takes a fiftieth of one, so that the gaps are the server's.
 """
 
 import argparse
@@ -46,7 +49,7 @@ NUM_STREAMS, NUM_KEYS, AT_ONCE = 8, 4, 2
 _HONEST = "honest-key"
 _SETTLING = 2.0
 _NICE = 10
-"""Of the attackers: clients are on machines of their own, but for this trial."""
+"""Of the attackers."""
 
 Send = Callable[[Address, str], str]
 """Sends one hostile request with a header that authorizes it; returns what came of it."""

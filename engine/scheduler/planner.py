@@ -203,6 +203,10 @@ class Planner:
             headroom=self._limits.headroom,
             tokens=self._limits.tokens,
         )
+        num_waiting = len(self._books.waiting)
+        most = num_waiting + -(-self._books.queued_tokens // self._kv.block_size)
+        if room.slots >= num_waiting and room.blocks - most * self._kv.num_groups >= room.headroom:
+            return  # all of them fit, in whatever order
         victims = self._fairness.victims(
             self._admissible(),
             self._books.running.values(),

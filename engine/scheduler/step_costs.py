@@ -100,7 +100,8 @@ class StepCosts:
     def _observe_prefill(self, rows: int, tokens: int, seconds: float) -> None:
         if not self._row_seconds:
             return
-        sample = (seconds / self._row_seconds - self.base - rows) / tokens
+        mixed = self.mixed if rows else 0.0
+        sample = (seconds / self._row_seconds - self.base - rows - mixed) / tokens
         sample = min(max(sample, self.prefill / _OUTLIER), self.prefill * _OUTLIER)
         self.prefill += (sample - self.prefill) / _SMOOTHING
 

@@ -1,8 +1,8 @@
 """Whether engines can enforce a grammar, checked outside the event loop and remembered.
 
-The cost of a check is only known afterwards, and the library cannot be interrupted: short grammars,
-which take a tenth of a second at most, are checked in threads, others in processes that can be
-killed.
+The cost of a check is only known afterwards, and the library cannot be interrupted: grammars are
+checked in processes that can be killed. They have a low priority, which a thread of this process
+must not have: it would keep the interpreter while it waits for a processor.
 """
 
 import asyncio
@@ -10,15 +10,16 @@ import logging
 import queue
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
 import msgspec
 
 from engine.shared.fair_threads import FairExecutor, QueueFull
-from engine.shared.grammar_spec import BadGrammar, GrammarThreads, grammar_size
+from engine.shared.grammar_spec import BadGrammar
 from engine.shared.messages import GrammarSpec, LarkGrammar
 from server.errors import invalid_field, unavailable
-from server.generate.grammar_process import NOTHING, Check, Found, GrammarText, found
+from server.generate.grammar_process import NOTHING, Check, Found, GrammarText
 from server.generate.structural_tags import StructuralTag, lark_from_tag
 from server.helper_process import HelperProcess
 from server.limits import MAX_CHECK_SECONDS
@@ -26,8 +27,6 @@ from server.limits import MAX_CHECK_SECONDS
 logger = logging.getLogger(__name__)
 
 CHECK_THREADS = 2
-MAX_SHORT = 4096
-"""Characters of a grammar that is checked in a thread of this process."""
 _PROCESS = "server.generate.grammar_process"
 _MAX_WAIT = 30.0
 """Seconds after which a process is ended in any case: others may keep it from its processor."""
@@ -41,7 +40,7 @@ class GrammarCheck:
     def __init__(self, special_tokens: Sequence[str] = ()) -> None:
         """`special_tokens` are the texts of tokens that Lark grammars may name as `<...>`."""
         self._special_tokens = tuple(special_tokens)
-        threads = GrammarThreads(CHECK_THREADS, "grammar check")
+        threads = ThreadPoolExecutor(CHECK_THREADS, "grammar check")
         self._checks = FairExecutor(threads.submit, CHECK_THREADS)
         self._processes = queue.SimpleQueue[HelperProcess]()
         for _ in range(CHECK_THREADS):
@@ -80,7 +79,7 @@ class GrammarCheck:
             self._found.move_to_end(digest)
         else:
             job = Check(spec, self._special_tokens)
-            check = self._checks.submit(tenant, self._job, job, grammar_size(spec))
+            check = self._checks.submit(tenant, self._job, job)
             self._found[digest] = (await asyncio.wrap_future(check)).error
             if len(self._found) > MAX_REMEMBERED:
                 self._found.popitem(last=False)
@@ -94,8 +93,8 @@ class GrammarCheck:
     ) -> GrammarSpec:
         """Return a grammar in a form that engines take; they may not be able to enforce it."""
         match wanted:
-            case GrammarText(text):
-                conversion = self._checks.submit(tenant, self._job, wanted, len(text))
+            case GrammarText():
+                conversion = self._checks.submit(tenant, self._job, wanted)
                 result = await asyncio.wrap_future(conversion)
                 if result.error is not None:
                     raise invalid_field(param, f"{result.error}")
@@ -109,10 +108,7 @@ class GrammarCheck:
         except BadGrammar as error:
             raise invalid_field(param, f"{error}") from error
 
-    def _job(self, job: Check | GrammarText, size: int) -> Found:
-        """Do a job that a grammar of this size asks for."""
-        if size <= MAX_SHORT:
-            return found(job)
+    def _job(self, job: Check | GrammarText) -> Found:
         process = self._processes.get()
         try:
             answer = process.answer(msgspec.msgpack.encode(job), _MAX_WAIT)

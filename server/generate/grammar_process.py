@@ -31,8 +31,7 @@ class Found(msgspec.Struct, frozen=True):
     lark: str = ""
 
 
-def found(job: Check | GrammarText) -> Found:
-    """Return the result of a job, in a thread of `GrammarThreads`."""
+def _found(job: Check | GrammarText) -> Found:
     try:
         match job:
             case Check(spec, special_tokens):
@@ -54,6 +53,6 @@ if __name__ == "__main__":
 
     def answer(job: bytes) -> bytes:
         """Do a job with a deep stack."""
-        return msgspec.msgpack.encode(threads.submit(found, decode(job)).result())
+        return msgspec.msgpack.encode(threads.submit(_found, decode(job)).result())
 
     serve(answer, MAX_CHECK_MEMORY, MAX_CHECK_SECONDS, signal.ITIMER_PROF)

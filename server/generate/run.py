@@ -19,7 +19,7 @@ from server.router.token_stream import RequestStream, Unread
 from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
-_SLICE = 32
+_SLICE = 8
 """Sequences that are submitted without a break: each takes some forty microseconds."""
 
 

@@ -230,6 +230,13 @@ def test_what_the_first_prompt_tokens_of_a_step_cost_is_learned_from_steps_with_
     assert costs.prefill == pytest.approx(2, rel=0.15)
 
 
+def test_what_any_prompt_tokens_cost_does_not_count_as_the_cost_of_each() -> None:
+    costs = with_dear_prompts(mixed=10)
+    for _ in range(100):
+        costs.observe(4, 20, (32 + 4 + 10 + 20 * PRIOR_PREFILL) * 1e-4)
+    assert costs.prefill == pytest.approx(PRIOR_PREFILL, rel=0.15)
+
+
 def test_any_prompt_tokens_cost_nothing_more_where_nothing_is_decoded() -> None:
     fairness = Fairness(with_dear_prompts(mixed=10), ENGINE, max_slowdown=SLOWDOWN)
     assert fairness.mixed_tokens(4) == pytest.approx(10 / PRIOR_PREFILL, rel=0.15)

@@ -3,14 +3,16 @@
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.shared.messages import JsonSchemaGrammar, LarkGrammar, RegexGrammar
 from server.errors import ApiError
 from server.generate import grammar_check
-from server.generate.grammar_check import MAX_SHORT, GrammarCheck
+from server.generate.grammar_check import GrammarCheck
 from server.generate.grammar_process import Check, Found, GrammarText
 from tests.support.waiting import PATIENCE
 
@@ -21,20 +23,33 @@ COSTLY: dict[str, dict[str, Any]] = {
 """Takes ten seconds and more."""
 
 
+def have_checked(monkeypatch: pytest.MonkeyPatch, check: Callable[[str], object]) -> None:
+    """Have a function take the patterns of expressions, in place of a process."""
+
+    class Helper:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def answer(self, job: bytes, _: float) -> bytes:
+            spec = msgspec.msgpack.decode(job, type=Check).spec
+            assert isinstance(spec, RegexGrammar)
+            check(spec.pattern)
+            return msgspec.msgpack.encode(Found())
+
+    monkeypatch.setattr(grammar_check, "HelperProcess", Helper)
+
+
 async def test_one_tenants_slow_grammars_leave_a_thread_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     release, order = threading.Event(), list[str]()
 
-    def slow(job: Check) -> Found:
-        assert isinstance(job.spec, RegexGrammar)
-        if job.spec.pattern.startswith("slow"):
+    def slow(pattern: str) -> None:
+        if pattern.startswith("slow"):
             assert release.wait(PATIENCE)
-        order.append(job.spec.pattern)
-        return Found()
+        order.append(pattern)
 
-    monkeypatch.setattr(grammar_check, "found", slow)
-
+    have_checked(monkeypatch, slow)
     checks = GrammarCheck()
     slow_ones = [
         asyncio.create_task(checks.require(RegexGrammar(f"slow{number}"), "regex", 1))
@@ -53,10 +68,7 @@ async def test_no_more_grammars_wait_than_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr(
-        grammar_check, "found", lambda _: Found() if release.wait(PATIENCE) else None
-    )
-
+    have_checked(monkeypatch, lambda _: release.wait(PATIENCE))
     checks = GrammarCheck()
     waiting = [
         asyncio.create_task(checks.require(RegexGrammar(f"{number}"), "regex", 1))
@@ -82,14 +94,12 @@ async def test_a_large_grammar_is_given_up_and_the_next_is_checked(
     checks = GrammarCheck()
     names = "\n".join(f"T{n}: /[a-z]+{n}x/" for n in range(400))
     large = LarkGrammar("start: " + "|".join(f"T{n}" for n in range(400)) + "\n" + names)
-    assert len(large.text) > MAX_SHORT
     costly = JsonSchemaGrammar(json.dumps(COSTLY))
     with pytest.raises(ApiError, match="more than 2 s of processor time") as caught:
         await checks.require(costly, "json")
     assert caught.value.status == 400
     assert await checks.require(large, "grammar") == large
     gbnf = "root ::= " + " | ".join(f'"word {n}"' for n in range(600))
-    assert len(gbnf) > MAX_SHORT
     converted = await checks.require(GrammarText(gbnf), "grammar")
     assert isinstance(converted, LarkGrammar)
     with pytest.raises(ApiError, match="neither Lark"):
@@ -100,10 +110,10 @@ async def test_a_large_grammar_is_given_up_and_the_next_is_checked(
 async def test_where_no_process_can_be_started_it_can_be_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grammar_check, "_PROCESS", "server.no_such_module")
-
     checks = GrammarCheck()
-    with pytest.raises(ApiError, match="cannot be checked now") as caught:
-        await checks.require(RegexGrammar("a" * (MAX_SHORT + 1)), "regex")
+    with monkeypatch.context() as broken:
+        broken.setattr("server.helper_process.sys.executable", "/no/such/python")
+        with pytest.raises(ApiError, match="cannot be checked now") as caught:
+            await checks.require(RegexGrammar("a"), "regex")
     assert caught.value.status == 503
     assert await checks.require(RegexGrammar("a"), "regex") == RegexGrammar("a")

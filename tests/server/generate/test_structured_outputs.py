@@ -83,7 +83,7 @@ def test_a_check_is_not_repeated(http: Any, engines: Any, monkeypatch: pytest.Mo
     def fail(*arguments: object) -> None:
         raise AssertionError("checked again")
 
-    monkeypatch.setattr("server.generate.grammar_check.found", fail)
+    monkeypatch.setattr("server.helper_process.HelperProcess.answer", fail)
     grammar_of(http, engines, structured_outputs={"regex": "[a-z]{3}x"})
 
 
