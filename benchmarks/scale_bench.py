@@ -2,11 +2,11 @@
 
     python -m benchmarks.scale_bench --engines 1000 --front-ends 16
 
-One process plays all engines: each has its own sockets, registers, and reports its stats at a
-rate. One front end is real, from its link to the coordinator to its router; the others register,
-subscribe and throw away what comes. Then the coordinator is ended and started again. Printed is
-processor time, which a busy machine does not change much, and bytes; times of day mean little
-there.
+One front end is real, from its link to the coordinator to its router. One process plays all
+engines, each of which has its own sockets, registers, and reports its stats at a rate, and the
+other front ends, which register, subscribe and throw away what comes. Then the coordinator is ended
+and started again. Printed is processor time, which a busy machine does not change much, and bytes;
+times of day mean little there.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -96,30 +96,43 @@ class _Engine:
         )  # fmt: skip
 
 
-class _Fleet:
-    """All played engines, in one loop."""
+class _Played:
+    """All played engines and front ends, in one loop."""
 
-    def __init__(self, address: str, number: int, rate: float) -> None:
-        self._transport = Transport(
-            ClusterConfig(heartbeat_interval=HEARTBEAT, engine_timeout=60), make_context()
-        )
+    def __init__(self, address: str, engines: int, front_ends: int, rate: float) -> None:
+        self._transport = _transport()
         self._replies = msgspec.msgpack.Decoder(CoordinatorReply)
         self._orders = msgspec.msgpack.Decoder(GroupOrder)
         self._random = Random(1)
         self._interval = 1 / rate
-        self._engines = [self._engine(address, rank) for rank in range(number)]
+        self._engines = []
+        for rank in range(engines):
+            identity = Identity(
+                kind="engine", index=rank, incarnation=secrets.randbits(48), pid=rank,
+                host=f"node-{rank // 8}", group_config={"model": "m", "dtype": "bfloat16"},
+                addresses=None,
+            )  # fmt: skip
+            self._engines.append(
+                _Engine(*self._registered(address, identity), rank, identity.incarnation)
+            )
+        self._front_ends = []
+        for index in range(1, front_ends):
+            views = self._transport.connect(zmq.XSUB, f"{address}-front")
+            views.send(b"\x01")
+            membership, registration = self._registered(
+                address, _front_end(index, FrontEndAddresses("", ""))
+            )
+            membership.ready(None)
+            self._front_ends.append((membership, registration, views))
         self.sent = 0
+        """Stats of all engines."""
 
-    def _engine(self, address: str, rank: int) -> _Engine:
-        incarnation = secrets.randbits(48)
-        identity = Identity(
-            kind="engine", index=rank, incarnation=incarnation, host=f"node-{rank // 8}",
-            pid=rank, group_config={"model": "m", "dtype": "bfloat16"}, addresses=None,
-        )  # fmt: skip
-        membership = Membership(identity, HEARTBEAT)
-        name = f"engine-{incarnation:x}".encode()
+    def _registered(
+        self, address: str, identity: Identity
+    ) -> tuple[Membership, "zmq.Socket[bytes]"]:
+        name = f"{identity.kind}-{identity.incarnation:x}".replace("_", "-").encode()
         socket = self._transport.connect(zmq.DEALER, address, identity=name)
-        return _Engine(membership, socket, rank, incarnation)
+        return Membership(identity, HEARTBEAT), socket
 
     def run(self, connection: Connection) -> None:
         """Play until told to stop; answers how many stats were sent so far."""
@@ -127,6 +140,13 @@ class _Fleet:
         while True:
             for engine in self._engines:
                 self._serve(engine)
+            for membership, registration, views in self._front_ends:
+                for data in _received(registration):
+                    membership.receive(self._replies.decode(data))
+                for message in membership.tick(time.monotonic()):
+                    registration.send(encode(message))
+                for _ in _received(views):
+                    pass
             if connection.poll():
                 if connection.recv() == "stop":
                     return
@@ -135,18 +155,18 @@ class _Fleet:
             time.sleep(max(0.0, due - time.monotonic()))
 
     def _serve(self, engine: _Engine) -> None:
-        with suppress(zmq.Again):
-            while True:
-                data = engine.registration.recv(zmq.NOBLOCK)
-                event = engine.membership.receive(self._replies.decode(data))
-                if isinstance(event, Joined) and not event.again:
-                    self._joined(engine, event)
+        for data in _received(engine.registration):
+            event = engine.membership.receive(self._replies.decode(data))
+            if isinstance(event, Joined) and not event.again:
+                engine.orders = self._transport.connect(zmq.XSUB, event.welcome.publish_address)
+                engine.orders.send(b"\x01")
+                engine.reports = self._transport.connect(zmq.PUSH, event.welcome.output_address)
+                engine.membership.ready(SETUP)
         if engine.orders is not None:
-            with suppress(zmq.Again):
-                while True:
-                    order = self._orders.decode(engine.orders.recv(zmq.NOBLOCK))
-                    if isinstance(order, FrontEnds):
-                        self._follow(engine, order)
+            for data in _received(engine.orders):
+                order = self._orders.decode(data)
+                if isinstance(order, FrontEnds):
+                    self._follow(engine, order)
         for message in engine.membership.tick(time.monotonic()):
             engine.registration.send(encode(message))
             if engine.requests is not None:
@@ -154,12 +174,6 @@ class _Fleet:
         if engine.reports is not None:
             engine.reports.send(encode(engine.stats(self._random, self._random.randrange(1, 16))))
             self.sent += 1
-
-    def _joined(self, engine: _Engine, event: Joined) -> None:
-        engine.orders = self._transport.connect(zmq.XSUB, event.welcome.publish_address)
-        engine.orders.send(b"\x01")
-        engine.reports = self._transport.connect(zmq.PUSH, event.welcome.output_address)
-        engine.membership.ready(SETUP)
 
     def _follow(self, engine: _Engine, order: FrontEnds) -> None:
         known = engine.received
@@ -175,74 +189,67 @@ class _Fleet:
                 )
 
 
-def _play(address: str, number: int, rate: float, connection: Connection) -> None:
-    _Fleet(address, number, rate).run(connection)
+def _transport() -> Transport:
+    return Transport(ClusterConfig(heartbeat_interval=HEARTBEAT, engine_timeout=60), make_context())
+
+
+def _received(socket: "zmq.Socket[bytes]") -> Iterator[bytes]:
+    """Yield what has come."""
+    with suppress(zmq.Again):
+        while True:
+            yield socket.recv(zmq.NOBLOCK)
+
+
+def _front_end(index: int, addresses: FrontEndAddresses) -> Identity:
+    return Identity(
+        kind="front_end", index=index, incarnation=secrets.randbits(48), host=f"node-{index}",
+        pid=os.getpid(), group_config={"model": "m"}, addresses=addresses,
+    )  # fmt: skip
+
+
+def _play(address: str, engines: int, front_ends: int, rate: float, connection: Connection) -> None:
+    _Played(address, engines, front_ends, rate).run(connection)
 
 
 @dataclass
 class _Heard:
-    """What a front end has got so far."""
+    """What the real front end has got so far."""
 
     engines: int = 0
     views: int = 0
     view_bytes: int = 0
     stats_age: float = 0.0
-    metrics_bytes: int = 0
-    metrics_series: int = 0
-    metrics_seconds: float = 0.0
 
 
-def _identity(index: int, incarnation: int, addresses: FrontEndAddresses) -> Identity:
-    return Identity(
-        kind="front_end", index=index, incarnation=incarnation, host=f"node-{index}",
-        pid=os.getpid(), group_config={"model": "m"}, addresses=addresses,
-    )  # fmt: skip
-
-
-async def _front_end(address: str, directory: Path, connection: Connection) -> None:
-    transport = Transport(
-        ClusterConfig(heartbeat_interval=HEARTBEAT, engine_timeout=60), make_context()
-    )
+async def _listen_and_tell(address: str, directory: Path, connection: Connection) -> None:
+    transport = _transport()
     requests = transport.bind(zmq.ROUTER, f"ipc://{directory}/requests")
     outputs = transport.bind(zmq.PULL, f"ipc://{directory}/outputs")
-    incarnation = secrets.randbits(48)
     addresses = FrontEndAddresses(bound_address(requests, ""), bound_address(outputs, ""))
-    link = ClusterLink(_identity(0, incarnation, addresses), address, HEARTBEAT, transport)
+    identity = _front_end(0, addresses)
+    link = ClusterLink(identity, address, HEARTBEAT, transport)
     await link.join()
-    heard = _Heard()
-    metrics = FrontEndMetrics(FrontEndConfig(cluster=ClusterConfig(node="node-0")))
     client = EngineClient(
         front_end=0,
         router=build_router(
-            front_end=0, incarnation=incarnation, first_id=0, policy=POLICIES["least-loaded"](0),
-            table=None, grace=60, max_resumes=1, resume_timeout=60, halted_timeout=60,
+            front_end=0, incarnation=identity.incarnation, first_id=0, table=None, grace=60,
+            policy=POLICIES["least-loaded"](0), max_resumes=1, resume_timeout=60,
+            halted_timeout=60,
         ),
-        metrics=metrics,
+        metrics=FrontEndMetrics(FrontEndConfig(cluster=ClusterConfig(node="node-0"))),
         notify=link.notify,
         requests=requests,
         outputs=outputs,
     )  # fmt: skip
     link.subscribe(client.view_changed)
+    heard = _Heard()
     _count(link, heard)
     link.ready()
     loop = asyncio.get_running_loop()
-    while True:
-        command = await loop.run_in_executor(None, connection.recv)
-        if command == "stop":
-            return
+    while await loop.run_in_executor(None, connection.recv) != "stop":
         view = client.view
         heard.engines = 0 if view is None else sum(each.ready for each in view.engines)
-        ages = client.stats_age.values()
-        heard.stats_age = max(ages, default=0.0)
-        if command == "metrics":
-            for rank in range(heard.engines):
-                for series in metrics._sequences.of_engine(rank).histograms.values():
-                    series.observe(1.0)
-            begun = time.process_time()
-            text = metrics.render(client)
-            heard.metrics_seconds = time.process_time() - begun
-            heard.metrics_bytes = len(text)
-            heard.metrics_series = sum(not line.startswith(b"#") for line in text.splitlines())
+        heard.stats_age = max(client.stats_age.values(), default=0.0)
         connection.send(heard)
 
 
@@ -260,34 +267,7 @@ def _count(link: ClusterLink, heard: _Heard) -> None:
 
 
 def _listen(address: str, directory: Path, connection: Connection) -> None:
-    asyncio.run(_front_end(address, directory, connection))
-
-
-def _others(address: str, front: str, number: int, connection: Connection) -> None:
-    """Register front ends that throw away what they hear."""
-    transport = Transport(
-        ClusterConfig(heartbeat_interval=HEARTBEAT, engine_timeout=60), make_context()
-    )
-    replies = msgspec.msgpack.Decoder(CoordinatorReply)
-    peers = []
-    for index in range(1, number):
-        identity = _identity(index, secrets.randbits(48), FrontEndAddresses("", ""))
-        name = f"front-end-{identity.incarnation:x}".encode()
-        membership = Membership(identity, HEARTBEAT)
-        views = transport.connect(zmq.XSUB, front)
-        views.send(b"\x01")
-        membership.ready(None)
-        peers.append((membership, transport.connect(zmq.DEALER, address, identity=name), views))
-    while not connection.poll(0.05):
-        for membership, registration, views in peers:
-            with suppress(zmq.Again):
-                while True:
-                    membership.receive(replies.decode(registration.recv(zmq.NOBLOCK)))
-            for message in membership.tick(time.monotonic()):
-                registration.send(encode(message))
-            with suppress(zmq.Again):
-                while True:
-                    views.recv(zmq.NOBLOCK, copy=False)
+    asyncio.run(_listen_and_tell(address, directory, connection))
 
 
 def _processor_time(pid: int) -> float:
@@ -300,22 +280,19 @@ class _Parts:
 
     def __init__(self, engines: int, front_ends: int, rate: float, directory: Path) -> None:
         self._address = f"ipc://{directory}/coordinator"
-        front = f"{self._address}-front"
-        self._processes: list[multiprocessing.Process] = []
         self.coordinator = self._coordinator()
+        self._front, self.front_end = self._start(_listen, self._address, directory)
+        self._played, self._players = self._start(_play, self._address, engines, front_ends, rate)
+
+    @staticmethod
+    def _start(
+        target: Callable[..., None], *arguments: object
+    ) -> tuple[Connection, multiprocessing.process.BaseProcess]:
         spawn = multiprocessing.get_context("spawn")
-
-        def start(target: Callable[..., None], *arguments: object) -> tuple[Connection, int]:
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=target, args=(*arguments, theirs), daemon=True)
-            process.start()
-            self._processes.append(process)  # type: ignore[arg-type]
-            assert process.pid is not None
-            return ours, process.pid
-
-        self._front, self.front_pid = start(_listen, self._address, directory)
-        self._rest, _ = start(_others, self._address, front, front_ends)
-        self._fleet, _ = start(_play, self._address, engines, rate)
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=target, args=(*arguments, theirs), daemon=True)
+        process.start()
+        return ours, process
 
     def _coordinator(self) -> "subprocess.Popen[bytes]":
         command = [
@@ -331,16 +308,16 @@ class _Parts:
         self.coordinator.wait()
         self.coordinator = self._coordinator()
 
-    def heard(self, command: str = "heard") -> _Heard:
+    def heard(self) -> _Heard:
         """Return what the real front end has got so far."""
-        self._front.send(command)
+        self._front.send("heard")
         heard: _Heard = self._front.recv()
         return heard
 
     def sent(self) -> int:
         """Return how many stats all engines have sent so far."""
-        self._fleet.send("sent")
-        number: int = self._fleet.recv()
+        self._played.send("sent")
+        number: int = self._played.recv()
         return number
 
     def wait_for(self, engines: int, within: float = 300.0) -> float:
@@ -354,51 +331,47 @@ class _Parts:
 
     def stop(self) -> None:
         """End all processes."""
-        for connection in (self._front, self._rest, self._fleet):
+        for connection in (self._front, self._played):
             with suppress(OSError):
                 connection.send("stop")
         self.coordinator.terminate()
         self.coordinator.wait(30)
-        for process in self._processes:
+        for process in (self.front_end, self._players):
             process.join(10)
-            if process.is_alive():
-                process.kill()
+            process.kill()
 
 
-def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[str, object]:
+def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[str, float]:
     """Return what one size costs."""
     with tempfile.TemporaryDirectory(prefix="swell-scale-") as directory:
         parts = _Parts(engines, front_ends, rate, Path(directory))
         try:
             joined = parts.wait_for(engines)
             time.sleep(_WARM_UP)
+            pids = parts.coordinator.pid, parts.front_end.pid or 0
             heard, sent, begun = parts.heard(), parts.sent(), time.monotonic()
-            coordinator, front = map(_processor_time, (parts.coordinator.pid, parts.front_pid))
+            before = [*map(_processor_time, pids)]
             time.sleep(seconds)
             after, span = parts.heard(), time.monotonic() - begun
-            used = _processor_time(parts.coordinator.pid) - coordinator
-            front = _processor_time(parts.front_pid) - front
+            cores = [
+                (_processor_time(pid) - used) / span for pid, used in zip(pids, before, strict=True)
+            ]
             views = after.views - heard.views
-            result: dict[str, object] = {
+            view_bytes = after.view_bytes - heard.view_bytes
+            result = {
                 "engines": engines,
                 "front_ends": front_ends,
                 "stats_per_engine_s": round((parts.sent() - sent) / engines / span, 1),
-                "coordinator_cores": round(used / span, 3),
-                "front_end_cores": round(front / span, 3),
+                "coordinator_cores": round(cores[0], 3),
+                "front_end_cores": round(cores[1], 3),
                 "views_per_s": round(views / span, 1),
-                "kB_per_view": round(
-                    (after.view_bytes - heard.view_bytes) / max(1, views) / 1e3, 1
-                ),
+                "kB_per_view": round(view_bytes / max(1, views) / 1e3, 1),
                 "oldest_stats_s": round(after.stats_age, 2),
                 "joined_s": round(joined, 1),
             }
             parts.restart_coordinator()
             time.sleep(2 * HEARTBEAT)
             result["joined_again_s"] = round(2 * HEARTBEAT + parts.wait_for(engines), 1)
-            shown = parts.heard("metrics")
-            result["metrics_MB"] = round(shown.metrics_bytes / 1e6, 2)
-            result["metrics_series"] = shown.metrics_series
-            result["metrics_cpu_s"] = round(shown.metrics_seconds, 2)
             return result
         finally:
             parts.stop()
