@@ -98,7 +98,7 @@ def test_they_can_be_batch_invariant(
     assert len(blocks) > 3
     tokens = prompt(100)
     engine.start(0, tokens)
-    alone = torch.cat([engine.logits({0: 1}) for _ in tokens])
+    alone = torch.cat([engine.logits({0: n}) for n in (*[1] * 16, 44, *[1] * 8, 24, *[1] * 8)])
     engine.start(1, tokens)
     engine.start(2, tokens)
     engine.start(3, prompt(30))
