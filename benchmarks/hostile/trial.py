@@ -180,13 +180,18 @@ class Trial:
     def admin(self, share: float = 1.0) -> Iterator[str]:
         """Send the worst values to what is the operator's, without the admin key and with it."""
         operations = [*ADMIN_OPERATIONS.values()]
-        strangers = self._headers
         yield from self._worst_values(operations, {}, share)
-        self._headers = [f"Authorization: Bearer {ADMIN_KEY}"]
-        try:
+        with self.sending(f"Authorization: Bearer {ADMIN_KEY}"):
             yield from self._worst_values(operations, {}, share)
+
+    @contextlib.contextmanager
+    def sending(self, *headers: str) -> Iterator[None]:
+        """Have attacks send these headers instead of the key."""
+        before, self._headers = self._headers, [*headers]
+        try:
+            yield
         finally:
-            self._headers = strangers
+            self._headers = before
 
     def _worst_values(
         self,
