@@ -180,18 +180,13 @@ class Trial:
     def admin(self, share: float = 1.0) -> Iterator[str]:
         """Send the worst values to what is the operator's, without the admin key and with it."""
         operations = [*ADMIN_OPERATIONS.values()]
+        strangers = self._headers
         yield from self._worst_values(operations, {}, share)
-        with self.sending(f"Authorization: Bearer {ADMIN_KEY}"):
-            yield from self._worst_values(operations, {}, share)
-
-    @contextlib.contextmanager
-    def sending(self, *headers: str) -> Iterator[None]:
-        """Have attacks send these headers instead of the key."""
-        before, self._headers = self._headers, [*headers]
+        self._headers = [f"Authorization: Bearer {ADMIN_KEY}"]
         try:
-            yield
+            yield from self._worst_values(operations, {}, share)
         finally:
-            self._headers = before
+            self._headers = strangers
 
     def _worst_values(
         self,
