@@ -117,7 +117,8 @@ test-clients: $(CLIENTS)/.installed ## coding agents, agents' frameworks and cli
 	$(BIN)/python -m pytest -m clients $(PARALLEL) tests/clients $(ARGS)
 
 # Whatever else runs goes first: no schedule knows what time it is.
-test-faults: $(VENV)/.test ## ten thousand simulated schedules of faults (ARGS="--schedules N" for others)
+test-faults: $(VENV)/.test ## ten thousand simulated schedules of faults (ARGS="--schedules N" for others), and broken rules that are found
+	nice -n 19 $(BIN)/python -m pytest -q -m mutants tests/faults tests/protocol
 	nice -n 19 $(BIN)/python -m tests.faults.run $(ARGS)
 
 DEVICE ?= cpu

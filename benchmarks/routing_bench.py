@@ -4,7 +4,7 @@ The engines' cores and schedulers, the front ends' members, loads and index of b
 they share and the policies are those of production; only the model and the clock are simulated.
 
 python -m benchmarks.routing_bench
-python -m benchmarks.routing_bench --engines 16 --requests 4000 --markdown
+python -m benchmarks.routing_bench --engines 16 --requests 4000
 python -m benchmarks.routing_bench --workloads chats agents --policies prefix-aware least-loaded
 python -m benchmarks.routing_bench --engines 64 --workloads documents --policies least-loaded \
     --prefill-engines 0 16 24 32 --prefill-split-lengths 128 512 2048
@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, NamedTuple
 
-from rich.console import Console
+from numpy import quantile
 from rich.progress import Progress
-from rich.table import Column, Table
 
 from engine.core.engine_core import EngineCore
 from engine.core.events import PrerequisitesSettled
@@ -620,42 +620,25 @@ HEADINGS = (
 
 def row(policy: str, result: Result) -> list[str]:
     """Return what the tables show of a result."""
-    busiest = max(result.busy) / (sum(result.busy) / len(result.busy))
+    milliseconds = [1000 * quantile(of, (0.5, 0.99)) for of in (result.first_token, result.gaps)]
     return [
         policy,
-        f"{1000 * percentile(result.first_token, 0.5):.0f}",
-        f"{1000 * percentile(result.first_token, 0.99):.0f}",
-        f"{1000 * percentile(result.gaps, 0.5):.0f}",
-        f"{1000 * percentile(result.gaps, 0.99):.0f}",
-        f"{percentile(result.total, 0.5):.2f}",
-        f"{percentile(result.total, 0.99):.2f}",
+        *(f"{each:.0f}" for pair in milliseconds for each in pair),
+        *(f"{each:.2f}" for each in quantile(result.total, (0.5, 0.99))),
         f"{result.output_tokens / result.ended:.0f}",
-        f"{busiest:.2f}",
+        f"{max(result.busy) / fmean(result.busy):.2f}",
         f"{100 * result.cached / result.prompt_tokens:.0f} %",
         f"{100 * result.expected / result.prompt_tokens:.0f} %" if result.expected else "",
     ]
 
 
-def percentile(values: list[float], share: float) -> float:
-    """Return the value below which `share` of the values lie."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def show(results: dict[str, dict[str, Result]], *, markdown: bool) -> None:
-    """Print one table per workload."""
-    console = Console()
+def show(results: dict[str, dict[str, Result]]) -> None:
+    """Print one table per workload, in Markdown."""
     for workload, by_policy in results.items():
         rows = [row(policy, result) for policy, result in by_policy.items()]
-        if markdown:
-            lines = [HEADINGS, ("---",) * len(HEADINGS), *rows]
-            text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-            console.print(f"\n**{workload}**\n\n{text}", soft_wrap=True, markup=False)
-            continue
-        table = Table(Column(HEADINGS[0], no_wrap=True), *HEADINGS[1:], title=workload)
-        for line in rows:
-            table.add_row(*line)
-        console.print(table)
+        lines = [HEADINGS, ("---",) * len(HEADINGS), *rows]
+        print(f"\n**{workload}**\n")
+        print("\n".join("| " + " | ".join(line) + " |" for line in lines))
 
 
 def main() -> None:
@@ -675,7 +658,6 @@ def main() -> None:
         "--prefill-engines", nargs="+", type=int, default=(0,), help="0: all do everything"
     )
     parser.add_argument("--prefill-split-lengths", nargs="+", type=int, default=(512,))
-    parser.add_argument("--markdown", action="store_true", help="tables for documents")
     options = parser.parse_args()
     results = compare(
         options.engines,
@@ -688,7 +670,7 @@ def main() -> None:
         prefill_engines=options.prefill_engines,
         split_lengths=options.prefill_split_lengths,
     )
-    show(results, markdown=options.markdown)
+    show(results)
 
 
 if __name__ == "__main__":

@@ -311,17 +311,16 @@ def as_markdown(results: Results) -> str:
         rows.append([*row, case.aim])
     details = [["load", "server", "engines", *DETAILS.values()]]
     for name, side, engines in {(r.case, r.side, r.engines): None for r in results.runs}:
-        of_group = [
+        measured_runs = [
             r.details
             for r in results.runs
             if (r.case, r.side, r.engines) == (name, side, engines) and r.details
         ]
-        if of_group:
-            medians = [
-                f"{statistics.median(found):.3g}" if found else ""
-                for detail in DETAILS
-                for found in [[each[detail] for each in of_group if detail in each]]
-            ]
+        if measured_runs:
+            medians = []
+            for detail in DETAILS:
+                values = [each[detail] for each in measured_runs if detail in each]
+                medians.append(f"{statistics.median(values):.3g}" if values else "")
             details.append([name, side, str(engines), *medians])
     starts = [["model", "server", "engines", "ready after, s", "resident MB after the load"]]
     for model, side, engines in {(s.model, s.side, s.engines): None for s in results.starts}:

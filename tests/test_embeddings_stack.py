@@ -26,7 +26,7 @@ MODEL = "minilm"
 
 @pytest.fixture(scope="module")
 def minilm() -> Iterator[str]:
-    flags = ("--served-model-name", MODEL, "--data-parallel-size", "2")
+    flags = ("--served-model-name", MODEL, "--data-parallel-size", "1")
     with RunningStack(str(MODEL_DIR), *flags) as stack:
         yield stack.url
 

@@ -86,7 +86,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     offer(site, "swell.engine_backends", simulating="more_plugins:Simulated")
     offer(site, "swell.routing_policies", failing="more_plugins:fails")
     offer(site, "swell.admission_policies", unsure="more_plugins:fails")
-    offer(site, "swell.tool_call_parsers", gone="more_plugins:GONE")
     return site
 
 
@@ -140,15 +139,12 @@ def test_an_engine_of_a_plugin_serves(site: Path) -> None:
     [
         (("--routing-policy", "failing"), "--routing-policy failing: the plugin more_plugins:fails"
          " of offers-failing 2.5 cannot be used: RuntimeError: it has its reasons"),
-        (("--tool-call-parser", "gone"), "--tool-call-parser gone: .*AttributeError"),
         (("--admission-policy", "unsure", "--executor", "simulated"),
          "--admission-policy unsure: .*RuntimeError: it has"),
         (("--engine-backend", "simulating", "--quantization", "int8"),
          "--engine-backend simulating: .*--quantization: engines of tests have none"),
-        (("--routing-policy", "absent"),
-         "--routing-policy: 'absent' is none of .*, failing, fill-first"),
     ],
-    ids=["routing", "parser", "admission", "backend", "absent"],
+    ids=["routing", "admission", "backend"],
 )  # fmt: skip
 def test_a_plugin_that_fails_ends_the_start_with_its_name_and_the_reason(
     site: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], told: str

@@ -2,10 +2,8 @@
 
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 
@@ -24,34 +22,25 @@ MOVING = ("--enable-eplb", "--num-redundant-experts", "2", "--eplb-step-interval
 """Experts move in most steps, so that engines die while they do."""
 
 
-class Trio(NamedTuple):
-    """Three engines in a group, and what they do when one dies."""
-
-    stack: RunningStack
-    regroup: str
-    told: list[str]
-    """What the prompts are answered with by engines that nobody disturbs."""
-
-
-@pytest.fixture(
-    scope="module",
-    params=[("wait", MOVING), ("shrink", ("--async-scheduling",))],
+@pytest.mark.parametrize(
+    ("dead", "regroup", "more"),
+    [(1, "wait", MOVING), (0, "shrink", ("--async-scheduling",))],
     ids=["wait, moving", "shrink, overlapped"],
 )
-def trio(request: pytest.FixtureRequest) -> Iterator[Trio]:
-    regroup, more = request.param
+def test_requests_survive_the_death_of_a_member(
+    dead: int, regroup: str, more: tuple[str, ...]
+) -> None:
     flags = ("--data-parallel-size", "3", "--regroup", regroup, *more)
     with RunningStack(*FLAGS, *flags) as stack:
         with ThreadPoolExecutor(len(PROMPTS)) as clients:
             told = list(clients.map(lambda i: complete(stack.url, PROMPTS[i], TOKENS, i), range(3)))
         if more == MOVING:
             until(lambda: total(stack.url, "expert_layers_moved_total") > 0, "experts have moved")
-        yield Trio(stack, regroup, told)
+        one_dies(stack, dead, told, topologies_later=1 if regroup == "wait" else 2)
 
 
-@pytest.mark.parametrize("dead", [1, 0])
-def test_requests_survive_the_death_of_a_member(trio: Trio, dead: int) -> None:
-    stack = trio.stack
+def one_dies(stack: RunningStack, dead: int, told: list[str], topologies_later: int) -> None:
+    """Kill an engine under load; `told` is what engines answer that nobody disturbs."""
     wave = wave_when_paused(stack.url)
     (before,) = topologies(stack.url)
     processes = incarnations(stack.url, range(3))
@@ -64,13 +53,12 @@ def test_requests_survive_the_death_of_a_member(trio: Trio, dead: int) -> None:
         sent = [clients.submit(complete, stack.url, PROMPTS[i], TOKENS, i) for i in range(3)]
         until(lambda: tokens() > TOKENS, "all are in the middle of it")
         died = kill(stack, f"engine {dead}")
-        assert [each.result(200) for each in sent] == trio.told
-        print(f"{trio.regroup}: the last answer {time.monotonic() - died:.2f} s later")
+        assert [each.result(200) for each in sent] == told
+        print(f"the last answer {time.monotonic() - died:.2f} s later")
         until(partial(are_replaced, stack.url, processes, [dead]), "it is back")
-        later = before + (1 if trio.regroup == "wait" else 2)
-        until(lambda: is_one_group(stack.url, 3, later), "in one group again")
+        until(lambda: is_one_group(stack.url, 3, before + topologies_later), "in one group again")
         sent = [clients.submit(complete, stack.url, PROMPTS[i], TOKENS, i) for i in range(3)]
-        assert [each.result(200) for each in sent] == trio.told
+        assert [each.result(200) for each in sent] == told
         wave_when_paused(stack.url, after=wave)
 
 

@@ -57,7 +57,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_stack_serves_from_a_directory_that_holds_a_server_py(model_directory: Path) -> None:
-    with nothing_runs_in(model_directory), RunningStack("--start-method", "exec") as stack:
+    flags = ("--start-method", "exec", "--data-parallel-size", "1", "--api-server-count", "1")
+    with nothing_runs_in(model_directory), RunningStack(*flags) as stack:
         assert call(f"{stack.url}/v1/completions", completion("Once", 4))["choices"]
 
 

@@ -20,9 +20,12 @@ KILLER = [7, 11, 7, 11]
 INNOCENT, INNOCENT_TOKENS = 40, 300
 
 
-@pytest.mark.parametrize("sequences", [1, 8])
+SEQUENCES = 3
+"""Of the request that kills engines: each is suspected by itself."""
+
+
 def test_what_kills_engines_takes_no_innocent_request_with_it(
-    monkeypatch: pytest.MonkeyPatch, sequences: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, known = Path(__file__).parent / "killer", os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), known]))
@@ -49,7 +52,7 @@ def test_what_kills_engines_takes_no_innocent_request_with_it(
             )
             await asyncio.to_thread(until, lambda: num_running(url) == INNOCENT, "they run")
             killer = {
-                "model": MODEL, "prompt": KILLER, "max_tokens": 50, "n": sequences,
+                "model": MODEL, "prompt": KILLER, "max_tokens": 50, "n": SEQUENCES,
                 "temperature": 1.0,
             }  # fmt: skip
             answer = await asyncio.to_thread(fetch, f"{url}/v1/completions", killer, timeout=240)
@@ -67,4 +70,4 @@ def test_what_kills_engines_takes_no_innocent_request_with_it(
         until(lambda: deaths() >= 4, "all deaths are told")
     assert (answer.status, answer.error["code"]) == (500, "request_kills_engines")
     assert "alone" in answer.error["message"]
-    assert deaths() <= 3 * sequences + 1, "\n".join(running.lines[-100:])
+    assert deaths() <= 3 * SEQUENCES + 1, "\n".join(running.lines[-100:])

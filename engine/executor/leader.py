@@ -256,8 +256,9 @@ def _forward(
         other_slots=tuple(each.tobytes() for each in other_slots),
         image_tokens=b"" if images is None else _array(images.tokens).tobytes(),
         image_embeddings=b"" if images is None else _bytes(images.embeddings),
-        whole_images=whole
-        and Whole(
+        whole_images=None
+        if whole is None
+        else Whole(
             _array(whole.queries).tobytes(), _array(whole.computed).tobytes(), _packed(whole.rows)
         ),
     )

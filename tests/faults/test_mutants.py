@@ -304,7 +304,7 @@ def named(parts: Parts) -> str:
     return next(c.__name__ for name, c in fields.items() if c is not getattr(production, name))
 
 
-@pytest.mark.slow
+@pytest.mark.mutants
 @pytest.mark.parametrize("mutant", MUTANTS, ids=named)
 def test_a_broken_recovery_is_found(mutant: Parts) -> None:
     first = FOUND_BY.get(named(mutant), 0)

@@ -8,7 +8,7 @@ from tests.faults.plan import KINDS, draw_plan
 from tests.faults.run import run_seeds
 from tests.faults.world import World
 
-SCHEDULES = 300
+SCHEDULES = 100
 """As many as every test run can afford; `python -m tests.faults.run` runs ten thousand and more."""
 CHUNK = 50
 

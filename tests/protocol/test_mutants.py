@@ -411,7 +411,7 @@ def named(value: object) -> str:
     return value.__name__ if isinstance(value, type) else ""
 
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.mutants
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

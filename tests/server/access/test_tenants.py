@@ -107,14 +107,6 @@ class TestOverHttp:
         body["priority"] = 0
         assert http.post("/v1/completions", body, headers=bearer("ann")).status_code == 200
 
-    @pytest.mark.parametrize("path", BODIES)
-    def test_with_keys_nobody_chooses_an_engine(self, http: Any, engines: Any, path: str) -> None:
-        headers = bearer("ann") | {"X-data-parallel-rank": "1"}
-        answer = http.post(f"/v1/{path}", BODIES[path], headers=headers)
-        assert answer.status_code == 403
-        assert answer.json()["error"]["param"] == "X-data-parallel-rank"
-        assert engines.streams == []
-
 
 class TestAllowances:
     @pytest.mark.parametrize(
