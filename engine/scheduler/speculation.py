@@ -136,7 +136,7 @@ class Speculator:
             if proposed:
                 proposed = proposed[: fairness.drafts(request, len(proposed))]
             if proposed:
-                budget.speculate(len(proposed))
+                budget.num_tokens -= len(proposed)
                 plan.propose(request, proposed)
 
     def _chosen(self, plan: PlanBuilder, most: int) -> list[tuple[Request, list[int]]]:

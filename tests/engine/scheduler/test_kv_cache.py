@@ -126,11 +126,11 @@ def test_headroom_stays_free(kv: KVCacheManager) -> None:
 
 def test_growth_takes_exactly_the_missing_blocks(kv: KVCacheManager) -> None:
     table, _ = admit(kv, [1, 2, 3])
-    table.take_new()
+    table.take_new(0)
     assert kv.try_grow(table, 4)
     assert not table.num_untold
     assert kv.try_grow(table, 9)
-    (grown,) = table.take_new()
+    (grown,) = table.take_new(0)
     assert (grown.group, grown.first, len(grown.block_ids)) == (0, 1, 2)
     assert table.capacity == 12
     assert kv.usage == 3 / 8
