@@ -55,7 +55,6 @@ class AdmissionPolicy(Protocol):
     def exchanges(self) -> bool:
         """Whether `decide` needs the states of all ranks; if not, it is given the own state only,
         and ranks may come to different grants."""
-        ...
 
     def decide(self, step: int, table: Sequence[RankState]) -> Grant:
         """Return the grant for `step`, given the states of the ranks in rank order.
@@ -63,7 +62,6 @@ class AdmissionPolicy(Protocol):
         Called once before each step. The states are taken after the input queue was drained and
         nothing that arrives later is admitted in this step. Steps count from 0 in every wave.
         """
-        ...
 
 
 class AdmitAll:

@@ -30,7 +30,7 @@ class PlanBuilder:
     decodes: list[Request] = field(default_factory=list)
     prefills: list[_Row] = field(default_factory=list)
     proposed: dict[int, list[int]] = field(default_factory=dict)
-    """Draft tokens by request."""
+    """By request, tokens that a planned decode also computes, as they may follow its newest."""
     adapters: dict[int, str] = field(default_factory=dict)
     """Versions of adapters by the slots that they are put into."""
     encoded: list[EncoderInput] = field(default_factory=list)
@@ -83,11 +83,6 @@ class PlanBuilder:
             request.drawn_in = self.step
         request.num_steps_in_flight += 1
         self.prefills.append(_Row(request, start, count, sample))
-
-    def propose(self, request: Request, token_ids: list[int]) -> None:
-        """Let a planned decode also compute tokens that may follow its newest one."""
-        request.num_proposed_tokens = len(token_ids)
-        self.proposed[request.id] = token_ids
 
     def seal(self) -> tuple[BatchPlan, list[Request]]:
         """Return the plan and the request of each of its rows."""

@@ -39,10 +39,7 @@ class Planner:
     def plan(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
         """Plan a step of all, or of the request whose turn it is to run alone.
 
-        Args:
-            plan: an empty step.
-            budget: what it may compute.
-            passed_over: waiting requests that the plan before did not admit.
+        `passed_over`: how many waiting requests the plan before did not admit.
         """
         alone = self._isolation.current
         self._adapters.begin_step(self._books.waiting.adapters)
@@ -69,12 +66,7 @@ class Planner:
         """Return what an admission policy is told about this rank before the next step.
 
         Its prefill is estimated: sequences that take turns count as if they did not, since it is
-        known only during planning whose turn it is.
-
-        Args:
-            passed_over: waiting requests that the newest plan did not admit.
-            last_step_us: duration of the newest step that is over, for policies that weigh costs.
-            last_prefill_tokens: prefill tokens of that step.
+        known only during planning whose turn it is. The arguments are fields of `RankState`.
         """
         books, limit = self._books, self._max_prefill
         quota = self._fairness.shares.quota()
@@ -216,11 +208,6 @@ class Planner:
         to the executor when it begins the N-th after it. So a sequence is decoded in every N-th
         step at most, and no step takes more than its share of them: else all would be in one, and
         the stages would wait for each other.
-
-        Args:
-            step: its number.
-            ready: the sequences whose next token could be planned.
-            running: all that run.
         """
         known = [
             each

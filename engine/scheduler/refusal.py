@@ -68,11 +68,7 @@ def _bad_pooling(
 
 
 def bad_images(message: AddRequest, vision: VisionSpec | None) -> str | None:
-    """Return what is wrong with what a prompt shows.
-
-    Args:
-        vision: what encodes images here; None where they are refused.
-    """
+    """Return what is wrong with what a prompt shows; without `vision` images are refused."""
     if vision is None:
         return "this engine's model has no vision encoder, or one that is not implemented"
     before = 0

@@ -78,10 +78,7 @@ class RequestTable:
     # -- arrival ---------------------------------------------------------------------------------
 
     def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
-        """Queue a request; one that cannot run or has nothing left to do is answered at once.
-
-        The time, here and below, only serves to say how long requests took.
-        """
+        """Queue a request; one that cannot run or has nothing left to do is answered at once."""
         executor = self.executor
         if message.id in self.all:
             name = message.request_id
@@ -138,8 +135,7 @@ class RequestTable:
     def queue_compiled(self) -> Outputs:
         """Queue the requests whose grammars were compiled, and blocks read, meanwhile.
 
-        Returns:
-            The answers to those whose grammars cannot be compiled.
+        Those whose grammars cannot be compiled are answered.
         """
         outputs: Outputs = {}
         for request in list(self.compiling.values()):
@@ -281,11 +277,7 @@ class RequestTable:
         request.adapter_slot = NO_ADAPTER
 
     def check_integrity(self, known: dict[int, Request]) -> None:
-        """Compare with all requests there are, those included that plans in flight still hold.
-
-        Raises:
-            AssertionError: something is leaked, shared wrongly or counted wrongly.
-        """
+        """Raise AssertionError if something is leaked, shared wrongly or counted wrongly."""
         requests = list(known.values())
         self.kv.check_integrity([r.table for r in requests])
         holders = [r for r in requests if r.slot != NO_SLOT]

@@ -16,7 +16,6 @@ from engine.kv_events.events import KvEventLog
 from engine.kv_tiers.tiers import KvTiers
 from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
-from engine.scheduler.block_log import BlockChanges
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
 from engine.scheduler.encoder_cache import EncoderCache
 from engine.scheduler.fairness import Fairness
@@ -25,6 +24,7 @@ from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output, poo
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.planner import Planner
 from engine.scheduler.preemption import Engine
+from engine.scheduler.prefix_cache import BlockChanges
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.speculation import Speculator, draft_prices
@@ -109,7 +109,7 @@ class Scheduler:
         if scheduling.max_draft_tokens:
             prices = draft_prices(scheduling, executor)
             self._speculator = Speculator(scheduling, prices, counters)
-        self._encoder = EncoderCache(
+        self.encoder = EncoderCache(
             executor,
             counters,
             step_tokens=scheduling.encoder_budget,
@@ -123,7 +123,7 @@ class Scheduler:
             kv=self._kv,
             fairness=self._fairness,
             adapters=self.adapters,
-            encoder=self._encoder,
+            encoder=self.encoder,
             grammars=grammars,
             speculator=self._speculator,
             counters=counters,
@@ -142,14 +142,11 @@ class Scheduler:
     # -- what is there ---------------------------------------------------------------------------
 
     @property
-    def max_step_tokens(self) -> int:
-        """Maximum tokens of a step."""
-        return self._planner.max_tokens
-
-    @property
-    def max_step_patches(self) -> int:
-        """Maximum patches of images that the next step encodes, each at about a token's cost."""
-        return self._encoder.max_patches
+    def next_tokens(self) -> int:
+        """Maximum tokens that the next step can compute, and patches of images, each at about a
+        token's cost."""
+        tokens = len(self._books.running) + self._books.queued_tokens
+        return min(tokens, self._planner.max_tokens) + self.encoder.max_patches
 
     @property
     def has_work(self) -> bool:
@@ -236,10 +233,7 @@ class Scheduler:
     # -- requests come and go --------------------------------------------------------------------
 
     def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
-        """Queue a request; one that cannot run or has nothing left to do is answered at once.
-
-        The time, here and below, only serves to say how long requests took.
-        """
+        """See `RequestTable.add`. The time, here and below, only says how long requests took."""
         return self._books.add(message, now)
 
     def queue_compiled(self) -> Outputs:
@@ -275,7 +269,7 @@ class Scheduler:
         for request in self._fairness.in_order(self._books.running.values()):
             self._books.preempt(request)
         self.adapters.vacate()
-        self._encoder.reset()
+        self.encoder.reset()
 
     @property
     def waiting_adapters(self) -> list[str]:
@@ -296,10 +290,6 @@ class Scheduler:
     def blocks_since(self, after: int) -> BlockChanges | None:
         """Return which KV blocks can be found or not since change number `after`."""
         return self._kv.blocks_since(after)
-
-    def reset_encoder_cache(self) -> int:
-        """Forget all encoded images but those that are being computed; return how many."""
-        return self._encoder.reset()
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -344,8 +334,9 @@ class Scheduler:
         """Add to `outputs` what the result of a plan adds to each request."""
         plan, requests, step_tokens, _ = entry
         for row, logprobs in result.prompt_logprobs.items():
-            if requests[row].lacks_prompt_logprobs:
-                requests[row].add_prompt_logprobs(plan.starts[row], logprobs)
+            if requests[row].lacks_prompt_logprobs:  # they come again after a preemption
+                start = plan.starts[row]
+                requests[row].prompt_logprobs[start : start + len(logprobs)] = logprobs
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         slides = self._kv.slides
         masked = bool(result.mask_us) or self._fairness.any_costly_masks
@@ -439,11 +430,7 @@ class Scheduler:
         self._costs.observe(rows, prefill, seconds, result.mask_wait_us)
 
     def check_integrity(self) -> None:
-        """Check that slots, blocks and gauges agree with the requests.
-
-        Raises:
-            AssertionError: something is leaked, shared wrongly or counted wrongly.
-        """
+        """Raise AssertionError if something is leaked, shared wrongly or counted wrongly."""
         known = {id(r): r for r in self._books.all.values()}
         known |= {id(r): r for entry in self._in_flight for r in entry.requests}
         self._books.check_integrity(known)

@@ -40,10 +40,11 @@ def test_two_blocks_with_one_content_have_one_name() -> None:
     digest = block_digest(ROOT_DIGEST, [1])
     assert cache.insert(digest, 5)
     assert not cache.insert(digest, 6)
-    assert cache.get(digest) == 5
+    assert cache.block_of.get(digest) == 5
     cache.evict(5)
-    assert cache.get(digest) is None
-    cache.check_integrity(set())
+    assert cache.block_of.get(digest) is None
+    cache.check_integrity()
+    assert not cache.digest_of
 
 
 def test_a_computed_prefix_is_shared_while_its_owner_runs(kv: KVCacheManager) -> None:
