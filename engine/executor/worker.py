@@ -60,6 +60,7 @@ from engine.models.parallel.exchange import MirrorGroup
 from engine.models.parallel.experts import ExpertsLost
 from engine.models.step import ImageTokens, StepTokens
 from engine.runner.host_memory import keep_freed_memory
+from engine.runner.inputs import other_groups, plans_of
 from engine.runner.kv_memory import (
     allocate_cache,
     as_bytes,
@@ -69,7 +70,6 @@ from engine.runner.kv_memory import (
     write_block,
 )
 from engine.runner.memory_profile import MemoryTrial
-from engine.runner.step_input import other_groups, plans_of
 from engine.shared.end_signals import end_signals
 from engine.shared.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
 from engine.shared.logs import name_process
