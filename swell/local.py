@@ -9,9 +9,14 @@ from queue import SimpleQueue
 import msgspec
 
 from engine.core.engine_core import EngineCore
-from engine.core.events import AdaptersSettled, FrontEndJoined, PrerequisitesSettled
+from engine.core.events import (
+    AdaptersSettled,
+    FrontEndJoined,
+    InboxItem,
+    PrerequisitesSettled,
+    Stop,
+)
 from engine.core.front_ends import CoreStep
-from engine.core.inbox import InboxItem, Stop
 from engine.core.loop import EngineLoop
 from engine.core.watchdog import StepWatch
 from engine.process.early_stop import EarlyStop

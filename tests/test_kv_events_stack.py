@@ -9,8 +9,7 @@ import pytest
 import zmq
 
 from benchmarks.running_stack import RunningStack
-from engine.kv_events.events import AllBlocksCleared, BlockStored
-from engine.kv_events.journal import SNAPSHOT
+from engine.kv_events.events import SNAPSHOT, AllBlocksCleared, BlockStored
 from engine.shared.block_names import ROOT_DIGEST, block_digest
 from tests.engine.kv_events.test_journal import decoded
 from tests.support.http import call, complete, completion, fetch

@@ -107,7 +107,7 @@ STATE_MACHINES = [
             "engine/core/wave_clock.py",
             "engine/kv_transfer/offers.py", "engine/kv_transfer/pull.py",
             "engine/lockstep/group_membership.py", "engine/lockstep/wave.py",
-            "engine/process/links.py", "engine/process/reception.py", "engine/shared/cpu/lists.py",
+            "engine/process/reception.py", "engine/shared/cpu/lists.py",
             "engine/shared/cpu/plan.py", "engine/shared/membership.py", "engine/shared/roster.py",
             "server/fleet/ray/needs.py", "server/fleet/ray/packing.py",
         )

@@ -66,7 +66,6 @@ class PendingResult(Protocol):
 
     def result(self) -> BatchResult:
         """Wait for the step; raises whatever went wrong in it."""
-        ...
 
 
 class Executor(ABC):

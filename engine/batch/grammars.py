@@ -12,17 +12,14 @@ class Grammar(Protocol):
     @property
     def settled(self) -> bool:
         """Whether it is known how the compilation ended."""
-        ...
 
     @property
     def error(self) -> str | None:
         """Why it cannot be compiled."""
-        ...
 
     @property
     def no_room(self) -> bool:
         """Whether it could be, were there more room."""
-        ...
 
 
 class Grammars(Protocol):
@@ -33,12 +30,9 @@ class Grammars(Protocol):
 
     def ask(self, spec: GrammarSpec, tenant: int) -> Grammar:
         """Return the grammar, compiled or not; it is kept while the answer is."""
-        ...
 
     def assign(self, slot: int, grammar: Any) -> None:
         """The next request in the slot follows this grammar, which is settled."""
-        ...
 
     def release(self, slot: int) -> None:
         """The request that was in the slot follows its grammar no longer."""
-        ...

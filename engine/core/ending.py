@@ -1,7 +1,7 @@
 """When an engine that was asked to end may do so. No I/O."""
 
+from engine.core.events import Drain, Stop
 from engine.core.hosted import HostedEngine
-from engine.core.inbox import Drain, Stop
 
 LATE_SENDS_SECONDS = 0.5
 """How long a draining engine without work waits for requests that are on their way."""
@@ -37,15 +37,11 @@ class Ending:
 
     def due(self, now: float) -> Stop | None:
         """Return why the engine has to end now, if it has to."""
-        if self._stop is None and self._has_drained(now):
-            self._stop = Stop()
+        if self._stop is None and self._draining_since is not None:
+            elapsed = now - self._draining_since
+            if self._core.has_requests:
+                has_drained = elapsed > self._drain_timeout
+            else:  # what front ends sent before they heard of it may still be on its way
+                has_drained = elapsed > LATE_SENDS_SECONDS or not self._core.has_front_ends
+            self._stop = Stop() if has_drained else None
         return self._stop
-
-    def _has_drained(self, now: float) -> bool:
-        if self._draining_since is None:
-            return False
-        elapsed = now - self._draining_since
-        if self._core.has_requests:
-            return elapsed > self._drain_timeout
-        # What front ends sent before they heard of it may still be on its way.
-        return elapsed > LATE_SENDS_SECONDS or not self._core.has_front_ends

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.batch.executor import Executor, ExecutorInfo, GroupExecutor
+from engine.batch.executor import Executor, GroupExecutor
 from engine.core.events import (
     AdaptersSettled,
     CoreEvent,
@@ -18,7 +18,6 @@ from engine.core.front_ends import CoreStep, FrontEnds, News
 from engine.core.halting import FLEET, Halting
 from engine.core.held_adapters import HeldAdapters
 from engine.core.operations import Operations
-from engine.core.shared_sampling import SharedSampling
 from engine.core.steps import Steps
 from engine.core.utilities import carry_out
 from engine.core.wave_clock import WaveClock
@@ -26,7 +25,7 @@ from engine.kv_events.events import KvEventLog
 from engine.kv_tiers.tiers import KvTiers
 from engine.scheduler.admission import AdmissionPolicy
 from engine.scheduler.scheduler import Scheduler
-from engine.shared.config import CacheConfig, EngineConfig
+from engine.shared.config import EngineConfig
 from engine.shared.image_window import IMAGE_WINDOW_BYTES
 from engine.shared.messages import (
     AbortRequests,
@@ -51,11 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """One engine: it takes events, steps, and says what is to be sent.
-
-    It composes the owners of what an engine has: its scheduler, the steps, the front ends and what
-    they are to be sent, and what operators want.
-    """
+    """One engine: it takes events, steps, and says what is to be sent."""
 
     def __init__(
         self,
@@ -101,7 +96,6 @@ class EngineCore:
         )
         self.adapters = HeldAdapters(config.lora, executor.adapters, self._scheduler, on_adapters)
         self._front_ends = FrontEnds()
-        self._sampling = SharedSampling()
         self.halting = Halting()
         self.steps = Steps(
             rank,
@@ -113,17 +107,30 @@ class EngineCore:
             now=now,
         )
         self._experts = executor.expert_balance if isinstance(executor, GroupExecutor) else None
-        self.setup: EngineSetup = _setup(
-            executor.info,
-            config.cache,
-            max_model_len=self._scheduler.max_model_len,
-            max_num_seqs=config.scheduler.max_num_seqs,
+        info, cache = executor.info, config.cache
+        finds_prefixes = cache.enable_prefix_caching and not info.in_one_step
+        self.setup = EngineSetup(
+            info.num_kv_blocks if info.has_kv else 0,
+            cache.block_size,
+            self._scheduler.max_model_len,
+            info.model_fingerprint,
+            config.scheduler.max_num_seqs,
+            finds_prefixes,
+            cache.gpu_memory_utilization,
+            cache.num_kv_blocks,
+            cache.kv_cache_memory_bytes,
+            len(info.cache_windows),
+            cache.kv_cache_dtype,
+            info.is_batch_invariant,
+            images=info.vision is not None,
+            tells_blocks=info.has_kv and finds_prefixes,
+            image_window=0 if info.vision is None else IMAGE_WINDOW_BYTES,
             kv_role=kv_role,
             kv_address=kv_address,
         )
         """What the engine tells the coordinator when it is ready."""
         self.operations = Operations(
-            self.setup,
+            setup=self.setup,
             halting=self.halting,
             stats=self.stats,
             steps=self.steps,
@@ -153,10 +160,7 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there are requests, what they wait for, or answers to be sent.
-
-        Requests of an engine that is halted do not count, but what is in flight of them.
-        """
+        """See `HostedEngine`; of an engine that is halted only what is in flight counts."""
         if self.steps.have_rows or self._front_ends.has_mail:
             return True
         return self._scheduler.has_requests and not self.halting.is_halted
@@ -177,7 +181,7 @@ class EngineCore:
     @property
     def next_tokens(self) -> int:
         """Maximum tokens that the next step can compute."""
-        return self.steps.next_tokens
+        return self._scheduler.next_tokens
 
     def stats(self) -> EngineStats:
         """Return load and counters as of now, newer than all stats returned before."""
@@ -219,15 +223,11 @@ class EngineCore:
     # -- events ----------------------------------------------------------------------------------
 
     def handle(self, event: CoreEvent) -> None:
-        """Take one event. An error in a message is reported to its sender only.
-
-        Raises:
-            StepFailed: a utility had to finish the steps in flight, and one failed.
-        """
+        """Take one event, as `HostedEngine` says."""
         match event:
             case AddRequest():
                 self.clock.request_received(event.wave)
-                self._add(self._sampling.shared(event))
+                self._add(event)
             case AbortRequests():
                 self._scheduler.abort(event.ids)
             case UtilityCall(_, front_end, name) if front_end != FLEET and not self._is_present(
@@ -257,31 +257,22 @@ class EngineCore:
     def front_end_joined(self, index: int, incarnation: int) -> None:
         """A front end is there (again); a new incarnation replaces its predecessor."""
         if self._front_ends.joined(index, incarnation):
-            self._drop_requests(index)
+            self._scheduler.abort_front_end(index)
 
     def front_end_left(self, index: int) -> None:
         """A front end is gone: its requests are obsolete."""
         if self._front_ends.left(index):
-            self._drop_requests(index)
+            self._scheduler.abort_front_end(index)
 
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> CoreStep:
-        """Advance by a step (see `Steps.advance`) and return everything there is to send.
-
-        Raises:
-            StepFailed: the engine cannot go on; what was scheduled has been logged.
-        """
+        """Advance by a step (see `Steps.advance`) and return everything there is to send."""
         self.steps.advance(may_launch=not self.halting.is_halted)
         return self._take()
 
     def land_together(self) -> CoreStep:
-        """Wait for the oldest step of a lockstep group in flight; return what there is to send.
-
-        Raises:
-            GroupBroken: a member failed, and `Steps.give_up` has to follow.
-            StepFailed: the engine cannot go on; what was scheduled has been logged.
-        """
+        """Do what `Steps.land_together` does, and return what there is to send."""
         self.steps.land_together()
         return self._take()
 
@@ -289,8 +280,6 @@ class EngineCore:
         """Return what there is to send without a step, if anything."""
         has_news = self._front_ends.told != self._news
         return self._take() if self._front_ends.has_mail or has_news else None
-
-    # -- inside ----------------------------------------------------------------------------------
 
     def _take(self) -> CoreStep:
         if self.adapters.lingers:
@@ -313,28 +302,21 @@ class EngineCore:
     def _add(self, message: AddRequest) -> None:
         if not self._is_present(message.front_end, message.request_id):
             return
-        with_images = self._front_ends.with_images(message)
-        if with_images is None:
-            name = message.request_id
+        name = message.request_id
+        restored = self._front_ends.restored(message)
+        if restored is None:
             logger.warning("request %s: its images were lost", name, extra={"request_id": name})
             return
-        message = with_images
-        self._front_ends.count_request(message)
+        self._front_ends.count_request(restored)
         if logger.isEnabledFor(logging.DEBUG):
-            name = message.request_id
             logger.debug("request %s arrived", name, extra={"request_id": name})
         try:
-            answer = self._scheduler.add(message, self._now())
+            answer = self._scheduler.add(restored, self._now())
         except Exception as error:  # nothing of it has been queued: it fails alone
-            name = message.request_id
             logger.exception("request %s could not be queued", name, extra={"request_id": name})
             answer = RequestOutput(message.id, [], "error", error=f"{type(error).__name__}")
         if answer is not None:
             self._front_ends.address(message.front_end).append(answer)
-
-    def _drop_requests(self, index: int) -> None:
-        self._sampling.forget(index)
-        self._scheduler.abort_front_end(index)
 
     def _is_present(self, index: int, what: str) -> bool:
         """Return whether somebody waits for an answer; say what is dropped if nobody does."""
@@ -342,34 +324,3 @@ class EngineCore:
         if not present:
             logger.warning("%s dropped: front end %d is not there", what, index)
         return present
-
-
-def _setup(
-    info: ExecutorInfo,
-    cache: CacheConfig,
-    *,
-    max_model_len: int,
-    max_num_seqs: int,
-    kv_role: KvRole,
-    kv_address: str,
-) -> EngineSetup:
-    """Return what the coordinator is told when an engine is ready."""
-    return EngineSetup(
-        info.num_kv_blocks if info.has_kv else 0,
-        cache.block_size,
-        max_model_len,
-        info.model_fingerprint,
-        max_num_seqs,
-        cache.enable_prefix_caching and not info.in_one_step,
-        cache.gpu_memory_utilization,
-        cache.num_kv_blocks,
-        cache.kv_cache_memory_bytes,
-        len(info.cache_windows),
-        cache.kv_cache_dtype,
-        info.is_batch_invariant,
-        images=info.vision is not None,
-        tells_blocks=info.has_kv and cache.enable_prefix_caching and not info.in_one_step,
-        image_window=0 if info.vision is None else IMAGE_WINDOW_BYTES,
-        kv_role=kv_role,
-        kv_address=kv_address,
-    )

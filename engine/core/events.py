@@ -1,8 +1,9 @@
-"""What an engine's core is told."""
+"""What an engine's core is told, and the inbox of its loop, which the receiver fills."""
 
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
-from engine.shared.messages import CoreInput, FleetOrder, HoldAdapters, StartDpWave
+from engine.shared.messages import CoreInput, FleetOrder, FormGroup, HoldAdapters, StartDpWave
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,42 @@ CoreEvent = (
     CoreInput | FrontEndJoined | FrontEndLeft | PrerequisitesSettled | AdaptersSettled | StartDpWave
     | HoldAdapters | FleetOrder | Rejoined
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Welcomed:
+    """The engine is a member and knows its rank."""
+
+    rank: int
+    wave: int
+
+
+@dataclass(frozen=True)
+class Drain:
+    """The engine has to finish what it has, then end."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The engine has to end, for this reason if it is an error."""
+
+    error: str | None = None
+
+
+InboxItem = CoreEvent | Welcomed | FormGroup | Drain | Stop
+
+
+def receive(inbox: "SimpleQueue[InboxItem]", within: float) -> list[InboxItem]:
+    """Wait for at most `within` seconds; return everything that has come, in order.
+
+    No other thread may take from the inbox.
+    """
+    items: list[InboxItem] = []
+    if within > 0 and inbox.empty():
+        try:
+            items.append(inbox.get(timeout=within))
+        except Empty:
+            return items
+    while not inbox.empty():  # cheaper than an exception in every step
+        items.append(inbox.get_nowait())
+    return items

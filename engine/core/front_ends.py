@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from engine.scheduler.outputs import Outputs
 from engine.shared.image_window import IMAGE_WINDOW_BYTES, ImageWindow
 from engine.shared.messages import (
@@ -12,8 +14,11 @@ from engine.shared.messages import (
     KvBlocks,
     Received,
     RequestOutput,
+    SamplingParams,
     UtilityResult,
 )
+
+_LISTS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "grammar")
 
 
 class CoreStep(NamedTuple):
@@ -48,6 +53,8 @@ class _FrontEnd:
     prompt_tokens: int = 0
     outputs: int = 0
     images: ImageWindow = field(default_factory=lambda: ImageWindow(IMAGE_WINDOW_BYTES))
+    sampling: SamplingParams | None = None
+    """Of its newest request, if that has any of `_LISTS`."""
 
 
 class FrontEnds:
@@ -81,7 +88,7 @@ class FrontEnds:
         return entry is not None and entry.present
 
     def joined(self, index: int, incarnation: int) -> bool:
-        """Note that a front end is there; return whether it replaces an earlier process."""
+        """A front end is there; return whether it replaces an earlier process."""
         known = self._entries.get(index)
         if known is not None and known.incarnation == incarnation:
             known.present = True
@@ -95,7 +102,7 @@ class FrontEnds:
         known = self._entries.get(index)
         if known is None:
             return False
-        known.present = False
+        known.present, known.sampling = False, None
         self._drop(index)
         return True
 
@@ -105,16 +112,37 @@ class FrontEnds:
         entry.requests += 1
         entry.prompt_tokens += message.num_tokens
 
-    def with_images(self, message: AddRequest) -> AddRequest | None:
+    def restored(self, message: AddRequest) -> AddRequest | None:
         """Return a request of a front end that is there with the images that it leaves out.
 
         None if they are not here: an earlier message was lost. The request does not count as
         received then, and the front end, which notices that, sends it again with all images.
+
+        Sequences of one request come one after the other, each with all of its parameters, so that
+        each can move to another engine by itself. Their long lists are held once.
         """
+        entry, sampling = self._entries[message.front_end], message.sampling
+        before, entry.sampling = entry.sampling, None
+        # Spelled out, as this is asked for every request.
+        if (
+            sampling.stop_token_ids
+            or sampling.logit_bias
+            or sampling.allowed_token_ids
+            or sampling.bad_words
+            or sampling.grammar
+        ):
+            if before is not None:
+                equal = [
+                    name for name in _LISTS if getattr(sampling, name) == getattr(before, name)
+                ]
+                known = {name: getattr(before, name) for name in equal}
+                sampling = msgspec.structs.replace(sampling, **known)
+                message = msgspec.structs.replace(message, sampling=sampling)
+            entry.sampling = sampling
         if not message.encoder_inputs:
             return message
         try:
-            return self._entries[message.front_end].images.with_held(message)
+            return entry.images.with_held(message)
         except KeyError:
             return None
 
@@ -146,7 +174,7 @@ class FrontEnds:
         return self._outputs.setdefault(front_end, [])
 
     def want_blocks(self, front_end: int, after: int) -> None:
-        """A front end that is there waits for changes of KV blocks after this one."""
+        """A front end waits for changes of KV blocks after this one, if it is there."""
         if self.is_present(front_end):
             self.wanted_blocks[front_end] = after
 

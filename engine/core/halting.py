@@ -66,10 +66,6 @@ class Halting:
         """Whether no step may be launched."""
         return self.is_paused or self.is_sleeping or self.lacks_weights
 
-    def lack_weights(self) -> None:
-        """All requests go to other engines until there are the weights that these have."""
-        self.lacks_weights = self.hands_over = True
-
     def have_weights(self) -> None:
         """There are weights that the others have, too."""
         self.lacks_weights = False

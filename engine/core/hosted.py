@@ -19,12 +19,10 @@ class HostedEngine(Protocol):
     @property
     def setup(self) -> EngineSetup:
         """What the engine tells the coordinator when it is ready."""
-        ...
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to send."""
-        ...
 
     @property
     def has_requests(self) -> bool:
@@ -32,21 +30,17 @@ class HostedEngine(Protocol):
 
         Requests of an engine that is halted do not count.
         """
-        ...
 
     @property
     def has_front_ends(self) -> bool:
         """Whether anybody is there who could send requests."""
-        ...
 
     @property
     def next_tokens(self) -> int:
         """Maximum tokens that the next step can compute; bounds the time that it may take."""
-        ...
 
     def stats(self) -> EngineStats:
         """Return load and counters as of now, newer than all stats returned before."""
-        ...
 
     def handle(self, event: CoreEvent) -> None:
         """Take one event. An error in a message is reported to its sender only.
@@ -54,7 +48,6 @@ class HostedEngine(Protocol):
         Raises:
             StepFailed: a utility had to finish the steps in flight, and one failed.
         """
-        ...
 
     def step(self) -> CoreStep:
         """Advance by a step and return everything there is to send.
@@ -62,7 +55,6 @@ class HostedEngine(Protocol):
         Raises:
             StepFailed: the engine cannot go on.
         """
-        ...
 
 
 class Backend(HostedEngine, Protocol):
@@ -89,4 +81,3 @@ class Backend(HostedEngine, Protocol):
 
     def shutdown(self) -> None:
         """End all processes and threads, and give the memory back."""
-        ...

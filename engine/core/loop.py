@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from engine.core.ending import Ending
+from engine.core.events import Drain, InboxItem, Stop, Welcomed, receive
 from engine.core.front_ends import CoreStep
 from engine.core.hosted import HostedEngine
-from engine.core.inbox import Drain, InboxItem, Stop, Welcomed, receive
 from engine.core.sender import Outlet
 from engine.core.watchdog import StepWatch
 from engine.shared.messages import FormGroup

@@ -3,8 +3,8 @@
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -26,84 +26,61 @@ from engine.shared.messages import (
 )
 from engine.shared.writable import writable_directory
 
-if TYPE_CHECKING:
-    from engine.batch.weight_transfer import WeightTransfer
-
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 
+@dataclass(kw_only=True, eq=False)
 class Operations:
     """Carries out operators' calls on one engine; `utilities` says which there are."""
 
-    def __init__(
-        self,
-        setup: EngineSetup,
-        *,
-        halting: Halting,
-        stats: Callable[[], EngineStats],
-        steps: Steps,
-        scheduler: Scheduler,
-        executor: Executor,
-        adapters: HeldAdapters,
-        front_ends: FrontEnds,
-        weights: WeightsSource,
-        weights_dir: str | None,
-        is_divided: bool,
-        on_setup: Callable[[EngineSetup], None],
-        profiler_dir: str | None,
-        name: str,
-        extensions: Extensions,
-    ) -> None:
-        """Wire the owners; `name` tells the engine's recordings in `profiler_dir` from others'."""
-        self.setup = setup
-        self.halting = halting
-        self.stats = stats
-        """Returns load and counters as of now, newer than all stats returned before."""
-        self.extensions = extensions
-        self.adapters = adapters
-        self.vocab_size = executor.info.vocab_size
-        self._steps = steps
-        self._scheduler = scheduler
-        self._executor = executor
-        self._front_ends = front_ends
-        self._profiler_dir = profiler_dir
-        self._name = name
-        self.weights = weights
-        """What the engine computes with."""
+    setup: EngineSetup
+    halting: Halting
+    stats: Callable[[], EngineStats]
+    """Returns load and counters as of now, newer than all stats returned before."""
+    steps: Steps
+    scheduler: Scheduler
+    executor: Executor
+    adapters: HeldAdapters
+    front_ends: FrontEnds
+    weights: WeightsSource
+    """What the engine computes with."""
+    weights_dir: str | None
+    is_divided: bool
+    on_setup: Callable[[EngineSetup], None]
+    profiler_dir: str | None
+    name: str
+    """Tells the engine's recordings in `profiler_dir` from others'."""
+    extensions: Extensions
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.executor.info.vocab_size
         self.weight_updates = 0
-        """How often they have been replaced."""
+        """How often the weights have been replaced."""
         self._kept: WeightsSource | None = None
         """What it computed with before, while that is there."""
-        self._own_weights = weights
-        self._weights_dir = weights_dir
-        self._is_divided = is_divided
-        self._on_setup = on_setup
+        self._own_weights = self.weights
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes and return how many blocks they had."""
-        return self._scheduler.reset_prefix_cache(tiers=True)
-
-    def reset_encoder_cache(self) -> int:
-        """Forget encoded images but those that are being computed, and return how many."""
-        return self._scheduler.reset_encoder_cache()
+        return self.scheduler.reset_prefix_cache(tiers=True)
 
     @property
     def is_paused(self) -> bool:
         """Whether nothing runs until `resume`."""
-        return self.halting.is_paused or not (self._scheduler.admits or self._scheduler.runs_any)
+        return self.halting.is_paused or not (self.scheduler.admits or self.scheduler.runs_any)
 
     def pause(self, mode: PauseMode) -> None:
         """Launch no step, or with `wait` no request: the pause begins when those that run end."""
         if mode == "wait":
-            self._scheduler.admits = False
+            self.scheduler.admits = False
             return
         if mode == "abort":
-            self._front_ends.collect(self._scheduler.abort_all())
+            self.front_ends.collect(self.scheduler.abort_all())
         self.halting.pause(hand_over=mode == "move")
 
     def resume(self) -> None:
         """End a pause."""
-        self._scheduler.admits = True
+        self.scheduler.admits = True
         self.halting.resume()
 
     def sleep(self, level: int, mode: SleepMode = "keep") -> None:
@@ -122,13 +99,13 @@ class Operations:
             raise CannotDo("weights that a trainer has sent cannot be read again: sleep at level 1")
         began = time.monotonic()
         if level:
-            self._steps.vacate()
+            self.steps.vacate()
         if mode == "abort":
-            self._front_ends.collect(self._scheduler.abort_all())
+            self.front_ends.collect(self.scheduler.abort_all())
         self.halting.sleep(level, hand_over=mode == "move")
         if level:
-            self._executor.sleep(level)
-            self._scheduler.counters.count_sleep(time.monotonic() - began)
+            self.executor.sleep(level)
+            self.scheduler.counters.count_sleep(time.monotonic() - began)
 
     def wake_up(self, tags: set[str] | None = None) -> None:
         """Have back what these tags name, by default everything; with the last of it a sleep ends.
@@ -144,9 +121,9 @@ class Operations:
             raise CannotDo("the KV cache needs the weights: wake up weights first, or both")
         began = time.monotonic()
         if asleep & wanted or not asleep:
-            self._executor.wake_up(kv_cache="kv_cache" not in left)
+            self.executor.wake_up(kv_cache="kv_cache" not in left)
         if asleep & wanted:
-            self._scheduler.counters.count_wake_up(time.monotonic() - began)
+            self.scheduler.counters.count_wake_up(time.monotonic() - began)
         self.halting.wake_up(wanted)
 
     def load_weights(self, source: WeightsSource, after: int) -> WeightsSource:
@@ -166,47 +143,42 @@ class Operations:
         if after != self.weight_updates:
             raise CannotDo("its weights were replaced meanwhile")
         if source == self._kept:
-            self._steps.vacate()
-            self._executor.settle_weights(back=True)
+            self.steps.vacate()
+            self.executor.settle_weights(back=True)
             return self._replaced(source, kept=None)
         if source.model == PUSHED:
-            self._steps.vacate()
-            self._executor.take_weights()
+            self.steps.vacate()
+            self.executor.take_weights()
             return self._replaced(source, kept=self.weights)
-        if self._is_divided:
+        if self.is_divided:
             raise CannotDo(
                 "weights are replaced in engines of one process only: start engines of "
                 "--tensor-parallel-size, --pipeline-parallel-size and --enable-expert-parallel anew"
             )
-        model, place = Path(source.model).expanduser().resolve(), self._weights_dir
+        model, place = Path(source.model).expanduser().resolve(), self.weights_dir
         is_below = place is not None and model.is_relative_to(Path(place).expanduser().resolve())
         is_hub_id = HUB_ID.fullmatch(source.model) and not model.exists()
         if not (is_below or is_hub_id or source == self._own_weights):
             raise CannotDo(f"{source.model} is no hub id, and not below --weights-dir")
-        self._steps.vacate()
-        self._executor.load_weights(source.model, source.revision)
+        self.steps.vacate()
+        self.executor.load_weights(source.model, source.revision)
         if self.weights.model == PUSHED:
             return self._replaced(source, kept=self.weights)
-        self._executor.settle_weights(back=False)  # they can be read again
+        self.executor.settle_weights(back=False)  # they can be read again
         return self._replaced(source, kept=None)
 
     def settle_weights(self) -> None:
         """Free the weights before the last replacement, which were kept for the way back."""
         self._kept = None
-        self._executor.settle_weights(back=False)
-
-    @property
-    def weight_transfer(self) -> "WeightTransfer":
-        """What receives weights of a trainer; raises as the executor's."""
-        return self._executor.weight_transfer()
+        self.executor.settle_weights(back=False)
 
     def _replaced(self, source: WeightsSource, kept: WeightsSource | None) -> WeightsSource:
         self._kept = kept
         before, self.weights = self.weights, source
         self.weight_updates += 1
-        fingerprint = self._executor.info.model_fingerprint
+        fingerprint = self.executor.info.model_fingerprint
         self.setup = replace(self.setup, model_fingerprint=fingerprint)
-        self._on_setup(self.setup)
+        self.on_setup(self.setup)
         self.halting.have_weights()
         return before
 
@@ -216,11 +188,11 @@ class Operations:
         Raises:
             CannotDo: there is no such directory, or nothing to record.
         """
-        if self._profiler_dir is None:
+        if self.profiler_dir is None:
             raise CannotDo("profiles need a place: start the engines with --torch-profiler-dir")
-        writable_directory(self._profiler_dir)
-        self._executor.start_profile()
-        return self._profiler_dir
+        writable_directory(self.profiler_dir)
+        self.executor.start_profile()
+        return self.profiler_dir
 
     def stop_profile(self) -> str:
         """End the recording and return the path of its trace.
@@ -228,7 +200,7 @@ class Operations:
         Raises:
             CannotDo: nothing is being recorded.
         """
-        name = f"engine-{self._name}-step-{self._steps.count}.json.gz"
-        path = Path(self._profiler_dir or "") / name
-        self._executor.stop_profile(path)
+        name = f"engine-{self.name}-step-{self.steps.count}.json.gz"
+        path = Path(self.profiler_dir or "") / name
+        self.executor.stop_profile(path)
         return str(path)

@@ -9,7 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol
 
 import zmq
 
@@ -39,11 +40,9 @@ class Outlet(Protocol):
 
     def say(self, step: CoreStep) -> None:
         """Tell front ends and the coordinator what a step has to say."""
-        ...
 
     def report(self, report: EngineReport) -> None:
         """Tell the coordinator something."""
-        ...
 
 
 class StatsThrottle:
@@ -91,6 +90,26 @@ class StatsThrottle:
         return max(0.0, self._last_sent + self._interval - now)
 
 
+_Arguments = ParamSpec("_Arguments")
+
+
+def _one_at_a_time(
+    act: Callable[Concatenate["Sender", _Arguments], None],
+) -> Callable[Concatenate["Sender", _Arguments], None]:
+    """Let a method be called by any thread; what fails in it is logged."""
+
+    @wraps(act)
+    def write(sender: "Sender", /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> None:
+        with sender._lock:
+            try:
+                act(sender, *arguments, **named)
+            except Exception:
+                # One thing that cannot be sent must not silence the engine.
+                logger.exception("could not %s", act.__name__.replace("_", " "))
+
+    return write
+
+
 class Sender:
     """Writes what it is given at once; a thread of its own sends stats that were held back.
 
@@ -128,15 +147,31 @@ class Sender:
                     each.close(linger=500)
             self._front_ends, self._coordinator = {}, None
 
-    # -- what there is to say; may be called by any thread ---------------------------------------
+    # -- what there is to say --------------------------------------------------------------------
 
+    @_one_at_a_time
     def say(self, step: CoreStep) -> None:
         """Send what a step has to say to each front end, and its stats to the coordinator."""
-        self._write(self._say, step)
+        for index, of_front_end in step.outputs.items():
+            self._send(index, StepOutputs(step.stats, of_front_end))
+        for index, result in step.utility_results:
+            self._send(index, result)
+        for index, blocks in step.blocks:
+            self._send(index, blocks)
+        self._report(self._throttle.offer(step.stats, self._clock()))
+        if self._throttle.holds and not self._holds.is_set():
+            self._holds.set()
 
+    @_one_at_a_time
     def report(self, report: EngineReport) -> None:
         """Tell the coordinator something."""
-        self._write(self._report, report)
+        self._report(report)
+
+    @_one_at_a_time
+    def last_words(self, message: EngineDead) -> None:
+        """Tell all front ends that this engine cannot go on."""
+        for index in self._front_ends:
+            self._send(index, message)
 
     def send_held(self) -> None:
         """Send the stats that were held back, if they are due."""
@@ -152,66 +187,31 @@ class Sender:
         """Whether stats are held back, which `send_held` has to look at."""
         return self._throttle.holds
 
-    def last_words(self, message: EngineDead) -> None:
-        """Tell all front ends that this engine cannot go on."""
-        self._write(self._last_words, message)
-
     # -- ways, opened and closed by the receiver -------------------------------------------------
 
+    @_one_at_a_time
     def connect_coordinator(self, address: str) -> None:
         """Open the way to the coordinator, instead of the one before."""
-        self._write(self._connect_coordinator, address)
-
-    def connect_front_end(self, index: int, address: str, protocol: int) -> None:
-        """Open the way to a front end that speaks this protocol."""
-        self._write(self._connect_front_end, index, address, protocol)
-
-    def disconnect_front_end(self, index: int) -> None:
-        """A front end has gone: drop what has not been sent to it."""
-        self._write(self._disconnect_front_end, index)
-
-    # -- inside ----------------------------------------------------------------------------------
-
-    def _write(self, act: Callable[..., None], *arguments: object) -> None:
-        with self._lock:
-            try:
-                act(*arguments)
-            except Exception:
-                # One thing that cannot be sent must not silence the engine.
-                logger.exception("could not %s", act.__name__.strip("_").replace("_", " "))
-
-    def _send_late(self) -> None:
-        while self._holds.wait() and not self._stopped.wait(LATE_INTERVAL):
-            self.send_held()
-
-    def _say(self, step: CoreStep) -> None:
-        for index, of_front_end in step.outputs.items():
-            self._send(index, StepOutputs(step.stats, of_front_end))
-        for index, result in step.utility_results:
-            self._send(index, result)
-        for index, blocks in step.blocks:
-            self._send(index, blocks)
-        self._report(self._throttle.offer(step.stats, self._clock()))
-        if self._throttle.holds and not self._holds.is_set():
-            self._holds.set()
-
-    def _last_words(self, message: EngineDead) -> None:
-        for index in self._front_ends:
-            self._send(index, message)
-
-    def _connect_coordinator(self, address: str) -> None:
         if self._coordinator is not None:
             self._coordinator.close(linger=0)
         self._coordinator = self._transport.connect(zmq.PUSH, address)
 
-    def _connect_front_end(self, index: int, address: str, protocol: int) -> None:
+    @_one_at_a_time
+    def connect_front_end(self, index: int, address: str, protocol: int) -> None:
+        """Open the way to a front end that speaks this protocol."""
         self._front_ends[index] = self._transport.connect(zmq.PUSH, address)
         self._take_frames.discard(index)
         if protocol >= OUTPUTS_IN_FRAMES:
             self._take_frames.add(index)
 
-    def _disconnect_front_end(self, index: int) -> None:
+    @_one_at_a_time
+    def disconnect_front_end(self, index: int) -> None:
+        """A front end has gone: drop what has not been sent to it."""
         self._front_ends.pop(index).close(linger=0)
+
+    def _send_late(self) -> None:
+        while self._holds.wait() and not self._stopped.wait(LATE_INTERVAL):
+            self.send_held()
 
     def _send(self, index: int, message: EngineOutput) -> None:
         front_end = self._front_ends.get(index)

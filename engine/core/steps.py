@@ -46,6 +46,8 @@ class _Launched(NamedTuple):
 class Steps:
     """Launches steps and takes their results, which go to the front ends.
 
+    Methods raise `StepFailed` when the engine cannot go on, and log what was scheduled.
+
     As many steps are in flight as the executor has stages, so that each of these computes one.
     With `async_scheduling` it is one more: that is planned and handed to the executor while the
     others run, so the executor never waits for the bookkeeping.
@@ -71,7 +73,11 @@ class Steps:
         self._front_ends = front_ends
         self._admission = admission or build_admission_policy(config, lockstep_size=1)
         self._now = now
-        self._max_in_flight = _steps_in_flight(config, executor.info.num_stages)
+        if config.async_scheduling and not config.steps_overlap:
+            logger.info(
+                "steps run one after the other: draft tokens follow those that the last one drew"
+            )
+        self._max_in_flight = executor.info.num_stages + config.steps_overlap
         self._in_flight: deque[_Launched] = deque()
         self._last_prefill_tokens = 0
 
@@ -90,14 +96,6 @@ class Steps:
         """Whether a step has to be launched again, in another group."""
         return bool(self._in_flight) and self._in_flight[-1].pending is None
 
-    @property
-    def next_tokens(self) -> int:
-        """Maximum tokens that the next step can compute, and patches of images."""
-        gauges = self._scheduler.gauges()
-        tokens = gauges.running + gauges.queued_prefill_tokens
-        scheduler = self._scheduler
-        return min(tokens, scheduler.max_step_tokens) + scheduler.max_step_patches
-
     # -- of an engine that steps alone -----------------------------------------------------------
 
     def advance(self, *, may_launch: bool) -> None:
@@ -106,9 +104,6 @@ class Steps:
         A result is due when no further step may be launched before it, or there is none to launch:
         with steps overlapped the first call only launches, and each later one launches the next
         step and then waits for the one before.
-
-        Raises:
-            StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
         with self._described():
             launched = may_launch and self._launch()
@@ -120,7 +115,6 @@ class Steps:
 
         Raises:
             CannotDo: a step was given up by its group, and has to be taken again first.
-            StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
         if any(each.is_given_up for each in self._in_flight):
             raise CannotDo("a step that its group gave up has to be finished first")
@@ -153,7 +147,6 @@ class Steps:
 
         Raises:
             GroupBroken: a member failed, and `give_up` has to follow.
-            StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
         with self._described(GroupBroken):
             grant = self._grant(number, loads)
@@ -170,7 +163,6 @@ class Steps:
 
         Raises:
             GroupBroken: a member failed, and `give_up` has to follow.
-            StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
         with self._described(GroupBroken):
             self._land_oldest()
@@ -179,9 +171,6 @@ class Steps:
         """The group has ended: take the results that are there, and keep the plans of the others.
 
         These are launched again in another group. All steps in flight are over afterwards.
-
-        Raises:
-            StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
         with self._described():
             with suppress(GroupBroken):
@@ -248,11 +237,3 @@ class Steps:
         plan, pending = self._in_flight.popleft()
         result = BatchResult([]) if pending is None else pending.result()
         self._front_ends.collect(self._scheduler.update(plan, result, self._now()))
-
-
-def _steps_in_flight(scheduling: SchedulerConfig, stages: int) -> int:
-    if scheduling.async_scheduling and not scheduling.steps_overlap:
-        logger.info(
-            "steps run one after the other: draft tokens follow those that the last one drew"
-        )
-    return stages + 1 if scheduling.steps_overlap else stages

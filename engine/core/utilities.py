@@ -7,7 +7,7 @@ answered to the caller; the engine goes on serving.
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple, Protocol, get_type_hints
+from typing import Annotated, Literal, Protocol, get_type_hints
 
 import msgspec
 
@@ -70,15 +70,8 @@ class Operated(Protocol):
     def weight_updates(self) -> int: ...
 
 
-class _Utility(NamedTuple):
-    """A call, and the Struct that its arguments have to be."""
-
-    run: Callable[..., Answer]
-    arguments: type[msgspec.Struct]
-
-
-def _utility(run: Callable[..., Answer]) -> _Utility:
-    """Return a call whose arguments are what a function's parameters after the engine say."""
+def _arguments_of(run: Callable[..., Answer]) -> type[msgspec.Struct]:
+    """Return the Struct that a call's arguments have to be: a function's, after the engine."""
     hints = get_type_hints(run, include_extras=True)
     _, *parameters = inspect.signature(run).parameters.values()
     fields = [
@@ -87,19 +80,15 @@ def _utility(run: Callable[..., Answer]) -> _Utility:
         else (each.name, hints[each.name], each.default)
         for each in parameters
     ]
-    return _Utility(run, msgspec.defstruct(run.__name__, fields, forbid_unknown_fields=True))
+    return msgspec.defstruct("Arguments", fields, forbid_unknown_fields=True)
 
 
 def carry_out(
     engine: Operated, event: UtilityCall | FleetOrder, rank: int
 ) -> list[tuple[int, UtilityResult]]:
-    """Do what an operator wants of this engine, or of all of them.
+    """Do what an operator wants of this engine, or of all of them, as `call_utility` does.
 
-    Returns:
-        Results with the front ends that wait for them; how an order for all ended is noted.
-
-    Raises:
-        StepFailed: as `call_utility`.
+    Returns results with the front ends that wait for them; how an order for all ended is noted.
     """
     results = []
     if isinstance(event, FleetOrder):
@@ -128,7 +117,7 @@ def _compare_weights(engine: Operated, order: FleetOrder) -> None:
         halting.have_weights()
     else:
         logger.warning("waiting for a trainer, which has sent weights to the other engines")
-        halting.lack_weights()
+        halting.lacks_weights = halting.hands_over = True
 
 
 def call_utility(engine: Operated, call: UtilityCall, rank: int) -> UtilityResult:
@@ -138,16 +127,16 @@ def call_utility(engine: Operated, call: UtilityCall, rank: int) -> UtilityResul
         StepFailed: a call had to finish the steps in flight, and one failed.
     """
     result = UtilityResult(call.call_id, rank)
-    utility = UTILITIES.get(call.name)
+    run = UTILITIES.get(call.name)
     offered = engine.setup.utilities
     offered = tuple(sorted(UTILITIES)) if offered is None else offered
-    if utility is None or call.name not in offered:
+    if run is None or call.name not in offered:
         known = ", ".join(offered)
         error = f"engines have no utility {call.name!r}; they have {known}"
         return msgspec.structs.replace(result, error=error)
     try:
-        arguments = msgspec.convert(call.arguments, utility.arguments)
-        answer = utility.run(engine, **msgspec.structs.asdict(arguments))
+        arguments = msgspec.convert(call.arguments, _ARGUMENTS[call.name])
+        answer = run(engine, **msgspec.structs.asdict(arguments))
         return msgspec.structs.replace(result, result=answer)
     except StepFailed:
         raise
@@ -187,14 +176,6 @@ def _info(engine: Operated) -> Answer:
     }
 
 
-def _reset_prefix_cache(engine: Operated) -> Answer:
-    return {"blocks_forgotten": engine.reset_prefix_cache()}
-
-
-def _reset_encoder_cache(engine: Operations) -> Answer:
-    return {"images_forgotten": engine.reset_encoder_cache()}
-
-
 def _pause(engine: Operated, mode: PauseMode = "keep") -> Answer:
     engine.pause(mode)
     return {"is_paused": engine.is_paused}
@@ -216,10 +197,6 @@ def _wake_up(engine: Operated, tags: str = ",".join(ASLEEP_TAGS)) -> Answer:
     if unknown := wanted.difference(ASLEEP_TAGS, ["scheduling"]):
         raise CannotDo(f"there is no tag {min(unknown)!r}; there are {', '.join(ASLEEP_TAGS)}")
     engine.wake_up(wanted)
-    return {"is_sleeping": engine.halting.is_sleeping}
-
-
-def _is_sleeping(engine: Operated) -> Answer:
     return {"is_sleeping": engine.halting.is_sleeping}
 
 
@@ -248,19 +225,19 @@ def _join_trainer(
     if rank >= world_size:
         raise CannotDo(f"rank {rank} is none of a world of {world_size}")
     address = join_host_port(master_address, master_port)
-    engine.weight_transfer.join(GroupSpec(address, rank, world_size, 0, timeout))
+    engine.executor.weight_transfer().join(GroupSpec(address, rank, world_size, 0, timeout))
     return _transfer(engine)
 
 
 def _start_weight_update(engine: Operations) -> Answer:
-    engine.weight_transfer.start()
+    engine.executor.weight_transfer().start()
     return _transfer(engine)
 
 
 def _update_weights(engine: Operations, names: str, dtype_names: str, shapes: str) -> Answer:
     """The arguments are JSON lists."""
     decode = msgspec.json.decode
-    engine.weight_transfer.receive(
+    engine.executor.weight_transfer().receive(
         decode(names, type=list[str]),
         decode(dtype_names, type=list[str]),
         decode(shapes, type=list[list[int]]),
@@ -269,30 +246,18 @@ def _update_weights(engine: Operations, names: str, dtype_names: str, shapes: st
 
 
 def _leave_trainer(engine: Operations) -> Answer:
-    engine.weight_transfer.leave()
+    engine.executor.weight_transfer().leave()
     return _transfer(engine)
 
 
 def _transfer(engine: Operations) -> Answer:
-    transfer = engine.weight_transfer
+    transfer = engine.executor.weight_transfer()
     return {
         "phase": transfer.phase,
         "error": transfer.error,
         "is_open": transfer.is_open,
         "received": transfer.num_received,
     }
-
-
-def _start_profile(engine: Operations) -> Answer:
-    return {"directory": engine.start_profile()}
-
-
-def _stop_profile(engine: Operations) -> Answer:
-    return {"trace": engine.stop_profile()}
-
-
-def _list_loras(engine: Operations) -> Answer:
-    return dict(engine.adapters.versions())
 
 
 def _pin_lora(engine: Operations, name: str) -> Answer:
@@ -310,27 +275,34 @@ def _collective_rpc(engine: Operations, method: str, args: str, kwargs: str) -> 
     return {"result": engine.extensions.call(method, args, kwargs)}
 
 
-UTILITIES = {
-    "collective_rpc": _utility(_collective_rpc),
-    "info": _utility(_info),
-    "init_weight_transfer_engine": _utility(_join_trainer),
-    "is_sleeping": _utility(_is_sleeping),
-    "leave_weight_transfer": _utility(_leave_trainer),
-    "load_weights": _utility(_load_weights),
-    "list_loras": _utility(_list_loras),
-    "pause": _utility(_pause),
-    "pin_lora": _utility(_pin_lora),
-    "reset_encoder_cache": _utility(_reset_encoder_cache),
-    "reset_prefix_cache": _utility(_reset_prefix_cache),
-    "resume": _utility(_resume),
-    "settle_weights": _utility(_settle_weights),
-    "sleep": _utility(_sleep),
-    "start_profile": _utility(_start_profile),
-    "start_weight_update": _utility(_start_weight_update),
-    "stop_profile": _utility(_stop_profile),
-    "unpin_lora": _utility(_unpin_lora),
-    "update_weights": _utility(_update_weights),
-    "wake_up": _utility(_wake_up),
-    "weight_transfer": _utility(_transfer),
+_READINGS: dict[str, Callable[[Operations], Answer]] = {
+    "is_sleeping": lambda engine: {"is_sleeping": engine.halting.is_sleeping},
+    "list_loras": lambda engine: dict(engine.adapters.versions()),
+    "reset_encoder_cache": lambda engine: {"images_forgotten": engine.scheduler.encoder.reset()},
+    "reset_prefix_cache": lambda engine: {"blocks_forgotten": engine.reset_prefix_cache()},
+    "start_profile": lambda engine: {"directory": engine.start_profile()},
+    "stop_profile": lambda engine: {"trace": engine.stop_profile()},
+}
+"""Without arguments."""
+
+UTILITIES: dict[str, Callable[..., Answer]] = {
+    **_READINGS,
+    "collective_rpc": _collective_rpc,
+    "info": _info,
+    "init_weight_transfer_engine": _join_trainer,
+    "leave_weight_transfer": _leave_trainer,
+    "load_weights": _load_weights,
+    "pause": _pause,
+    "pin_lora": _pin_lora,
+    "resume": _resume,
+    "settle_weights": _settle_weights,
+    "sleep": _sleep,
+    "start_weight_update": _start_weight_update,
+    "unpin_lora": _unpin_lora,
+    "update_weights": _update_weights,
+    "wake_up": _wake_up,
+    "weight_transfer": _transfer,
 }
 """By the names that front ends send."""
+
+_ARGUMENTS = {name: _arguments_of(run) for name, run in UTILITIES.items()}

@@ -107,15 +107,13 @@ class Watchdog:
             self._wind_up()
             seconds = self._watch.hung_for(time.monotonic())
             if seconds is not None:
-                self._end(f"a step has not ended for {seconds:.1f} s (--step-timeout)")
+                reason = f"a step has not ended for {seconds:.1f} s (--step-timeout)"
+                logger.error("%s; this is where it hangs:", reason)
+                faulthandler.dump_traceback(all_threads=True)
+                self._on_hung(reason)
+                time.sleep(_LAST_WORDS_SECONDS)
+                os._exit(HUNG)
 
     def _wind_up(self) -> None:
         """Restart the wait of the C library's thread."""
         faulthandler.dump_traceback_later(self._stuck_after, exit=True)
-
-    def _end(self, reason: str) -> None:
-        logger.error("%s; this is where it hangs:", reason)
-        faulthandler.dump_traceback(all_threads=True)
-        self._on_hung(reason)
-        time.sleep(_LAST_WORDS_SECONDS)
-        os._exit(HUNG)

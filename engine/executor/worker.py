@@ -61,6 +61,7 @@ from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.experts import ExpertsLost, MirrorGroup
 from engine.models.step import ImageTokens, StepTokens
 from engine.runner.host_memory import keep_freed_memory
+from engine.runner.inputs import other_groups, plans_of, whole_images
 from engine.runner.kv_memory import (
     allocate_cache,
     as_bytes,
@@ -70,7 +71,6 @@ from engine.runner.kv_memory import (
     write_block,
 )
 from engine.runner.memory_profile import MemoryTrial
-from engine.runner.step_input import other_groups, plans_of, whole_images
 from engine.shared.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
 from engine.shared.logs import name_process
 from engine.shared.own_process import end_signals

@@ -57,10 +57,6 @@ class CannotCompile(Exception):
     """The grammar does not fit this engine's tokenizer; the message says why."""
 
 
-class NoRoomForGrammar(CannotCompile):
-    """Other grammars take all the memory that there is for them; they will not for ever."""
-
-
 class CompiledGrammar:
     """A grammar that is being compiled, has been, or cannot be.
 
@@ -154,7 +150,9 @@ class GrammarCompiler:
             if grammar is None:
                 grammar = self._known[spec] = CompiledGrammar(spec)
                 self._queue.submit(tenant, self._compile, grammar)
-            self._keep(grammar)
+            self._recent[spec] = grammar
+            self._recent.move_to_end(spec)
+            self._forget_oldest()
         return grammar
 
     def compiled(self, spec: GrammarSpec) -> CompiledGrammar:
@@ -231,11 +229,6 @@ class GrammarCompiler:
         self._closing.set()
         self._threads.shutdown()
 
-    def _keep(self, grammar: CompiledGrammar) -> None:
-        self._recent[grammar.spec] = grammar
-        self._recent.move_to_end(grammar.spec)
-        self._forget_oldest()
-
     def _forget_oldest(self) -> None:
         total = sum(each.num_bytes for each in self._recent.values())
         while len(self._recent) > MAX_CACHED or (
@@ -244,18 +237,12 @@ class GrammarCompiler:
             _, oldest = self._recent.popitem(last=False)
             total -= oldest.num_bytes
 
-    def _wait_for_room(self, grammar: CompiledGrammar) -> None:
-        """Wait until there is room: other grammars take too much.
-
-        Raises:
-            NoRoomForGrammar: they do not in time.
-        """
+    def _finds_room(self, grammar: CompiledGrammar) -> bool:
+        """Wait for room while other grammars take too much; whether there is some in time."""
         while not (self._has_room() or self._num_hurried or self._closing.wait(_LOOK)):
             if time.monotonic() - grammar.asked_at > MAX_WAIT:
-                raise NoRoomForGrammar(
-                    f"the grammar was not compiled within {MAX_WAIT:.0f} s: those of other "
-                    "requests take all the memory that there is for grammars; try again later"
-                )
+                return False
+        return True
 
     def _has_room(self) -> bool:
         """Whether one more may be compiled; forgets what nobody uses if there is need."""
@@ -272,13 +259,18 @@ class GrammarCompiler:
             return sum(each.num_bytes for each in self._held)
 
     def _compile(self, grammar: CompiledGrammar) -> None:
-        matcher, error, no_room, before = None, None, False, 0
+        matcher, error, before = None, None, 0
+        no_room = not self._finds_room(grammar)
         try:
-            self._wait_for_room(grammar)
+            if no_room:
+                raise CannotCompile(
+                    f"the grammar was not compiled within {MAX_WAIT:.0f} s: those of other "
+                    "requests take all the memory that there is for grammars; try again later"
+                )
             before = _resident_bytes()
             matcher = self.new_matcher(grammar.spec)
         except CannotCompile as reason:
-            error, no_room = str(reason), isinstance(reason, NoRoomForGrammar)
+            error = str(reason)
         except Exception:  # whatever it is, somebody waits for the grammar
             logger.exception("a grammar could not be compiled")
             error = "the grammar could not be compiled"

@@ -105,7 +105,11 @@ class GrammarFollower:
         if self._opening:
             self._follow_opening(token_id)
         elif self._matcher is None:
-            self._look_for_marker(token_id)
+            self._seen += self._bytes(token_id)
+            if self._marker in self._seen:
+                self._begin()
+            else:
+                self._seen = self._seen[-len(self._marker) :]
         else:
             self._consume(self._matcher, token_id)
 
@@ -198,13 +202,6 @@ class GrammarFollower:
         else:
             logger.debug("%s", reason)
             self.error = RULED_OUT
-
-    def _look_for_marker(self, token_id: int) -> None:
-        self._seen += self._bytes(token_id)
-        if self._marker in self._seen:
-            self._begin()
-        else:
-            self._seen = self._seen[-len(self._marker) :]
 
     def _bytes(self, token_id: int) -> bytes:
         text: bytes = self._compiler.tokenizer().decode_bytes([token_id])

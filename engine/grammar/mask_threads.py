@@ -70,7 +70,8 @@ class MaskJob:
         """Processor time that it took, or has taken so far; None if it has not begun."""
         seconds = self.seconds
         if seconds is None and self._thread:
-            seconds = _thread_seconds(self._thread) - self._began
+            clock = time.pthread_getcpuclockid(self._thread)
+            seconds = time.clock_gettime(clock) - self._began
         return seconds
 
     @property
@@ -183,8 +184,3 @@ class _Round:
             if self.is_over:
                 return
             job.work()
-
-
-def _thread_seconds(thread: int) -> float:
-    """Return the processor time of another thread, which runs."""
-    return time.clock_gettime(time.pthread_getcpuclockid(thread))

@@ -101,7 +101,11 @@ class GrammarTable:
         self._words = -(-vocab_size // WORD_BITS)
         self._vocab_size = vocab_size
         self._eos = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
-        self._free = _all_but(eos_token_ids, vocab_size)
+        flags = np.zeros(self._words * WORD_BITS, np.bool_)
+        flags[:vocab_size] = True
+        flags[list(self._eos)] = False
+        self._free = np.packbits(flags, bitorder="little").view(np.int32)
+        """[words] the mask that allows all tokens but those that end the output."""
         self._followers: dict[int, GrammarFollower] = {}
         self._assigned: dict[int, CompiledGrammar] = {}
         self._threads = MaskThreads()
@@ -309,7 +313,14 @@ class GrammarTable:
     def _fill_rows(self, bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> None:
         """Compute the masks of one slot."""
         if rows.follower.is_special(1 + len(rows.proposed)):
-            _fill_special(bits, rows, place)
+            # One after the other, up to the first proposed token that cannot come.
+            follower = rows.follower.copy() if rows.proposed else rows.follower
+            follower.fill(bits[place])
+            for row, token_id in enumerate(rows.proposed, start=place + 1):
+                follower.advance(token_id)
+                if follower.ended or follower.stalled is not None:
+                    break
+                follower.fill(bits[row])
             return
         free, matcher = rows.follower.ahead(rows.proposed)
         if matcher is None:
@@ -323,17 +334,6 @@ class GrammarTable:
             )
         else:
             matcher.unsafe_compute_mask_ptr(address, row_bytes)
-
-
-def _fill_special(bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> None:
-    """Compute the masks one after the other, up to the first proposed token that cannot come."""
-    follower = rows.follower.copy() if rows.proposed else rows.follower
-    follower.fill(bits[place])
-    for row, token_id in enumerate(rows.proposed, start=place + 1):
-        follower.advance(token_id)
-        if follower.ended or follower.stalled is not None:
-            break
-        follower.fill(bits[row])
 
 
 class _Rows(NamedTuple):
@@ -357,12 +357,3 @@ def grammar_table(
         return None
     compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
     return GrammarTable(compiler, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-
-
-def _all_but(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Return the mask [words] that allows all tokens but these."""
-    words = -(-vocab_size // WORD_BITS)
-    flags = np.zeros(words * WORD_BITS, np.bool_)
-    flags[:vocab_size] = True
-    flags[[token_id for token_id in token_ids if token_id < vocab_size]] = False
-    return np.packbits(flags, bitorder="little").view(np.int32)

@@ -38,9 +38,7 @@ class KvMemory(Protocol):
 def check_tiers(config: EngineConfig, *, pools: bool) -> None:
     """Refuse settings that tiers, and blocks of other engines, do not work with.
 
-    Args:
-        config: all settings.
-        pools: whether the model makes vectors in place of tokens.
+    `pools`: whether the model makes vectors in place of tokens.
 
     Raises:
         BadTiers: naming the setting to change.
@@ -87,13 +85,9 @@ def open_tiers(
 ) -> KvTiers | None:
     """Return the tiers of an engine, or None if it is started without.
 
-    Args:
-        config: all settings.
-        executor: holds the KV cache that blocks are copied from and to.
-        fingerprint: of the model's weights.
-        peers: other engines, if blocks are read from them or by them.
-        connectors: of plugins, that blocks are written to and read from, too.
-        counters: of the engine; default: new ones.
+    Blocks are copied from and to the executor's KV cache. There are peers if other engines read
+    them, or have some; connectors of plugins are written to and read from, too. The fingerprint
+    is of the model's weights, the counters are the engine's.
 
     Raises:
         BadTiers: a directory cannot be used.

@@ -58,7 +58,6 @@ class Peers(Protocol):
 
     def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
         """Let another engine read a block once; `read` returns its content if that is needed."""
-        ...
 
     def pull(
         self,
@@ -72,15 +71,12 @@ class Peers(Protocol):
 
         That is told whether all have come.
         """
-        ...
 
     def clear(self) -> None:
         """Offer nothing of what was computed so far."""
-        ...
 
     def shutdown(self) -> None:
         """End all transfers; idempotent."""
-        ...
 
 
 class KvTiers:
@@ -173,10 +169,9 @@ class KvTiers:
         return bool(self._stores) or (source is not None and self._peers is not None)
 
     def fetch(self, fetch: Fetch, source: KvSource | None = None) -> None:
-        """Begin to read blocks; it is settled in time, whatever the stores and others do.
+        """Begin to read blocks, which a `source` has just computed, if it is given.
 
-        Args:
-            source: an engine that has just computed them.
+        It is settled in time, whatever the stores and others do.
         """
         fetch.model = self.model
         if source is None or self._peers is None:

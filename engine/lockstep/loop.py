@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
+from engine.core.events import Drain, InboxItem, Stop, Welcomed, receive
 from engine.core.front_ends import CoreStep
-from engine.core.inbox import Drain, InboxItem, Stop, Welcomed, receive
 from engine.core.loop import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
 from engine.core.sender import Outlet
 from engine.core.steps import StepFailed
@@ -102,7 +102,8 @@ class LockstepLoop:
             try:
                 self._turn()
             except GroupBroken as error:
-                self._lose_group(error)
+                self._end_group()
+                self._grouping.lose(error)
 
     def end(self) -> None:
         """Give up what is in flight, when `run` is over: the group's connections can be closed."""
@@ -111,11 +112,16 @@ class LockstepLoop:
 
     def _turn(self) -> None:
         """Do the next thing."""
-        action = self._wave.next_action(self._core.needs_steps, self._own_load())
+        if self._load is None:
+            self._load = self._core.steps.rank_state(self._last_step_us)
+        action = self._wave.next_action(self._core.needs_steps, self._load)
         self._send_reports()
         match action:
+            case Park() if self._held_calls.settle():
+                self._send_answers()
+                self._send_stats()
             case Park():
-                self._park()
+                self._drain(IDLE_STATS_INTERVAL)
             case Gather(row):
                 self._gather(row)
             case Step():
@@ -124,13 +130,6 @@ class LockstepLoop:
                 self._land(drains=drains)
 
     # -- what the wave may want ------------------------------------------------------------------
-
-    def _park(self) -> None:
-        if self._held_calls.settle():
-            self._send_answers()
-            self._send_stats()
-        else:
-            self._drain(IDLE_STATS_INTERVAL)
 
     def _gather(self, row: GatherRow) -> None:
         assert self._group is not None
@@ -147,7 +146,7 @@ class LockstepLoop:
             self._send_stats()
 
     def _launch(self, action: Step) -> None:
-        self._launched.append((time.monotonic(), self._core.steps.next_tokens))
+        self._launched.append((time.monotonic(), self._core.next_tokens))
         # Where steps do not overlap it is computed here and now.
         with nullcontext() if self._wave.overlaps else self._watched():
             self._core.steps.launch_together(action.number, action.loads)
@@ -223,10 +222,6 @@ class LockstepLoop:
             logger.info("joined group %d as %d of %d", group.topology, group.rank + 1, group.size)
             self._on_joined()
 
-    def _lose_group(self, error: GroupBroken) -> None:
-        self._end_group()
-        self._grouping.lose(error)
-
     def _end_group(self) -> None:
         """Take no further part in the group; nothing of it is in flight any more."""
         group, self._group = self._group, None
@@ -239,11 +234,6 @@ class LockstepLoop:
         self._wave.group_lost()
 
     # -- what goes out ---------------------------------------------------------------------------
-
-    def _own_load(self) -> RankState:
-        if self._load is None:
-            self._load = self._core.steps.rank_state(self._last_step_us)
-        return self._load
 
     def _send_reports(self) -> None:
         for report in self._wave.take_reports():

@@ -234,7 +234,17 @@ class EngineWave(WaveClock):
         if self._in_flight and (self._settles or self._in_flight == self._max_in_flight):
             return Land(drains=not self._settles)
         if self._loads is None and self._gathers_now():
-            return Gather(self._row(has_work, load))
+            return Gather(
+                GatherRow(
+                    topology=self.topology,
+                    tag=self._tag,
+                    step=self.step,
+                    wave=self.wave,
+                    hold_epoch=self.hold_epoch,
+                    has_work=int(has_work),
+                    load=load,
+                )
+            )
         return Step(self.step, self._loads or ())
 
     def take_reports(self) -> list[WaveReport]:
@@ -358,8 +368,6 @@ class EngineWave(WaveClock):
             self._repeat_at = now + START_REPEAT_INTERVAL
             self._report_start()
 
-    # -- inside ----------------------------------------------------------------------------------
-
     def _has_to_start(self, has_work: bool) -> bool:
         if self.phase is Phase.PAUSED:
             return has_work or is_hold(self.hold_epoch)
@@ -368,17 +376,6 @@ class EngineWave(WaveClock):
 
     def _gathers_now(self) -> bool:
         return self.phase is Phase.FORMING or self.step % self._gather_interval == 0
-
-    def _row(self, has_work: bool, load: RankState) -> GatherRow:
-        return GatherRow(
-            topology=self.topology,
-            tag=self._tag,
-            step=self.step,
-            wave=self.wave,
-            hold_epoch=self.hold_epoch,
-            has_work=int(has_work),
-            load=load,
-        )
 
     def _start(self) -> None:
         self.phase = Phase.RUNNING

@@ -21,9 +21,15 @@ from msgspec.structs import replace
 from engine.batch.executor import Executor, GroupExecutor
 from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
-from engine.core.events import AdaptersSettled, PrerequisitesSettled
+from engine.core.events import (
+    AdaptersSettled,
+    Drain,
+    InboxItem,
+    PrerequisitesSettled,
+    Stop,
+    Welcomed,
+)
 from engine.core.hosted import Backend, HostedEngine
-from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
 from engine.core.loop import EngineLoop
 from engine.core.sender import Sender
 from engine.core.steps import StepFailed
@@ -38,8 +44,7 @@ from engine.kv_tiers.opening import BadTiers, KvMemory, check_tiers, model_name,
 from engine.kv_tiers.tiers import KvTiers
 from engine.kv_transfer.opening import open_port
 from engine.kv_transfer.settings import read_transfer
-from engine.lockstep.group_connection import GroupConnection
-from engine.lockstep.grouping import Grouping
+from engine.lockstep.grouping import GroupConnection, Grouping
 from engine.lockstep.loop import LockstepLoop
 from engine.lockstep.wave import EngineWave, Phase
 from engine.lora.modules import AdaptableModules
@@ -58,12 +63,10 @@ from engine.shared.lifeline import CANNOT_START, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.messages import (
     PUSHED,
-    AdapterSheet,
     EngineCounters,
     EngineDead,
     EngineSetup,
     GroupMember,
-    HeldAdapter,
     KvRole,
 )
 from engine.shared.model_files import model_directory
@@ -165,9 +168,6 @@ def _divided_executor(
     on_failure: Callable[[str], None] | None,
 ) -> Executor:
     """Wait for the other nodes, if there are any; start all workers and load the model.
-
-    `on_failure` is called, in another thread, when one of them dies. None of them is left, whenever
-    the engine is asked to stop.
 
     Raises:
         OSError: a process cannot be started, or not all nodes have joined.
@@ -346,7 +346,8 @@ class EngineProcess:
             self._open_kv_events(executor, welcome.rank)
             if self._steps_together:
                 return self._serve_together(executor, welcome)
-            return self._serve_alone(executor, welcome)
+            core = self._core(executor, welcome.rank, WaveClock(welcome.wave))
+            return self._serve(core, welcome.rank)
         finally:
             try:
                 self._early_stop.has_left()
@@ -366,7 +367,7 @@ class EngineProcess:
     def _open_tiers(self, executor: KvMemory, fingerprint: str, rank: int) -> None:
         """Open what keeps KV blocks beyond the engine, and what exchanges them with others."""
         self._kv_memory = executor
-        counters = EngineCounters()
+        counters, port = EngineCounters(), None
         opened = open_port(
             self._config,
             executor,
@@ -375,7 +376,6 @@ class EngineProcess:
             incarnation=self._incarnation,
             counters=counters,
         )
-        port = None
         if opened is not None:
             port, self._kv_role, self._kv_address = opened
             logger.info("KV blocks: role %s %s", opened.role, opened.address)
@@ -406,10 +406,6 @@ class EngineProcess:
         medium = "CPU" if is_on_cpu or self._config.model.device == "cpu" else "GPU"
         self._kv_events = KvEventLog(cache.block_size, medium, publisher.publish)
 
-    def _serve_alone(self, executor: Executor, welcome: Welcomed) -> int:
-        core = self._core(executor, welcome.rank, WaveClock(welcome.wave))
-        return self._serve(core, welcome.rank)
-
     def _core(self, executor: Executor, rank: int, clock: WaveClock) -> EngineCore:
         """Return what serves, with all adapters of the cluster."""
         core = EngineCore(
@@ -420,7 +416,7 @@ class EngineProcess:
             tiers=self._tiers,
             kv_events=self._kv_events,
             clock=clock,
-            on_adapters=self._has_adapters,
+            on_adapters=lambda sheet, held: self._receiver.tell(HaveAdapters(sheet, held)),
             on_setup=self._weights_changed,
             weight_version=self._weight_version,
             kv_role=self._kv_role,
@@ -516,9 +512,6 @@ class EngineProcess:
             self._receiver.stop()
             loop.end()
             grouping.close()
-
-    def _has_adapters(self, sheet: AdapterSheet, held: list[HeldAdapter]) -> None:
-        self._receiver.tell(HaveAdapters(sheet, held))
 
     def _load_adapters(self, core: EngineCore) -> None:
         """Have all adapters of the cluster before the first request can come.

@@ -15,10 +15,9 @@ from typing import Any, assert_never
 
 import zmq
 
-from engine.core.inbox import InboxItem, Stop
+from engine.core.events import InboxItem, Stop
 from engine.core.sender import Sender
-from engine.lockstep.group_connection import GroupConnection
-from engine.process.links import FrontEndLinks
+from engine.lockstep.grouping import GroupConnection
 from engine.process.reception import (
     Action,
     Announce,
@@ -29,6 +28,7 @@ from engine.process.reception import (
     Disconnect,
     Event,
     Follow,
+    FrontEndLinks,
     Greet,
     Leave,
     Reception,
@@ -40,7 +40,7 @@ from engine.shared.adapters import configured_adapters
 from engine.shared.config import EngineConfig
 from engine.shared.group_config import group_config
 from engine.shared.membership import Identity, Membership
-from engine.shared.messages import CoordinatorReply, EngineInput, FrontEndEntry, GroupOrder, encode
+from engine.shared.messages import CoordinatorReply, EngineInput, GroupOrder, encode
 from engine.shared.own_process import process_use
 from engine.shared.scope import node_name
 from engine.shared.transport import Inbox, Transport
@@ -219,12 +219,24 @@ class Receiver:
             case Greet(front_end, hello):
                 self._requests[front_end].send(encode(hello))
             case Connect(entry):
-                self._connect(entry)
+                self._outputs.connect_front_end(
+                    entry.index, entry.addresses.outputs, entry.protocol
+                )
+                identity = f"{self._reception.rank}-{self._incarnation:x}".encode()
+                requests = self._transport.connect(
+                    zmq.DEALER, entry.addresses.requests, identity=identity
+                )
+                self._requests[entry.index] = requests
+                self.sockets.serve(Inbox(requests, EngineInput, "requests"), self._handle)
             case Disconnect(front_end):
                 self.sockets.forget(self._requests.pop(front_end))
                 self._outputs.disconnect_front_end(front_end)
             case Follow(orders_address, reports_address):
-                self._follow(orders_address)
+                if self._orders is not None:
+                    self.sockets.forget(self._orders)
+                self._orders = self._transport.connect(zmq.XSUB, orders_address)
+                self._orders.send(_SUBSCRIBE_ALL)
+                self.sockets.serve(Inbox(self._orders, GroupOrder, "back publish"), self._handle)
                 self._outputs.connect_coordinator(reports_address)
             case Supersede(topology):
                 self._connection.ordered(topology)
@@ -237,17 +249,3 @@ class Receiver:
                 self.is_closed = True
             case _:
                 assert_never(action)
-
-    def _connect(self, entry: FrontEndEntry) -> None:
-        self._outputs.connect_front_end(entry.index, entry.addresses.outputs, entry.protocol)
-        identity = f"{self._reception.rank}-{self._incarnation:x}".encode()
-        requests = self._transport.connect(zmq.DEALER, entry.addresses.requests, identity=identity)
-        self._requests[entry.index] = requests
-        self.sockets.serve(Inbox(requests, EngineInput, "requests"), self._handle)
-
-    def _follow(self, address: str) -> None:
-        if self._orders is not None:
-            self.sockets.forget(self._orders)
-        self._orders = self._transport.connect(zmq.XSUB, address)
-        self._orders.send(_SUBSCRIBE_ALL)
-        self.sockets.serve(Inbox(self._orders, GroupOrder, "back publish"), self._handle)

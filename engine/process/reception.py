@@ -5,11 +5,10 @@ what the receiver has to do, in this order; `deadline` says when it wants to hea
 """
 
 import logging
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine.core.events import FrontEndJoined, FrontEndLeft, Rejoined
-from engine.core.inbox import InboxItem, Stop, Welcomed
-from engine.process.links import FrontEndLinks, LinkChanges
+from engine.core.events import FrontEndJoined, FrontEndLeft, InboxItem, Rejoined, Stop, Welcomed
 from engine.shared.membership import HELLO_INTERVAL, Joined, Membership, Rejected
 from engine.shared.messages import (
     AbortRequests,
@@ -38,8 +37,12 @@ from engine.shared.messages import (
     WeightsSource,
     Welcome,
 )
+from engine.shared.roster import Roster
 
 logger = logging.getLogger(__name__)
+
+ASK_INTERVAL = 0.02
+"""Seconds between hellos while front ends are asked whether they route to the engine."""
 
 # -- events, beside the messages that arrive -----------------------------------------------------
 
@@ -139,6 +142,108 @@ class Close(NamedTuple):
 
 
 Action = Register | Follow | Connect | Disconnect | Greet | Deliver | Supersede | Announce | Close
+
+
+class FrontEndLinks:
+    """The connections of one engine process to all front ends within its scope.
+
+    Hellos are repeated, as a sign of life over the connections of requests and answers; a lost one
+    costs an interval. An engine that has just become ready asks in its hellos which front ends
+    route to it already. Its supervisor waits for that before it ends another engine, so that no
+    front end is left without one.
+
+    Args:
+        incarnation: of the engine.
+        node: name of the engine's node.
+        grace: seconds for which front ends that a restarted coordinator does not list are kept,
+            and for which front ends that do not answer are asked.
+        interval: seconds between hellos.
+    """
+
+    def __init__(self, incarnation: int, node: str, grace: float, interval: float) -> None:
+        self._incarnation = incarnation
+        self._node = node
+        self._interval = interval
+        self._roster: Roster[FrontEndEntry] = Roster(grace)
+        self._sessions: dict[int, int] = {}
+        self._num_sessions = 0
+        self._greet_at = 0.0
+        self._grace = grace
+        self._ask_until: float | None = None
+        self._drains = False
+        self._answered: set[int] = set()
+
+    def serve(self, now: float) -> None:
+        """The engine serves from now on: ask all front ends whether they route to it."""
+        self._ask_until = now + self._grace
+        self._greet_at = now
+
+    def drain(self, now: float) -> None:
+        """The engine takes nothing new from now on: tell all front ends."""
+        self._drains = True
+        self._greet_at = now
+
+    def answered(self, answer: RouteTaken) -> None:
+        """A front end routes to the engine."""
+        self._answered.add(answer.session)
+
+    def take_unconfirmed(self, now: float) -> list[int] | None:
+        """Return which front ends still do not route to an engine that serves, once.
+
+        None before it serves, while waiting for them is still worthwhile, and once they were told.
+        """
+        if self._ask_until is None:
+            return None
+        unconfirmed = [each for each, of in self._sessions.items() if of not in self._answered]
+        if unconfirmed and now < self._ask_until:
+            return None
+        self._ask_until = None
+        return unconfirmed
+
+    @property
+    def wait(self) -> float:
+        """Seconds after which `tick` has to be called again at the latest."""
+        return self._interval if self._ask_until is None else ASK_INTERVAL
+
+    def update(
+        self, rank: int, epoch: int, entries: list[FrontEndEntry], now: float
+    ) -> list[Action]:
+        """Take a complete list of the coordinator of `epoch`; `rank` is this engine's."""
+        listed = {each.index: each for each in entries if each.scope.contains(rank, self._node)}
+        change = self._roster.update(epoch, listed, now)
+        actions = self._leave(change.left)
+        for index in change.joined:
+            self._num_sessions += 1
+            self._sessions[index] = self._num_sessions
+            # Outputs may follow as soon as a request does: the way back has to be there first.
+            entry = listed[index]
+            actions += [Connect(entry), Deliver(FrontEndJoined(index, entry.incarnation))]
+        return actions + self._greet(rank, change.joined)
+
+    def tick(self, rank: int, now: float) -> list[Action]:
+        """Time has passed."""
+        actions = self._leave(self._roster.expire(now))
+        if now < self._greet_at:
+            return actions
+        self._greet_at = now + self.wait
+        return actions + self._greet(rank, self._sessions)
+
+    def _leave(self, indices: Iterable[int]) -> list[Action]:
+        actions: list[Action] = []
+        for index in indices:
+            self._answered.discard(self._sessions.pop(index, 0))
+            actions += [Disconnect(index), Deliver(FrontEndLeft(index))]
+        return actions
+
+    def _greet(self, rank: int, indices: Iterable[int]) -> list[Action]:
+        asks = self._ask_until is not None
+        return [
+            Greet(
+                index,
+                RouteHello(rank, self._incarnation, self._sessions[index], asks, self._drains),
+            )
+            for index in indices
+        ]
 
 
 class Reception:
@@ -275,27 +380,17 @@ class Reception:
     def _listed(self, epoch: int, entries: list[FrontEndEntry], now: float) -> list[Action]:
         if epoch != self._membership.epoch:
             return []
-        return _link_actions(self._links.update(self.rank, epoch, entries, now))
+        return self._links.update(self.rank, epoch, entries, now)
 
     # -- time ------------------------------------------------------------------------------------
 
     def _due(self, now: float) -> list[Action]:
         """Return what is to be sent by now, and whether the engine can be counted on."""
         actions: list[Action] = [Register(message) for message in self._membership.tick(now)]
-        actions += _link_actions(self._links.tick(self.rank, now))
+        actions += self._links.tick(self.rank, now)
         unconfirmed = self._links.take_unconfirmed(now)
         if unconfirmed is not None:
             actions.append(Announce(unconfirmed))
         is_joining = self._membership.epoch is None
         self.deadline = now + (HELLO_INTERVAL if is_joining else self._links.wait)
         return actions
-
-
-def _link_actions(changes: LinkChanges) -> list[Action]:
-    actions: list[Action] = []
-    for index in changes.left:
-        actions += [Disconnect(index), Deliver(FrontEndLeft(index))]
-    for entry in changes.joined:
-        # Outputs may follow as soon as a request does: the way back has to be there first.
-        actions += [Connect(entry), Deliver(FrontEndJoined(entry.index, entry.incarnation))]
-    return actions + [Greet(index, hello) for index, hello in changes.hellos]

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.runner.slots import FloatArray
+
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -41,8 +43,6 @@ def _mix(z: UIntArray) -> UIntArray:
     return z ^ (z >> np.uint64(31))
 
 
-FloatArray = npt.NDArray[np.float64]
-
 _CHUNK = 128
 """Tokens per chunk; divides the vocabularies of most models."""
 _CACHED_BYTES = 1 << 20
@@ -64,7 +64,6 @@ class DrawFromLogits(Protocol):
         consume: bool = False,
     ) -> Tensor:
         """Draw a token of each row."""
-        ...
 
 
 def draw_from_logits(

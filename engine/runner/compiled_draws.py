@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.registry import compiled_for_cpu
-from engine.runner.categorical import FloatArray
 from engine.runner.filters import WITH_TORCH, Drawing, Filters, draw_filtered
+from engine.runner.slots import FloatArray
 
 _LINE = 16
 """Values of float32 in a cache line."""

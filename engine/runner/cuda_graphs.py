@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.models.attention.cuda import CudaAttention, KernelAttention, TilePlan
-from engine.models.attention.rows import AttentionRows
+from engine.models.attention.rows import AttentionRows, IntArray
 from engine.models.decoder import Decoder
 from engine.models.device_copies import refill, to_device
 from engine.models.step import StepTokens
 from engine.runner.inputs import BatchRows
-
-IntArray = npt.NDArray[np.int64]
 
 _SMALL_SIZES = (1, 2, 4)
 _STRIDE = 8
@@ -140,7 +138,10 @@ class DecodeGraphs:
         if graph is None:
             graph = self._graphs[size] = self._record(padded, shape)
         else:
-            self._fill(graph, padded)
+            refill(graph.step.token_ids, padded.token_ids)
+            refill(graph.step.positions, padded.positions)
+            refill(graph.step.slots, padded.cache_slots)
+            self._attention.replan(graph.plan, padded.num_keys, padded.block_tables)
         graph.graph.replay()
         return graph.hidden[:count]
 
@@ -178,9 +179,3 @@ class DecodeGraphs:
             },
         )
         return step, plan
-
-    def _fill(self, graph: _Graph, padded: PaddedDecode) -> None:
-        refill(graph.step.token_ids, padded.token_ids)
-        refill(graph.step.positions, padded.positions)
-        refill(graph.step.slots, padded.cache_slots)
-        self._attention.replan(graph.plan, padded.num_keys, padded.block_tables)

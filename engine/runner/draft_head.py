@@ -12,14 +12,17 @@ from engine.models.heads.head import DraftHead
 from engine.models.step import Taps
 from engine.runner.filters import Drawing
 from engine.runner.host_memory import untouched_zeros
-from engine.runner.inputs import BatchRows, attention_rows, batch_rows, plain_plan
+from engine.runner.inputs import (
+    BatchRows,
+    attention_rows,
+    batch_rows,
+    draws_of,
+    plain_plan,
+    step_tokens,
+)
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.sampler import draft
-from engine.runner.slots import SlotTable
-from engine.runner.step_input import step_tokens
-from engine.runner.verification import draws_of
-
-IntArray = npt.NDArray[np.int64]
+from engine.runner.slots import IntArray, SlotTable
 
 
 class HeadDrafts:
@@ -72,12 +75,8 @@ class HeadDrafts:
         return self._head.new_taps()
 
     def take(self, hidden: Tensor, taps: Taps) -> None:
-        """Keep what the head needs of a step until its tokens are known.
-
-        Args:
-            hidden: [tokens, hidden] final states, of all tokens if these are needed.
-            taps: states of all tokens between layers.
-        """
+        """Keep what the head needs of a step until its tokens are known: final states
+        [tokens, hidden], of all tokens if these are needed, or states between layers."""
         self._found = taps.states() if self._head.is_tapping else hidden
 
     def propose(self, plan: BatchPlan) -> BatchPlan:
@@ -117,10 +116,7 @@ class HeadDrafts:
     def learn(self, plan: BatchPlan, rows: BatchRows, accepted: dict[int, int]) -> None:
         """Take what was found in a step whose tokens are known now.
 
-        Args:
-            plan: the step, with all drafts.
-            rows: the same.
-            accepted: how many drafts of each row that has some were right.
+        `accepted`: how many drafts of each row that has some were right.
         """
         assert self._found is not None, "the model has computed the step"
         states, self._found = self._head.project(self._found), None

@@ -2,20 +2,15 @@
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from engine.batch.batch import BatchPlan
 from engine.models.decoder import Decoder
 from engine.runner.filters import Drawing
-from engine.runner.inputs import attention_rows, batch_rows, plain_plan
+from engine.runner.inputs import attention_rows, batch_rows, draws_of, plain_plan, step_tokens
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.sampler import draft
-from engine.runner.slots import SlotTable
-from engine.runner.step_input import step_tokens
-from engine.runner.verification import draws_of
-
-IntArray = npt.NDArray[np.int64]
+from engine.runner.slots import IntArray, SlotTable
 
 _UNKNOWN = -1
 
@@ -56,7 +51,9 @@ class DraftModel:
             self._computed[start.slot] = _UNKNOWN
         if not plan.slots:
             return plan
-        slots, left = np.array(plan.slots, np.int64), _drafts_of(plan)
+        slots, left = np.array(plan.slots, np.int64), np.zeros(len(plan.slots), np.int64)
+        for row, proposed in plan.proposed.items():
+            left[row] = len(proposed)
         drafted: dict[int, list[int]] = {row: [] for row in plan.proposed}
         rows = np.flatnonzero(left)
         ends, tokens = self._compute_new(plan, left)
@@ -67,7 +64,8 @@ class DraftModel:
             left[rows] -= 1
             rows = rows[left[rows] > 0]
             if len(rows):
-                tokens = self._draw_after(slots[rows], ends[rows])
+                ones = np.ones(len(rows), np.int64)
+                tokens = self._run(plain_plan(slots[rows], ends[rows], ones, ones.astype(np.bool_)))
                 ends[rows] += 1
                 self._computed[slots[rows]] = ends[rows]
         return msgspec.structs.replace(plan, proposed=drafted)
@@ -89,7 +87,9 @@ class DraftModel:
         # the last of them, if all were, has not been computed.
         computed = self._computed[slots]
         begins = np.where(computed == _UNKNOWN, starts, np.minimum(computed, starts))
-        due = self._is_due(begins, ends, known) | (drafts > 0)
+        # What decodes can be left for later while its newest block is not full.
+        fills = ends // self._table.block_size > begins // self._table.block_size
+        due = fills | (known > 1) | (ends - begins >= _MOST_LEFT) | (drafts > 0)
         self._computed[slots] = np.where(due, ends, begins)
         counts = ends - begins
         # Two tokens of a sequence that decodes attend as two rows: it is cheaper.
@@ -111,20 +111,6 @@ class DraftModel:
         drawn[order[drafts[order] > 0]] = tokens
         return ends, drawn[drafts > 0]
 
-    def _is_due(self, begins: IntArray, ends: IntArray, known: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether the tokens of rows, from `begins` to `ends`, cannot be left for later.
-
-        They can where a sequence decodes (`known` is 1) and its newest block is not full yet.
-        """
-        size = self._table.block_size
-        fills = ends // size > begins // size
-        return fills | (known > 1) | (ends - begins >= _MOST_LEFT)
-
-    def _draw_after(self, slots: IntArray, positions: IntArray) -> IntArray:
-        """Compute one token of each slot, and draw the next."""
-        ones = np.ones_like(slots)
-        return self._run(plain_plan(slots, positions, ones, ones.astype(np.bool_)))
-
     def _run(self, plan: BatchPlan) -> IntArray:
         """Compute the rows of a plan; return a draw for each that samples."""
         rows = batch_rows(plan, self._table)
@@ -142,11 +128,3 @@ class DraftModel:
             return np.zeros(0, np.int64)
         logits = self._model.logits(hidden)
         return draft(logits, self._table, draws.slots, draws.positions, drawing=self._drawing)
-
-
-def _drafts_of(plan: BatchPlan) -> IntArray:
-    """Return how many drafts each row gets."""
-    drafts = np.zeros(len(plan.slots), np.int64)
-    for row, proposed in plan.proposed.items():
-        drafts[row] = len(proposed)
-    return drafts

@@ -6,7 +6,8 @@ import torch
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.models.device_copies import to_device
 from engine.models.encoders.encoder import Encoder, EncoderBatch, groups_of
-from engine.runner.pooler import IntArray, Pooler
+from engine.runner.pooler import Pooler
+from engine.runner.slots import IntArray
 from engine.shared.messages import PoolingParams
 
 

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from engine.runner.categorical import (
     DrawFromLogits,
-    FloatArray,
     draw_from_logits,
     draw_from_weights,
 )
-
-IntArray = npt.NDArray[np.int64]
+from engine.runner.slots import FloatArray, IntArray
 
 _CANDIDATES = (256, 4096)
 """How many of the largest probabilities are tried before a whole row is sorted."""

@@ -13,9 +13,8 @@ from engine.models.decoder import Decoder
 from engine.models.device_copies import to_device
 from engine.models.step import ImageTokens, WholeImages
 from engine.models.vision.loading import VisionEncoder
-from engine.runner.inputs import BatchRows, IntArray
-from engine.runner.slots import SlotTable
-from engine.runner.step_input import whole_images
+from engine.runner.inputs import BatchRows, whole_images
+from engine.runner.slots import IntArray, SlotTable
 
 
 class ImageEmbeddings:

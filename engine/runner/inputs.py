@@ -1,14 +1,28 @@
-"""From a batch plan to the arrays that the model takes."""
+"""From a batch plan to the tensors that a decoder takes."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from engine.batch.batch import BatchPlan
+from engine.models.adapters import AdapterRows
 from engine.models.attention.rows import AttentionRows
-from engine.runner.slots import SlotTable
-
-IntArray = npt.NDArray[np.int64]
+from engine.models.decoder import Decoder
+from engine.models.device_copies import to_device
+from engine.models.step import (
+    NO_TAPS,
+    FinalTokens,
+    GroupTokens,
+    ImageTokens,
+    StepTokens,
+    Taps,
+    WholeImages,
+)
+from engine.runner.slots import IntArray, SlotTable
 
 
 class BatchRows(msgspec.Struct, frozen=True):
@@ -124,4 +138,126 @@ def attention_rows(rows: BatchRows, table: SlotTable) -> AttentionRows:
         block_tables=table.block_tables[slots, :width],
         block_size=table.block_size,
         other_tables=tuple(tables[slots, :width] for tables in table.other_tables),
+    )
+
+
+class Draws(msgspec.Struct, frozen=True):
+    """The tokens of a step that another token is drawn after, in order of rows."""
+
+    tokens: IntArray
+    """Index among the tokens of the step."""
+    slots: IntArray
+    positions: IntArray
+    """Position of the token to be drawn."""
+    first: dict[int, int]
+    """For each row with proposed tokens the index of its first draw."""
+
+
+def write_proposed(plan: BatchPlan, table: SlotTable) -> None:
+    """Put proposed tokens where their sequence will have them if they are accepted.
+
+    So all that depends on a sequence's tokens (input, penalties) is right for every draw that is
+    kept. Whatever stays there of others is overwritten before it counts.
+    """
+    for row, proposed in plan.proposed.items():
+        first = plan.starts[row] + 1
+        table.token_ids[plan.slots[row], first : first + len(proposed)] = proposed
+
+
+def draws_of(plan: BatchPlan, rows: BatchRows) -> Draws:
+    """Return one draw for each row that samples, and one more for each proposed token."""
+    samples = rows.samples
+    if not any(plan.proposed.values()):
+        last, positions = rows.last_tokens[samples], rows.next_positions[samples]
+        return Draws(last, rows.slots[samples], positions, {})
+    counts = np.array([1 + len(plan.proposed.get(row, ())) for row in samples.tolist()])
+    ends = np.cumsum(counts)
+    repeated = np.repeat(samples, counts)
+    # Counted back from the row's last token and the position after it.
+    back = np.repeat(ends, counts) - np.arange(ends[-1]) - 1
+    return Draws(
+        tokens=rows.last_tokens[repeated] - back,
+        slots=rows.slots[repeated],
+        positions=rows.next_positions[repeated] - back,
+        first={
+            row: first
+            for row, first in zip(samples.tolist(), (ends - counts).tolist(), strict=True)
+            if row in plan.proposed
+        },
+    )
+
+
+def draw_rows(draws: Draws, table: SlotTable) -> AttentionRows:
+    """Return each token that is drawn after as a row of its own."""
+    width = -(-int(draws.positions.max(initial=1)) // table.block_size)
+    return AttentionRows(
+        starts=draws.positions - 1,
+        counts=np.ones_like(draws.positions),
+        first_token=np.arange(len(draws.positions)),
+        block_tables=table.block_tables[draws.slots, :width],
+        block_size=table.block_size,
+        other_tables=tuple(tables[draws.slots, :width] for tables in table.other_tables),
+    )
+
+
+def step_tokens(
+    model: Decoder,
+    table: SlotTable,
+    rows: BatchRows,
+    shape: AttentionRows,
+    *,
+    draws: Draws | None,
+    adapters: AdapterRows | None = None,
+    taps: Taps = NO_TAPS,
+    images: ImageTokens | None = None,
+) -> StepTokens:
+    """Return what the model computes of the rows, which have this shape for attention.
+
+    `draws` are the only states that are needed; None for those of all tokens. States between layers
+    are given to `taps`.
+    """
+    device, final = model.device, None
+    if draws is not None:
+        ends = draw_rows(draws, table).of_group(model.last_group)
+        plan = model.attention.plan(ends, model.last_window) if len(draws.tokens) else None
+        final = FinalTokens(to_device(draws.tokens, device), plan)
+    return StepTokens(
+        token_ids=to_device(rows.token_ids, device),
+        positions=to_device(rows.turns, device),
+        slots=to_device(rows.cache_slots, device),
+        rows=shape,
+        plans=plans_of(model, shape, 0),
+        final=final,
+        adapters=adapters,
+        others=other_groups(model, shape, [to_device(each, device) for each in rows.other_slots]),
+        taps=taps,
+        images=images,
+    )
+
+
+def plans_of(model: Decoder, shape: AttentionRows, group: int) -> dict[int | None, Any]:
+    """Return how the layers of a group attend, by their windows."""
+    rows = shape.of_group(group)
+    return {window: model.attention.plan(rows, window) for window in model.windows[group]}
+
+
+def whole_images(
+    model: Decoder, rows: AttentionRows, queries: Tensor, computed: Tensor
+) -> WholeImages:
+    """Return how tokens of images, a row for each image, attend in the layers that are here."""
+    attention = model.image_attention
+    assert attention is not None, "tokens of the model's images attend as others do"
+    plans = tuple(
+        {window: attention.plan_whole(rows.of_group(group), window) for window in windows}
+        for group, windows in enumerate(model.windows)
+    )
+    return WholeImages(queries, computed, rows, plans)
+
+
+def other_groups(
+    model: Decoder, shape: AttentionRows, slots: Sequence[Tensor]
+) -> tuple[GroupTokens, ...]:
+    """Return what differs for the groups of layers after the first, whose cache slots are given."""
+    return tuple(
+        GroupTokens(each, plans_of(model, shape, group)) for group, each in enumerate(slots, 1)
     )

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -85,18 +86,13 @@ def _free_host_memory() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
-    limit = _control_group_free()
-    return free if limit is None else min(free, limit)
-
-
-def _control_group_free() -> int | None:
     group = Path("/sys/fs/cgroup")
-    try:
+    with suppress(OSError, ValueError):  # no control group of version 2 bounds this process
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group of version 2 bounds this process
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)
+        if limit != "max":
+            free = min(free, max(0, int(limit) - used))
+    return free
 
 
 def allocate_cache(

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.runner.slots import IntArray
 from engine.shared.messages import TokenLogprob
-
-IntArray = npt.NDArray[np.int64]
 
 _CACHED_VALUES = 1 << 20
 """Logits that a CPU computes with at once: what is made of more does not stay in its caches, and

@@ -26,19 +26,20 @@ from engine.runner.draft_model import DraftModel
 from engine.runner.filters import WITH_TORCH, Drawing
 from engine.runner.head_threads import head_threads
 from engine.runner.image_embeddings import ImageEmbeddings
-from engine.runner.inputs import BatchRows, attention_rows, batch_rows
+from engine.runner.inputs import (
+    BatchRows,
+    Draws,
+    attention_rows,
+    batch_rows,
+    draws_of,
+    step_tokens,
+    write_proposed,
+)
 from engine.runner.kv_memory import allocate_cache, as_bytes, read_block, write_block
 from engine.runner.logprobs import token_logprobs
 from engine.runner.pooler import Pooler
-from engine.runner.sampler import sample
+from engine.runner.sampler import Sampled, sample
 from engine.runner.slots import NO_LOGPROBS, SlotTable
-from engine.runner.step_input import step_tokens
-from engine.runner.verification import (
-    Draws,
-    draws_of,
-    verified,
-    write_proposed,
-)
 from engine.shared.messages import PoolingParams, TokenLogprob
 
 _PROMPT_LOGPROB_ROWS = 256
@@ -50,11 +51,9 @@ class EarlierStages(Protocol):
 
     def begin(self, rows: BatchRows, shape: AttentionRows, images: ImageTokens | None) -> Transfer:
         """Have them compute these tokens, after those of all steps begun before."""
-        ...
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Have them put their part of an adapter into a slot, after all steps begun before."""
-        ...
 
 
 class BegunStep(NamedTuple):
@@ -188,7 +187,8 @@ class ModelRunner:
             for adapter_slot, weights in placed.items():
                 self._earlier.load_adapter(adapter_slot, weights)
             incoming = self._earlier.begin(rows, shape, images)
-        adapters = self._row_adapters(rows)
+        bank = self.model.adapters
+        adapters = None if bank is None else bank.rows(rows.adapters)
         draws = draws_of(plan, rows)
         return BegunStep(plan, rows, shape, draws, adapters, placed, incoming, images)
 
@@ -224,7 +224,7 @@ class ModelRunner:
             )
         self._table.token_ids[draws.slots, draws.positions] = sampled.token_ids
         if plan.proposed:
-            return verified(plan, draws, sampled, prompt_logprobs, grammars)
+            return _verified(plan, draws, sampled, prompt_logprobs, grammars)
         token_ids, ends = sampled.token_ids.tolist(), Ends({}, {}, {})
         if grammars is not None:
             ends = grammars.advance(draws.slots.tolist(), token_ids)
@@ -262,10 +262,6 @@ class ModelRunner:
         begun = self.begin(plan)
         assert begun is not None, "a plan without rows"
         return self._compute(begun, None)
-
-    def _row_adapters(self, rows: BatchRows) -> AdapterRows | None:
-        bank = self.model.adapters
-        return None if bank is None else bank.rows(rows.adapters)
 
     def _head_adapters(
         self, adapters: AdapterRows | None, tokens: npt.NDArray[np.int64]
@@ -373,3 +369,45 @@ class ModelRunner:
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
         return to_device(array, self.model.device)
+
+
+def _verified(
+    plan: BatchPlan,
+    draws: Draws,
+    sampled: Sampled,
+    prompt_logprobs: dict[int, list[TokenLogprob]],
+    grammars: GrammarTable | None,
+) -> BatchResult:
+    """Return the result of a step with only those draws that are kept.
+
+    They are as long as every proposed token before them was drawn as well, and no grammar ended.
+    """
+    token_ids, logprobs = sampled.token_ids, sampled.logprobs
+    kept = np.ones(len(token_ids), np.bool_)
+    accepted: dict[int, int] = {}
+    for row, first in draws.first.items():
+        proposed = plan.proposed[row]
+        drawn = token_ids[first : first + len(proposed)]
+        wrong = np.flatnonzero(drawn != proposed)
+        accepted[row] = int(wrong[0]) if len(wrong) else len(proposed)
+        kept[first + accepted[row] + 1 : first + len(proposed) + 1] = False
+    ends = Ends({}, {}, {})
+    if grammars is not None:
+        ends = grammars.advance(draws.slots[kept].tolist(), token_ids[kept].tolist())
+    for row, first in draws.first.items():
+        surplus = ends.surplus.get(plan.slots[row], 0)
+        last = first + accepted[row]
+        kept[last + 1 - surplus : last + 1] = False
+        accepted[row] -= surplus
+    if logprobs is not None:
+        logprobs = [logprobs[index] for index in np.flatnonzero(kept).tolist()]
+    return BatchResult(
+        token_ids[kept].tolist(),
+        logprobs,
+        prompt_logprobs,
+        accepted,
+        ends.reasons,
+        ends.stalls,
+        mask_us={} if grammars is None else grammars.mask_us,
+        mask_wait_us=0 if grammars is None else grammars.waited_us,
+    )

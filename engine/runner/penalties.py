@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.grammar.masks import WORD_BITS, TokenMasks
-from engine.runner.slots import SamplingTable, SlotTable
-
-IntArray = npt.NDArray[np.int64]
+from engine.runner.slots import IntArray, SamplingTable, SlotTable
 
 
 def adjusted_rows(table: SamplingTable, slots: IntArray, num_output: IntArray) -> IntArray:

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.module import Rows
+from engine.runner.slots import IntArray
 from engine.shared.messages import PoolingParams
 from engine.shared.pooling import PoolingSpec
 
-IntArray = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 
@@ -76,10 +76,8 @@ class Pooler:
                 return states[torch.from_numpy(firsts).to(states.device)].float()
             case "last":
                 return states[torch.from_numpy(firsts + counts - 1).to(states.device)].float()
-            case "max":
-                return _reduced(states, counts, "max")
-            case "mean":
-                return _reduced(states, counts, "mean")
+            case "max" | "mean" as how:
+                return _reduced(states, counts, how)
             case "mean_sqrt_len":
                 roots = torch.from_numpy(counts).to(states.device).sqrt()
                 return _reduced(states, counts, "mean") * roots.unsqueeze(1)

@@ -5,12 +5,8 @@ operation treats rows independently, so a row's token does not depend on its nei
 place in the batch.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,12 +15,8 @@ from engine.runner.categorical import uniform
 from engine.runner.filters import WITH_TORCH, Drawing, Filters
 from engine.runner.logprobs import token_logprobs
 from engine.runner.penalties import adjust, adjusted_rows, forbid_others
-from engine.runner.slots import NO_LOGPROBS, FloatArray, SamplingTable, SlotTable
+from engine.runner.slots import NO_LOGPROBS, IntArray, SamplingTable, SlotTable
 from engine.shared.messages import TokenLogprob
-
-IntArray = npt.NDArray[np.int64]
-_Way = Callable[[Tensor, SamplingTable, IntArray, IntArray], IntArray]
-"""How some rows are drawn, from logits that may be overwritten."""
 
 _COLDEST = 1e-6
 """Lower temperatures are raised to this, at which the most likely token is certain anyway."""
@@ -131,47 +123,29 @@ def _choose(
 ) -> IntArray:
     """Draw each row in the cheapest way that its parameters allow."""
     drawn, filtered = params.temperature[slots] > 0, params.filtered[slots]
-    ways: tuple[tuple[npt.NDArray[np.bool_], _Way], ...] = (
-        (~drawn, lambda some, *_: most_likely(some)),
-        (drawn & ~filtered, partial(_draw, drawing)),
-        (drawn & filtered, partial(_draw_filtered, drawing)),
-    )
     token_ids = np.empty(len(slots), np.int64)
-    for members, choose in ways:
+    for members, filters in ((~drawn, None), (drawn & ~filtered, False), (drawn & filtered, True)):
         rows = np.flatnonzero(members)
-        if len(rows) == len(slots):
-            return choose(logits, params, slots, positions)
-        if len(rows):
+        if not len(rows):
+            continue
+        some, some_slots, some_positions = logits, slots, positions
+        if len(rows) < len(slots):
             some = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
-            token_ids[rows] = choose(some, params, slots[rows], positions[rows])
+            some_slots, some_positions = slots[rows], positions[rows]
+        if filters is None:
+            token_ids[rows] = most_likely(some)
+            continue
+        temperature = np.maximum(params.temperature[some_slots], _COLDEST)
+        uniforms = uniform(params.seed[some_slots], some_positions)
+        if filters:
+            left = Filters(
+                params.top_k[some_slots], params.top_p[some_slots], params.min_p[some_slots]
+            )
+            found = drawing.filtered(some, temperature, left, uniforms)
+        else:
+            found = drawing.unfiltered(some, temperature, uniforms, consume=True)
+        token_ids[rows] = _on_host(found)
     return token_ids
-
-
-def _draw(
-    drawing: Drawing,
-    logits: Tensor,
-    params: SamplingTable,
-    slots: IntArray,
-    positions: IntArray,
-) -> IntArray:
-    uniforms = uniform(params.seed[slots], positions)
-    return _on_host(drawing.unfiltered(logits, _temperature(params, slots), uniforms, consume=True))
-
-
-def _draw_filtered(
-    drawing: Drawing,
-    logits: Tensor,
-    params: SamplingTable,
-    slots: IntArray,
-    positions: IntArray,
-) -> IntArray:
-    filters = Filters(params.top_k[slots], params.top_p[slots], params.min_p[slots])
-    uniforms = uniform(params.seed[slots], positions)
-    return _on_host(drawing.filtered(logits, _temperature(params, slots), filters, uniforms))
-
-
-def _temperature(params: SamplingTable, slots: IntArray) -> FloatArray:
-    return np.maximum(params.temperature[slots], _COLDEST)
 
 
 def _logprobs(

@@ -58,11 +58,6 @@ class AdapterSlots:
         """Those of them that sequences use."""
         return [version for version, resident in self._residents.items() if resident.users]
 
-    @property
-    def pinned(self) -> set[str]:
-        """The adapters that keep their slots."""
-        return set(self._pinned)
-
     def admits(self, version: str, *, first: bool = False) -> bool:
         """Whether a sequence with this adapter may start now, or `first` before all that wait."""
         if not version:
@@ -112,7 +107,9 @@ class AdapterSlots:
             return NO_ADAPTER
         resident = self._residents.pop(version, None)
         if resident is None:
-            resident = _Resident(self._vacant_slot(), self._step)
+            if not self._free:
+                self._evict(next(iter(self._evictable())))
+            resident = _Resident(self._free.pop(), self._step)
             self._placed[resident.slot] = version
             self._wanted.pop(version, None)
         elif not resident.users and not self._wanted:
@@ -156,11 +153,8 @@ class AdapterSlots:
         self.held.discard(version)
         self.unpin(version)
         self._wanted.pop(version, None)
-        resident = self._residents.get(version)
-        if resident is not None:
+        if version in self._residents:
             self._evict(version)
-
-    # -- inside ----------------------------------------------------------------------------------
 
     @property
     def _num_available(self) -> int:
@@ -173,11 +167,6 @@ class AdapterSlots:
             if not resident.users and version not in self._pinned
         )
 
-    def _vacant_slot(self) -> int:
-        if not self._free:
-            self._evict(next(iter(self._evictable())))
-        return self._free.pop()
-
     def _evict(self, version: str) -> None:
         resident = self._residents.pop(version)
         assert not resident.users, "sequences use it"
@@ -185,11 +174,7 @@ class AdapterSlots:
         self._free.append(resident.slot)
 
     def check_integrity(self, versions: Iterable[str]) -> None:
-        """Compare with the adapters of all sequences that hold a slot.
-
-        Raises:
-            AssertionError: a slot is leaked, shared or counted wrongly.
-        """
+        """Raise AssertionError if a slot is leaked, shared or counted wrongly."""
         users = Counter(version for version in versions if version)
         held = {version: each.users for version, each in self._residents.items() if each.users}
         assert users == held, "users of adapters are counted wrongly"

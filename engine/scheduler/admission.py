@@ -55,7 +55,6 @@ class AdmissionPolicy(Protocol):
     def exchanges(self) -> bool:
         """Whether `decide` needs the states of all ranks; if not, it is given the own state only,
         and ranks may come to different grants."""
-        ...
 
     def decide(self, step: int, table: Sequence[RankState]) -> Grant:
         """Return the grant for `step`, given the states of the ranks in rank order.
@@ -63,7 +62,6 @@ class AdmissionPolicy(Protocol):
         Called once before each step. The states are taken after the input queue was drained and
         nothing that arrives later is admitted in this step. Steps count from 0 in every wave.
         """
-        ...
 
 
 class AdmitAll:
@@ -79,35 +77,31 @@ class AdmitAll:
 class StepBudget:
     """What is left of one step's tokens; the `try_*` methods reserve."""
 
-    __slots__ = ("_admit_new", "_max_tokens", "_prefill_tokens", "_run_partials", "_tokens")
+    __slots__ = ("_admit_new", "_max_tokens", "_prefill_tokens", "_run_partials", "num_tokens")
 
     def __init__(self, max_tokens: int, grant: Grant = UNLIMITED) -> None:
-        self._tokens = self._max_tokens = max_tokens
+        self.num_tokens = self._max_tokens = max_tokens
+        """Tokens that nothing has reserved."""
         self._prefill_tokens = max_tokens if grant.token_cap < 0 else grant.token_cap
         self._admit_new = grant.admit_new
         self._run_partials = grant.run_partials
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that nothing has reserved."""
-        return self._tokens
-
-    @property
     def can_admit(self) -> bool:
         """Whether `try_admit` would reserve at least one token."""
-        return self._admit_new and self._tokens > 0 and self._prefill_tokens > 0
+        return self._admit_new and self.num_tokens > 0 and self._prefill_tokens > 0
 
     def try_decode(self) -> bool:
         """Reserve one token for a decode."""
-        if self._tokens == 0:
+        if self.num_tokens == 0:
             return False
-        self._tokens -= 1
+        self.num_tokens -= 1
         return True
 
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens that are left for prompts."""
-        return min(self._tokens, self._prefill_tokens)
+        return min(self.num_tokens, self._prefill_tokens)
 
     def try_continue(self, wanted: int, *, whole: bool = False) -> int:
         """Reserve up to `wanted` tokens for a prefill that has begun; 0 means not in this step.
@@ -125,19 +119,14 @@ class StepBudget:
 
         The first of a step gets them even if the grant is smaller: it may never be larger.
         """
-        if not self.can_admit or wanted > self._tokens:
+        if not self.can_admit or wanted > self.num_tokens:
             return False
-        return wanted <= self._prefill_tokens or self._tokens == self._max_tokens
-
-    def speculate(self, count: int) -> None:
-        """Reserve `count` draft tokens, of those left when all else has its share."""
-        assert count <= self._tokens
-        self._tokens -= count
+        return wanted <= self._prefill_tokens or self.num_tokens == self._max_tokens
 
     def _try_prefill(self, wanted: int, *, whole: bool) -> int:
         count = min(wanted, self.num_prefill_tokens)
         if whole and count:
-            count = wanted if wanted <= self._tokens else 0
-        self._tokens -= count
+            count = wanted if wanted <= self.num_tokens else 0
+        self.num_tokens -= count
         self._prefill_tokens = max(0, self._prefill_tokens - count)
         return count

@@ -65,11 +65,7 @@ class BlockPool:
         self._reusable.clear()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compare with the block tables of all sequences that hold blocks.
-
-        Raises:
-            AssertionError: a block is leaked, free while in use, or free twice.
-        """
+        """Raise AssertionError if a block is leaked, free while in use, or free twice."""
         expected = [0] * self.num_blocks
         for table in tables:
             for block_id in table:

@@ -7,9 +7,8 @@ layers slide need only the blocks that reach into their window.
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from engine.batch.batch import SlotImage
+from engine.batch.batch import SlotBlocks, SlotImage
 from engine.shared.block_names import ROOT_DIGEST
 from engine.shared.config import SchedulerConfig
 from engine.shared.messages import EncoderInput
@@ -79,14 +78,6 @@ def lookahead_tokens(
     return (1 + num_stages) * (tokens + 1 + scheduling.max_draft_tokens)
 
 
-class NewBlocks(NamedTuple):
-    """Blocks that a group's table has got, from logical block `first` on."""
-
-    group: int
-    first: int
-    block_ids: list[int]
-
-
 class GroupTable:
     """The blocks of one sequence in one group, in order of position."""
 
@@ -145,17 +136,17 @@ class BlockTable:
         """Computed tokens from which on `release_behind` has something to do."""
         self.generation = 0
 
-    def take_new(self) -> list[NewBlocks]:
-        """Return the blocks that the executor has not been told, which it is told now."""
+    def take_new(self, slot: int) -> list[SlotBlocks]:
+        """Return the blocks that the executor has not been told; now it is, for this slot."""
         self.num_untold = 0
         if len(self.groups) == 1:
             group = self.groups[0]
             first, group.told = group.told, len(group.ids)
-            return [NewBlocks(0, first, group.ids[first:])] if first < group.told else []
+            return [SlotBlocks(slot, first, group.ids[first:])] if first < group.told else []
         new = []
         for number, group in enumerate(self.groups):
             if group.told < len(group.ids):
-                new.append(NewBlocks(number, group.told, group.ids[group.told :]))
+                new.append(SlotBlocks(slot, group.told, group.ids[group.told :], number))
                 group.told = len(group.ids)
         return new
 

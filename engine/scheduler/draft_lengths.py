@@ -18,7 +18,8 @@ one token longer than the others: what they are expected to lose is at most `PRO
 of all steps. Those that turn out right do not count.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
@@ -44,6 +45,10 @@ class _Counts:
         self.tried = [0.0] * places
         self.right = [0.0] * places
         self.drafts = 0
+        self.probed = -1
+        """The newest step with a probe of a request, unless that was right."""
+        self.risked = 0.0
+        """What the probe that is under way may lose."""
         self._forgets = forgets
 
     def observe(self, proposed: int, accepted: int) -> None:
@@ -151,27 +156,20 @@ class DraftLengths:
         self._most = most
         self._prices = prices
         self._all = _Counts(most, _ALL_FORGET)
-        self._counts: dict[int, _Counts] = {}
+        self._counts = defaultdict[int, _Counts](lambda: _Counts(most, _FORGETS))
         """By request."""
         self._credit = 0.0
         """What probes may lose now."""
-        self._probed: dict[int, int] = {}
-        """By request: the newest step with a probe of it, unless that was right."""
-        self._risked: dict[int, float] = {}
-        """By request: what the probe that is under way may lose."""
         self._step = 0
 
     def decide(self, decodes: int, offers: Sequence[Offer]) -> list[int]:
-        """Return how many tokens to draft for each request in this step.
-
-        Args:
-            decodes: requests that are decoded, 1 or more.
-            offers: those of them for which drafts are possible.
-        """
+        """Return how many tokens to draft for each offer, if 1 or more requests are decoded."""
         self._step += 1
         floor = decodes * self._prices.more(opens=False) / self._prices.step(decodes)
         # Less likely ones pay beside no others.
-        chances = [list(_above(floor, self._chances(offer))) for offer in offers]
+        chances = [
+            list(takewhile(lambda chance: chance > floor, self._chances(offer))) for offer in offers
+        ]
         choice = choose(decodes, chances, self._prices)
         self._credit += PROBED * choice.price
         self._probe(choice, offers)
@@ -180,37 +178,33 @@ class DraftLengths:
 
     def observe(self, id: int, proposed: int, accepted: int) -> None:
         """Of so many tokens that were drafted for a request, the first ones were accepted."""
-        counts = self._counts.get(id)
-        if counts is None:
-            counts = self._counts[id] = _Counts(self._most, _FORGETS)
+        counts = self._counts[id]
         if counts.drafts < _FIRST:
             self._all.observe(proposed, accepted)
         counts.observe(proposed, accepted)
-        risked = self._risked.pop(id, 0.0)
         if accepted == proposed:
-            self._credit += risked
-            self._probed.pop(id, None)
+            self._credit += counts.risked
+            counts.probed = -1
+        counts.risked = 0.0
 
     def forget(self, id: int) -> None:
         """The request does not run any more."""
         self._counts.pop(id, None)
-        self._probed.pop(id, None)
-        self._risked.pop(id, None)
 
     @property
     def num_tracked(self) -> int:
         """Number of requests that are remembered."""
-        return max(len(self._counts), len(self._probed), len(self._risked))
+        return len(self._counts)
 
     def _chances(self, offer: Offer) -> Iterator[float]:
         """Yield, by place, the chance that a request's draft is right up to there: ever lower."""
-        counts = self._counts.get(offer.id)
+        counts = self._counts[offer.id]
         of_all = own = _PRIOR
         chance = 1.0
         for place in range(min(offer.most, self._most)):
             of_all = self._all.estimate(place, of_all)
             prior = (of_all + own) / 2 if place else of_all
-            own = prior if counts is None else counts.estimate(place, prior)
+            own = counts.estimate(place, prior)
             chance *= own
             yield chance
 
@@ -222,7 +216,7 @@ class DraftLengths:
         """
         lengths = choice.lengths
         waiting = [index for index, offer in enumerate(offers) if lengths[index] < offer.most]
-        waiting.sort(key=lambda index: self._probed.get(offers[index].id, -1))
+        waiting.sort(key=lambda index: self._counts[offers[index].id].probed)
         passes = max(lengths, default=0)
         for index in waiting:
             offer, place = offers[index], lengths[index]
@@ -232,11 +226,7 @@ class DraftLengths:
             if loss > self._credit:
                 return
             self._credit -= loss
-            self._risked[offer.id] = loss
-            self._probed[offer.id] = self._step
+            counts = self._counts[offer.id]
+            counts.risked, counts.probed = loss, self._step
             lengths[index] += 1
             passes = max(passes, lengths[index])
-
-
-def _above(floor: float, chances: Iterable[float]) -> Iterator[float]:
-    return takewhile(lambda chance: chance > floor, chances)

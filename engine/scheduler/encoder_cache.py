@@ -115,12 +115,8 @@ class EncoderCache:
     def reach(self, images: Sequence[EncoderInput], start: int, count: int) -> int:
         """Return how many of a sequence's next tokens this step can compute.
 
-        That is all of them, or those before an image that cannot be encoded now.
-
-        Args:
-            images: of the sequence, by position.
-            start: its first token that is not computed.
-            count: what would be computed without images.
+        That is all of `count` from `start` on, or those before an image that cannot be encoded now.
+        The images are in order of position.
         """
         staying = sum(self._kept[digest].num_tokens for digest in self._staying)
         left, room, seen = self._left, self._max_tokens - staying, self._staying.copy()
@@ -200,8 +196,6 @@ class EncoderCache:
             self._forget(digest)
         return len(unused)
 
-    # -- inside ----------------------------------------------------------------------------------
-
     def _use(self, image: EncoderInput, *, goes_on: bool) -> None:
         """Have the embeddings of an image for this step; `goes_on`: from the step before."""
         kept = self._kept.get(image.digest)
@@ -209,7 +203,10 @@ class EncoderCache:
             self._counters.encoder_cache_queries += 1
             self._counters.encoder_cache_hits += kept is not None
         if kept is None:
-            self._make_room(image.num_tokens)
+            for digest in [each for each in self._kept if each not in self._staying]:
+                if self._num_tokens + image.num_tokens <= self._max_tokens:
+                    break
+                self._forget(digest)
             kept = self._kept[image.digest] = _Kept(image.num_tokens, self._step)
             self._num_tokens += image.num_tokens
             self._left -= image.num_tokens
@@ -219,23 +216,13 @@ class EncoderCache:
         self._staying.add(image.digest)
         self._kept.move_to_end(image.digest)
 
-    def _make_room(self, num_tokens: int) -> None:
-        for digest in [each for each in self._kept if each not in self._staying]:
-            if self._num_tokens + num_tokens <= self._max_tokens:
-                return
-            self._forget(digest)
-
     def _forget(self, digest: bytes) -> None:
         self._num_tokens -= self._kept.pop(digest).num_tokens
         self._staying.discard(digest)
         self._forgotten.append(digest)
 
     def check_integrity(self, requests: Sequence[Request], running: Sequence[Request]) -> None:
-        """Compare with all requests, and with those that run.
-
-        Raises:
-            AssertionError: something is leaked or counted wrongly.
-        """
+        """Raise AssertionError if something is leaked or counted wrongly."""
         assert self._num_tokens == sum(each.num_tokens for each in self._kept.values())
         assert self._num_tokens <= self._max_tokens, "more is kept than there is room for"
         in_use = sorted(r.image.digest for r in running if r.image is not None)

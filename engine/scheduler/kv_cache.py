@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.kv_events.events import KvEventLog
 from engine.kv_tiers.tiers import BlockName, Fetch, KvTiers
-from engine.scheduler.block_log import BlockChanges, BlockLog
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.block_table import FREED, NEVER, BlockTable, CacheShape, GroupTable
-from engine.scheduler.prefix_cache import KnownDigests, PrefixCache
+from engine.scheduler.prefix_cache import BlockChanges, BlockLog, KnownDigests, PrefixCache
 from engine.shared.block_names import block_digest, shown_in
 from engine.shared.messages import KvSource
 
@@ -17,6 +16,9 @@ class KVCacheManager:
 
     Blocks become visible to other sequences only when `commit` says that they are computed.
     All groups of layers share one pool: their blocks are of one size.
+
+    Methods take a sequence's table, and all of its tokens that are known so far; `headroom` is how
+    many blocks have to stay free.
     """
 
     def __init__(
@@ -84,11 +86,11 @@ class KVCacheManager:
         num_hashed = 0 if self._keeping else self._extend_digests(table, token_ids, limit)
         matched: list[list[int]] = [[] for _ in self._caches]
         for group in self._keeping:
-            cache, found = self._caches[group], matched[group]
+            block_of, found = self._caches[group].block_of, matched[group]
             for index in range(limit):
                 if index == len(table.digests):
                     num_hashed += self._extend_digests(table, token_ids, index + 1)
-                block_id = cache.get(table.digests[index])
+                block_id = block_of.get(table.digests[index])
                 if block_id is None:
                     break
                 found.append(block_id)
@@ -101,11 +103,7 @@ class KVCacheManager:
     ) -> int | None:
         """Fill an empty table with room for `token_ids`, as many as its groups hold at once.
 
-        Args:
-            table: the sequence's table.
-            token_ids: all tokens known so far.
-            use_cache: start from a cached prefix where there is one.
-            headroom: blocks that must stay free.
+        With `use_cache` it starts from a cached prefix where there is one.
 
         Returns:
             How many tokens' keys and values are already there, or None (and nothing changed) when
@@ -150,18 +148,14 @@ class KVCacheManager:
     ) -> Fetch | None:
         """Begin to read what the KV cache has not of a prompt's prefix, and others may have.
 
-        Args:
-            source: an engine that offers it, besides the tiers.
-
-        Returns:
-            None if there is nothing to wait for.
+        `source` is an engine that offers it, besides the tiers. None: there is nothing to wait for.
         """
         limit = (len(token_ids) - 1) // self.block_size
         if self._tiers is None or limit < 1 or not self._tiers.can_fetch(source):
             return None
         self._extend_digests(table, token_ids, limit)
         digests = table.digests[:limit]
-        missing = [{d for d in digests if d not in cache} for cache in self._caches]
+        missing = [{d for d in digests if d not in cache.block_of} for cache in self._caches]
         if not any(missing):
             return None
 
@@ -185,13 +179,9 @@ class KVCacheManager:
     def restore(
         self, fetch: Fetch, table: BlockTable, token_ids: Sequence[int], *, headroom: int
     ) -> int:
-        """Make cached prefixes of what was read, as far as there are free blocks.
+        """Make cached prefixes of what was read for a sequence, as far as there are free blocks.
 
-        Args:
-            fetch: what was read; it is used up.
-            table: of the sequence it was read for, whose cached blocks stay.
-            token_ids: all tokens known so far.
-            headroom: blocks that must stay free.
+        The fetch is used up. Blocks of the sequence that are cached already stay.
 
         Returns:
             How many tokens' keys and values there are now that were not, but for those that came
@@ -207,7 +197,7 @@ class KVCacheManager:
             for (group, digest), content in fetch.blocks:
                 if self._pool.num_free <= headroom:
                     break
-                if digest in self._caches[group]:
+                if digest in self._caches[group].block_of:
                     continue
                 ids = self._pool.allocate(1)
                 assert ids is not None
@@ -234,13 +224,7 @@ class KVCacheManager:
     def try_grow(self, table: BlockTable, num_tokens: int, headroom: int = 0) -> bool:
         """Append blocks until the table has room for `num_tokens` positions.
 
-        Args:
-            table: the sequence's table.
-            num_tokens: how long the sequence may get.
-            headroom: blocks that must stay free.
-
-        Returns:
-            False (and nothing changed) when there are not enough free ones.
+        False (and nothing changed) when there are not enough free ones.
         """
         num_blocks = -(-num_tokens // self.block_size)
         if len(table.groups) == 1:  # as below, without lists: steps of many decodes call it often
@@ -300,8 +284,7 @@ class KVCacheManager:
     def refill(self, table: BlockTable) -> bool:
         """Give sliding groups the blocks that they lack, as far as there are any.
 
-        Returns:
-            Whether there is room for more tokens than before.
+        Whether there is room for more tokens than before.
         """
         before = table.capacity
         for number in self._sliding:
@@ -318,12 +301,8 @@ class KVCacheManager:
         table.clear()
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes, also what running sequences computed so far.
-
-        Returns:
-            How many blocks were forgotten.
-        """
-        num_forgotten = sum(map(len, self._caches))
+        """Forget all cached prefixes, those of running sequences too; return how many blocks."""
+        num_forgotten = sum(len(cache.block_of) for cache in self._caches)
         for cache in self._caches:
             cache.clear()
         self._pool.forget_contents()
@@ -337,22 +316,18 @@ class KVCacheManager:
     def blocks_since(self, after: int) -> BlockChanges | None:
         """Return which blocks can be found or not since change number `after`; see `BlockLog`."""
         if self._log is None:
-            self._log = BlockLog(self._caches[self._followed].digests())
+            self._log = BlockLog(self._caches[self._followed].block_of.keys())
             self._pool.on_evict = self._evict
         return self._log.since(after)
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Check all books against the tables of all sequences.
-
-        Raises:
-            AssertionError: a block is leaked, shared wrongly or named wrongly.
-        """
+        """Raise AssertionError if a block is leaked, shared wrongly or named wrongly."""
         tables = list(tables)
         self._pool.check_integrity([table.held() for table in tables])
         kept = self._pool.kept_blocks()
         for cache in self._caches:
-            cache.check_integrity(set(cache.blocks()))
-        named = [block_id for cache in self._caches for block_id in cache.blocks()]
+            cache.check_integrity()
+        named = [block_id for cache in self._caches for block_id in cache.digest_of]
         assert sorted(named) == sorted(kept), "named blocks differ from the kept blocks"
         for table in tables:
             assert table.num_blocks == len(table.held())
@@ -363,10 +338,10 @@ class KVCacheManager:
 
     def _evict(self, block_id: int) -> None:
         for number, cache in enumerate(self._caches):
-            if block_id in cache.blocks():
+            if block_id in cache.digest_of:
                 digest = cache.evict(block_id)
                 if self._log is not None and number == self._followed:
-                    self._log.removed(digest)
+                    self._log.changed(digest, is_stored=False)
                 if self._events is not None:
                     self._events.removed(number, digest)
                 if self._tiers is not None and self._tiers.stores_evicted:
@@ -385,14 +360,13 @@ class KVCacheManager:
     ) -> None:
         """Tell of a sequence's block that can be found from now on."""
         if self._log is not None and group == self._followed:
-            self._log.stored(table.digests[index])
+            self._log.changed(table.digests[index], is_stored=True)
         if self._events is not None:
             digests, start = table.digests[max(0, index - 1) : index + 1], index * self.block_size
             shown = shown_in(table.images, start, start + self.block_size)
             self._events.stored(group, table.root, digests, start, token_ids, shown)
 
     def _cached(self, matched: list[list[int]]) -> list[int]:
-        """Return the blocks of a match."""
         if len(matched) == 1 and not self._sliding:
             return matched[0]
         return [block_id for ids in matched for block_id in ids if block_id != FREED]
@@ -414,21 +388,20 @@ class KVCacheManager:
         while before != limit:
             before = limit
             for group in self._sliding:
-                cache, index = self._caches[group], limit - 1
+                block_of, index = self._caches[group].block_of, limit - 1
                 while index >= first_needed(group, limit * size):
-                    if digests[index] not in cache:
+                    if digests[index] not in block_of:
                         limit = index
                     index -= 1
         for group in self._keeping:
             del matched[group][limit:]
         for group in self._sliding:
             first = first_needed(group, limit * size)
-            found = [self._caches[group].get(digest) for digest in digests[first:limit]]
+            found = [self._caches[group].block_of.get(digest) for digest in digests[first:limit]]
             matched[group] = [FREED] * first + [each for each in found if each is not None]
         return matched
 
     def _measure(self, table: BlockTable) -> None:
-        """Bring a table's numbers up to date."""
         groups, size = table.groups, self.block_size
         table.capacity = min([len(group.ids) for group in groups]) * size
         table.num_blocks = sum([len(group.ids) - group.first for group in groups])

@@ -43,13 +43,15 @@ def accept_tokens(
         )
     request.has_emitted = True
     request.first_token_at = now
+    # The first output of a request that was taken over has been sent by its first engine.
+    reports_prompt = sampling.prompt_logprobs is not None and not request.was_taken_over
     return RequestOutput(
         request.id,
         token_ids,
         finish_reason,
         stop_token_id,
         logprobs,
-        _prompt_logprobs(request),
+        request.prompt_logprobs if reports_prompt else None,
         request.num_cached_tokens,
         timing=request.timing(now),
     )
@@ -118,10 +120,3 @@ def uncompiled_output(request: Request, grammar: Grammar) -> RequestOutput:
     if grammar.no_room:
         return RequestOutput(request.id, [], finish_reason="error", error=error, no_room=True)
     return refused_output(request, error)
-
-
-def _prompt_logprobs(request: Request) -> list[TokenLogprob] | None:
-    # The first output of a request that was taken over has been sent by its first engine.
-    if request.sampling.prompt_logprobs is None or request.was_taken_over:
-        return None
-    return request.prompt_logprobs

@@ -30,7 +30,7 @@ class PlanBuilder:
     decodes: list[Request] = field(default_factory=list)
     prefills: list[_Row] = field(default_factory=list)
     proposed: dict[int, list[int]] = field(default_factory=dict)
-    """Draft tokens by request."""
+    """By request, tokens that a planned decode also computes, as they may follow its newest."""
     adapters: dict[int, str] = field(default_factory=dict)
     """Versions of adapters by the slots that they are put into."""
     encoded: list[EncoderInput] = field(default_factory=list)
@@ -59,10 +59,7 @@ class PlanBuilder:
 
     def tell_blocks(self, request: Request) -> None:
         """Name the blocks that the request has got, and that no plan has named."""
-        self.blocks += [
-            SlotBlocks(request.slot, first, block_ids, group)
-            for group, first, block_ids in request.table.take_new()
-        ]
+        self.blocks += request.table.take_new(request.slot)
 
     def decode(self, request: Request) -> None:
         """Plan the computation of the request's newest token, and a draw."""
@@ -87,15 +84,15 @@ class PlanBuilder:
         request.num_steps_in_flight += 1
         self.prefills.append(_Row(request, start, count, sample))
 
-    def propose(self, request: Request, token_ids: list[int]) -> None:
-        """Let a planned decode also compute tokens that may follow its newest one."""
-        request.num_proposed_tokens = len(token_ids)
-        self.proposed[request.id] = token_ids
-
     def seal(self) -> tuple[BatchPlan, list[Request]]:
         """Return the plan and the request of each of its rows."""
         # Executors may rely on rows of one token coming before all others.
-        longer = sorted(self._proposing() + self.prefills, key=lambda row: row.num_tokens > 1)
+        longer = [
+            _Row(request, request.num_computed_tokens - 1, 1 + len(proposed), True, proposed)
+            for request in (self.decodes if self.proposed else ())
+            if (proposed := self.proposed.get(request.id))
+        ]
+        longer = sorted(longer + self.prefills, key=lambda row: row.num_tokens > 1)
         plain = [request for request in self.decodes if not request.num_proposed_tokens]
         requests = plain + [row.request for row in longer]
         num_plain = len(plain)
@@ -116,12 +113,3 @@ class PlanBuilder:
             forgotten=self.forgotten,
         )
         return plan, requests
-
-    def _proposing(self) -> list[_Row]:
-        if not self.proposed:
-            return []
-        return [
-            _Row(request, request.num_computed_tokens - 1, 1 + len(proposed), True, proposed)
-            for request in self.decodes
-            if (proposed := self.proposed.get(request.id))
-        ]

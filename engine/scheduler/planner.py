@@ -1,75 +1,60 @@
 """Who is computed in a step: decodes, then prefills that have begun, then waiting requests."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import sys
+from collections.abc import Sequence
 
-from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import RankState, StepBudget
-from engine.scheduler.encoder_cache import EncoderCache
-from engine.scheduler.fairness import Fairness
-from engine.scheduler.isolation import Isolation
-from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.preemption import Room
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.request_table import RequestTable
-from engine.shared.messages import EngineCounters
+from engine.shared.config import SchedulerConfig
 
-
-class StepLimits(NamedTuple):
-    """Limits of one step."""
-
-    tokens: int
-    prefill: int
-    """Prompt tokens of one request."""
-    headroom: int
-    """KV blocks that an admission leaves free for the running sequences to grow into, so that
-    the newcomer is not preempted by the next step."""
-    in_one_step: bool = False
-    """Whether all tokens of a sequence are computed in the same step, whatever else is limited."""
+ADMISSION_HEADROOM = 0.01
+"""Share of the KV blocks that an admission leaves free, see `Planner.headroom`."""
 
 
 class Planner:
     """Fills the plan of a step within its budget, the slots and the KV blocks."""
 
-    def __init__(
-        self,
-        books: RequestTable,
-        isolation: Isolation,
-        fairness: Fairness,
-        kv: KVCacheManager,
-        adapters: AdapterSlots,
-        encoder: EncoderCache,
-        limits: StepLimits,
-        num_stages: int,
-        counters: EngineCounters,
-    ) -> None:
+    def __init__(self, books: RequestTable, scheduling: SchedulerConfig) -> None:
+        executor = books.executor
+        self.max_tokens = scheduling.max_num_batched_tokens
+        """Maximum tokens of a step."""
+        if executor.in_one_step:  # it holds the longest sequence
+            self.max_tokens = max(self.max_tokens, executor.max_model_len)
+        self.headroom = int(executor.num_kv_blocks * ADMISSION_HEADROOM) if executor.has_kv else 0
+        """KV blocks that an admission leaves free for the running sequences to grow into, so that
+        the newcomer is not preempted by the next step."""
+        self._max_prefill = scheduling.long_prefill_token_threshold or sys.maxsize
+        """Prompt tokens of one request in a step."""
+        self._in_one_step = executor.in_one_step
+        """Whether all tokens of a sequence are computed in the same step, whatever else is
+        limited."""
+        self._num_stages = executor.num_stages
         self._books = books
-        self._isolation = isolation
-        self._fairness = fairness
-        self._kv = kv
-        self._num_slots = books.num_free_slots
-        self._adapters = adapters
-        self._encoder = encoder
-        self._limits = limits
-        self._num_stages = num_stages
-        self._counters = counters
+        self._isolation, self._fairness, self._kv = books.isolation, books.fairness, books.kv
+        self._adapters, self._encoder = books.adapters, books.encoder
 
     def plan(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
         """Plan a step of all, or of the request whose turn it is to run alone.
 
-        Args:
-            plan: an empty step.
-            budget: what it may compute.
-            passed_over: waiting requests that the plan before did not admit.
+        `passed_over`: how many waiting requests the plan before did not admit.
         """
         alone = self._isolation.current
         self._adapters.begin_step(self._books.waiting.adapters)
         self._encoder.begin_step()
-        if alone is None:
-            self._schedule_all(plan, budget, passed_over)
-        else:
+        if alone is not None:
             self._schedule_alone(plan, budget, alone)
+        else:
+            if budget.can_admit and self._books.waiting:
+                self._make_room(passed_over)
+            short = self._kv.num_free_blocks < len(self._books.running) * self._kv.num_groups
+            self._fairness.look(self._books.running.values(), short=short)
+            partials = self._schedule_decodes(plan, budget)
+            self._fairness.begin_prefill(len(plan.decodes))
+            self._schedule_partials(plan, budget, partials)
+            self._schedule_waiting(plan, budget)
         plan.adapters = self._adapters.take_placed()
         plan.encoded, plan.forgotten = self._encoder.take_changes()
 
@@ -81,14 +66,9 @@ class Planner:
         """Return what an admission policy is told about this rank before the next step.
 
         Its prefill is estimated: sequences that take turns count as if they did not, since it is
-        known only during planning whose turn it is.
-
-        Args:
-            passed_over: waiting requests that the newest plan did not admit.
-            last_step_us: duration of the newest step that is over, for policies that weigh costs.
-            last_prefill_tokens: prefill tokens of that step.
+        known only during planning whose turn it is. The arguments are fields of `RankState`.
         """
-        books, limit = self._books, self._limits.prefill
+        books, limit = self._books, self._max_prefill
         quota = self._fairness.shares.quota()
         running = self._isolation.planned(books.running.values())
         partials = [
@@ -97,10 +77,10 @@ class Planner:
             if each.queued_tokens
         ]
         decodes = len(running) - len(partials)
-        room = max(0, self._limits.tokens - decodes)
+        room = max(0, self.max_tokens - decodes)
         tokens, requests = sum(partials), len(partials)
-        slots = self._books.num_free_slots
-        blocks = self._kv.num_free_blocks - (self._limits.headroom if books.running else 0)
+        slots = books.num_free_slots
+        blocks = self._kv.num_free_blocks - (self.headroom if books.running else 0)
         for request in self._isolation.admissible(books.waiting, books.compiling):
             if not self._adapters.admits(request.adapter):
                 continue
@@ -130,17 +110,6 @@ class Planner:
 
     # -- planning --------------------------------------------------------------------------------
 
-    def _schedule_all(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
-        if budget.can_admit and self._books.waiting:
-            self._end_turns()
-            self._make_room(short=passed_over > 0 or not self._books.num_free_slots)
-        short = self._kv.num_free_blocks < len(self._books.running) * self._kv.num_groups
-        self._fairness.look(self._books.running.values(), short=short)
-        partials = self._schedule_decodes(plan, budget)
-        self._fairness.begin_prefill(len(plan.decodes))
-        self._schedule_partials(plan, budget, partials)
-        self._schedule_waiting(plan, budget)
-
     def _schedule_alone(self, plan: PlanBuilder, budget: StepBudget, request: Request) -> None:
         """Plan the next step of a suspect; others keep what they hold unless it needs that."""
         self._fairness.begin_alone()
@@ -148,7 +117,11 @@ class Planner:
             if self._is_stuck(partial) and not self._grow(plan, partial):
                 continue
             if partial.images and not self._chunk(partial, budget):
-                self._free_images(partial)
+                # Others that are in the middle of images may take the room that its own need.
+                others = [each for each in self._books.running.values() if each.image is not None]
+                for each in self._fairness.in_order(others):
+                    if each is not partial:
+                        self._books.preempt(each)
             whole = self._encoder.must_be_whole(partial)
             count = budget.try_continue(self._chunk(partial, budget), whole=whole)
             if count:
@@ -168,65 +141,44 @@ class Planner:
         if count:
             self._plan_prefill(plan, request, count)
 
-    def _free_images(self, request: Request) -> None:
-        """Preempt others that are in the middle of images: there may be no room for its own."""
-        others = [each for each in self._books.running.values() if each.image is not None]
-        for each in self._fairness.in_order(others):
-            if each is not request:
-                self._books.preempt(each)
-
     def _last_to_run(self) -> Request:
         """Return the running request that is preempted first."""
         running = self._isolation.others(self._books.running.values())
         return max(running, key=self._fairness.standing)
 
-    def _end_turns(self) -> None:
-        """Preempt the sequences of adapters that have to leave their slots to others."""
-        overdue = self._adapters.overdue()
-        if overdue:
-            running = self._fairness.in_order(self._books.running.values())
-            for request in [each for each in running if each.adapter in overdue]:
-                self._books.preempt(request)
-
-    def _admissible(self) -> Iterator[Request]:
-        """Yield the waiting requests whose adapters may be computed with."""
-        admits = {
-            version: self._adapters.admits(version) for version in self._books.waiting.adapters
-        }
-        return (each for each in self._books.waiting if admits.get(each.adapter, True))
-
-    def _make_room(self, *, short: bool) -> None:
+    def _make_room(self, passed_over: int) -> None:
         """Preempt requests for waiting ones that should have their slots or blocks."""
+        books = self._books
+        overdue = self._adapters.overdue()
+        if overdue:  # these adapters have to leave their slots to others
+            running = self._fairness.in_order(books.running.values())
+            for request in [each for each in running if each.adapter in overdue]:
+                books.preempt(request)
+        short = passed_over > 0 or not books.num_free_slots
         room = Room(
-            slots=self._num_slots - len(self._books.running),
-            blocks=self._kv.num_free_blocks + self._books.num_leaving_blocks,
-            headroom=self._limits.headroom,
-            tokens=self._limits.tokens,
+            slots=books.max_num_seqs - len(books.running),
+            blocks=self._kv.num_free_blocks + books.num_leaving_blocks,
+            headroom=self.headroom,
+            tokens=self.max_tokens,
         )
-        num_waiting = len(self._books.waiting)
-        most = num_waiting + -(-self._books.queued_tokens // self._kv.block_size)
+        num_waiting = len(books.waiting)
+        most = num_waiting + -(-books.queued_tokens // self._kv.block_size)
         if room.slots >= num_waiting and room.blocks - most * self._kv.num_groups >= room.headroom:
             return  # all of them fit, in whatever order
+        admits = {version: self._adapters.admits(version) for version in books.waiting.adapters}
+        waiting = (each for each in books.waiting if admits.get(each.adapter, True))
         victims = self._fairness.victims(
-            self._admissible(),
-            self._books.running.values(),
-            room,
-            self._blocks_needed,
-            short=short,
+            waiting, books.running.values(), room, self._blocks_needed, short=short
         )
-        if short and not victims:
-            victims = self._crowding(room)
+        if short and not victims and (crowds := self._fairness.crowds()):
+            # Sequences of large requests give way to the first one of another request.
+            newcomer = books.waiting.first((), crowds)
+            if newcomer is not None and self._adapters.admits(newcomer.adapter):
+                victims = self._fairness.crowding(
+                    newcomer, books.running.values(), room, self._blocks_needed
+                )
         for victim in victims:
-            self._books.preempt(victim)
-
-    def _crowding(self, room: Room) -> list[Request]:
-        """Return sequences of large requests that give way to the first one of another request."""
-        crowds = self._fairness.crowds()
-        newcomer = self._books.waiting.first((), crowds) if crowds else None
-        if newcomer is None or not self._adapters.admits(newcomer.adapter):
-            return []
-        running = self._books.running.values()
-        return self._fairness.crowding(newcomer, running, room, self._blocks_needed)
+            books.preempt(victim)
 
     def _blocks_needed(self, request: Request) -> int:
         use_cache = not request.lacks_prompt_logprobs
@@ -260,11 +212,6 @@ class Planner:
         to the executor when it begins the N-th after it. So a sequence is decoded in every N-th
         step at most, and no step takes more than its share of them: else all would be in one, and
         the stages would wait for each other.
-
-        Args:
-            step: its number.
-            ready: the sequences whose next token could be planned.
-            running: all that run.
         """
         known = [
             each
@@ -316,14 +263,14 @@ class Planner:
             if not self._adapters.admits(request.adapter):
                 adapters.add(request.adapter)
                 continue
-            wanted = min(request.queued_tokens, self._limits.prefill)
+            wanted = min(request.queued_tokens, self._max_prefill)
             if not self._fairness.tenant_tokens(request, wanted):
                 passed.add(request.tenant)
                 continue
             if not self._fairness.group_tokens(request):
                 groups.add(request.group)
                 continue
-            if self._limits.in_one_step and not budget.fits_whole(request.queued_tokens):
+            if self._in_one_step and not budget.fits_whole(request.queued_tokens):
                 return
             cached = self._try_admit(request)
             if cached is None:
@@ -339,7 +286,7 @@ class Planner:
 
     def _admitted(self, budget: StepBudget, request: Request) -> int:
         """Reserve tokens for a request that has just got its blocks; return how many."""
-        if self._limits.in_one_step:
+        if self._in_one_step:
             return budget.try_admit(request.queued_tokens, whole=True)
         whole = self._encoder.must_be_whole(request)
         return budget.try_admit(self._chunk(request, budget), whole=whole)
@@ -348,9 +295,9 @@ class Planner:
         """Get a waiting request its blocks; return how many cached tokens are in them."""
         if request.num_steps_in_flight:
             return None
-        table, headroom = request.table, self._limits.headroom if self._books.running else 0
+        table, headroom = request.table, self.headroom if self._books.running else 0
         if request.fetch is not None:
-            self._counters.kv_tier_hits += self._kv.restore(
+            self._books.counters.kv_tier_hits += self._kv.restore(
                 request.fetch, table, request.token_ids, headroom=headroom
             )
             request.fetch = None
@@ -367,7 +314,7 @@ class Planner:
         Where the tokens of an image have to be together, what is left of the budget counts, too.
         """
         room = request.table.capacity - request.num_computed_tokens
-        most = min(request.queued_tokens, self._limits.prefill, room)
+        most = min(request.queued_tokens, self._max_prefill, room)
         of_group = self._fairness.group_tokens(request)
         count = self._fairness.tenant_tokens(request, min(most, of_group))
         if not request.images:
@@ -388,7 +335,7 @@ class Planner:
         return is_full and not request.num_steps_in_flight
 
     def _plan_prefill(self, plan: PlanBuilder, request: Request, count: int) -> None:
-        self._books.planned(count)
+        self._books.queued_tokens -= count
         self._fairness.prefill(request, count)
         if request.images:
             self._encoder.take(request, count)
@@ -400,8 +347,9 @@ class Planner:
         if request.num_preemptions == 0:
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
             if self._kv.caching and not request.lacks_prompt_logprobs:
-                self._counters.prefix_cache_queries += request.num_prompt_tokens
-                self._counters.prefix_cache_hits += request.num_cached_tokens
+                counters = self._books.counters
+                counters.prefix_cache_queries += request.num_prompt_tokens
+                counters.prefix_cache_hits += request.num_cached_tokens
         plan.start(request)
 
     def _grow(self, plan: PlanBuilder, request: Request) -> bool:

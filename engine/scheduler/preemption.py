@@ -95,12 +95,7 @@ def choose_heaviest(
     holds `MARGIN` times what the other one gets: tenants that are about equal never displace each
     other. No request is preempted for one that would still not fit, or for a less urgent one.
 
-    Args:
-        waiting: in the order of admission.
-        running: in order of precedence.
-        room: what there is without any preemption.
-        blocks_needed: free blocks that the admission of a request takes.
-        engine: what there is in all.
+    The arguments are those of `choose_victims`, and what there is in all.
     """
     by_tenant: defaultdict[int, list[Request]] = defaultdict(list)
     for request in running:

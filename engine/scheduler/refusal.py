@@ -5,6 +5,7 @@ another version, must fail alone: here, before it shares a step with others.
 """
 
 import math
+from collections.abc import Iterator
 
 from engine.models.spec import VisionSpec
 from engine.shared.grammar_spec import MAX_MARKER_SIZE, grammar_size
@@ -46,7 +47,7 @@ def refusal(
     for where, ids in named_ids.items():
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             return f"{where}: token ids must be from 0 to {vocab_size - 1}"
-    return _bad_root(message) or _bad_words(sampling) or _bad_sampling(sampling)
+    return _bad_root(message) or next(_bad_sampling(sampling), None)
 
 
 def _bad_pooling(
@@ -67,11 +68,7 @@ def _bad_pooling(
 
 
 def bad_images(message: AddRequest, vision: VisionSpec | None) -> str | None:
-    """Return what is wrong with what a prompt shows.
-
-    Args:
-        vision: what encodes images here; None where they are refused.
-    """
+    """Return what is wrong with what a prompt shows; without `vision` images are refused."""
     if vision is None:
         return "this engine's model has no vision encoder, or one that is not implemented"
     before = 0
@@ -112,27 +109,24 @@ def _bad_root(message: AddRequest) -> str | None:
     return None
 
 
-def _bad_words(sampling: SamplingParams) -> str | None:
+def _bad_sampling(sampling: SamplingParams) -> Iterator[str]:
+    """Yield what is wrong with sampling parameters; NaN fails each comparison."""
     if sampling.allowed_token_ids == ():
-        return "allowed_token_ids is empty: no token could be drawn"
+        yield "allowed_token_ids is empty: no token could be drawn"
     if () in sampling.bad_words:
-        return "bad_words: a word without tokens rules out nothing"
-    return None
-
-
-def _bad_sampling(sampling: SamplingParams) -> str | None:
-    """Return what is wrong with sampling parameters; NaN fails each comparison."""
+        yield "bad_words: a word without tokens rules out nothing"
     if sampling.max_tokens < 1:
-        return f"max_tokens is {sampling.max_tokens}: it must be at least 1"
+        yield f"max_tokens is {sampling.max_tokens}: it must be at least 1"
     counts = {
         "top_k": sampling.top_k,
         "min_tokens": sampling.min_tokens,
         "logprobs": sampling.logprobs or 0,
         "prompt_logprobs": sampling.prompt_logprobs or 0,
+        "grammar_budget": sampling.grammar_budget,
     }
     for name, count in counts.items():
         if not 0 <= count <= _LARGEST:
-            return f"{name} is {count}: it must be from 0 to {_LARGEST}"
+            yield f"{name} is {count}: it must be from 0 to {_LARGEST}"
     limits = {
         "temperature": (sampling.temperature, sampling.temperature >= 0, "0 or more"),
         "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
@@ -145,19 +139,12 @@ def _bad_sampling(sampling: SamplingParams) -> str | None:
     }  # fmt: skip
     for name, (value, within, what) in limits.items():
         if not (within and math.isfinite(value)):
-            return f"{name} is {value}: it must be finite and {what}"
+            yield f"{name} is {value}: it must be finite and {what}"
     for token_id, bias in sampling.logit_bias.items():
         if math.isnan(bias):
-            return f"logit_bias: the bias of token {token_id} is not a number"
-    return _bad_grammar(sampling)
-
-
-def _bad_grammar(sampling: SamplingParams) -> str | None:
+            yield f"logit_bias: the bias of token {token_id} is not a number"
     if sampling.grammar is not None and grammar_size(sampling.grammar) > MAX_GRAMMAR_SIZE:
-        return f"the grammar is longer than {MAX_GRAMMAR_SIZE} characters"
+        yield f"the grammar is longer than {MAX_GRAMMAR_SIZE} characters"
     for name in ("grammar_after", "grammar_opening"):
         if len(getattr(sampling, name)) > MAX_MARKER_SIZE:
-            return f"{name} is longer than {MAX_MARKER_SIZE} characters"
-    if not 0 <= sampling.grammar_budget <= _LARGEST:
-        return f"grammar_budget is {sampling.grammar_budget}: it must be from 0 to {_LARGEST}"
-    return None
+            yield f"{name} is longer than {MAX_MARKER_SIZE} characters"

@@ -139,11 +139,6 @@ class Request:
             or self.num_computed_tokens + 1 >= self.max_total_tokens  # its last token is pending
         )
 
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Known output tokens."""
-        return self.token_ids[self.num_prompt_tokens :]
-
     def timing(self, now: float) -> RequestTiming:
         """Return how long it took up to the token that is known `now`, its first or its last."""
         scheduled = self.queued_at if self.scheduled_at is None else self.scheduled_at
@@ -160,10 +155,6 @@ class Request:
             and not self.was_taken_over
             and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
         )
-
-    def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
-        """Take the logprobs of prompt positions from `start` + 1 on (again after a preemption)."""
-        self.prompt_logprobs[start : start + len(logprobs)] = logprobs
 
 
 def precedence(request: Request) -> tuple[int, int]:

@@ -1,57 +1,69 @@
 """Where each request of an engine is, what it holds there, and how it gets to another place."""
 
+import logging
+from dataclasses import dataclass
+
+from engine.batch.executor import ExecutorInfo
 from engine.batch.grammars import Grammars
 from engine.scheduler.adapter_slots import NO_ADAPTER, AdapterSlots
 from engine.scheduler.encoder_cache import EncoderCache
 from engine.scheduler.fairness import Fairness
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.request import NO_SLOT, Request, RequestStatus
+from engine.scheduler.outputs import Outputs, refused_output, uncompiled_output
+from engine.scheduler.refusal import bad_images, refusal
+from engine.scheduler.request import NO_SLOT, Request, RequestStatus, request_from_message
 from engine.scheduler.speculation import Speculator
 from engine.scheduler.waiting import WaitingQueue
-from engine.shared.messages import EngineCounters
+from engine.shared.messages import AddRequest, EngineCounters, RequestOutput
+
+MAX_RENEWALS = 4
+"""How often the grammar of one request is compiled anew, each time at the cost of a prefill."""
+MAX_LATE = 5.0
+"""Seconds for which a request draws a token again because its masks are late."""
+_LATE = f"what the grammar allows next was not known within {MAX_LATE:.0f} s; make it simpler"
+
+logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class RequestTable:
     """All requests that are not over: compiling, waiting for a turn alone, waiting, or running.
 
-    Each is in one of these places; tenants' shares and totals are kept in step. A request that
-    runs has one of the executor's slots. It holds this and its KV blocks until no plan in flight
-    uses them any more.
+    Each is in one of these places; tenants' shares and totals are kept in step. A request waits in
+    the queue once its grammar is compiled and the KV blocks of its prompt that other places have
+    are read. One that runs has one of the executor's slots. It holds this and its KV blocks until
+    no plan in flight uses them any more.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        *,
-        kv: KVCacheManager,
-        fairness: Fairness,
-        isolation: Isolation,
-        adapters: AdapterSlots,
-        encoder: EncoderCache,
-        grammars: Grammars | None,
-        speculator: Speculator | None,
-        counters: EngineCounters,
-    ) -> None:
+    executor: ExecutorInfo
+    max_num_seqs: int
+    max_model_len: int
+    by_priority: bool
+    """Whether requests have priorities."""
+    kv: KVCacheManager
+    fairness: Fairness
+    adapters: AdapterSlots
+    encoder: EncoderCache
+    grammars: Grammars | None
+    speculator: Speculator | None
+    counters: EngineCounters
+
+    def __post_init__(self) -> None:
+        self.isolation = Isolation()
         self.all: dict[int, Request] = {}
         self.compiling: dict[int, Request] = {}
         """Wait for their grammars, not in the queue yet."""
-        self.waiting = WaitingQueue(fairness.shares)
+        self.waiting = WaitingQueue(self.fairness.shares)
         self.running: dict[int, Request] = {}
         """In order of admission."""
         self.queued_tokens = 0
         """Tokens to compute of all requests, see `Request.queued_tokens`."""
         self.num_leaving_blocks = 0
         """Blocks of requests that left but still have rows in flight: free when these end."""
-        self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._kv = kv
-        self._fairness = fairness
-        self._isolation = isolation
-        self._adapters = adapters
-        self._encoder = encoder
-        self._grammars = grammars
-        self._speculator = speculator
-        self._counters = counters
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self._eos_token_ids = frozenset(self.executor.eos_token_ids)
+        self._num_arrivals = 0
 
     @property
     def num_free_slots(self) -> int:
@@ -61,23 +73,136 @@ class RequestTable:
     @property
     def num_waiting(self) -> int:
         """Requests that do not run, whatever they wait for."""
-        return len(self.waiting) + len(self.compiling) + len(self._isolation)
+        return len(self.waiting) + len(self.compiling) + len(self.isolation)
 
-    def come(self, request: Request) -> None:
-        """A request has come; the caller puts it into its first place."""
+    # -- arrival ---------------------------------------------------------------------------------
+
+    def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
+        """Queue a request; one that cannot run or has nothing left to do is answered at once."""
+        executor = self.executor
+        if message.id in self.all:
+            name = message.request_id
+            fields = {"request_id": name}
+            logger.warning("request %s (%d) arrived twice", name, message.id, extra=fields)
+            return None
+        reason = refusal(
+            message,
+            max_model_len=self.max_model_len,
+            vocab_size=executor.vocab_size,
+            pools=executor.pools,
+            in_one_step=executor.in_one_step,
+        )
+        if reason is None and message.encoder_inputs:
+            reason = bad_images(message, executor.vision)
+        if reason is None and message.adapter and message.adapter not in self.adapters.held:
+            reason = "this engine does not have the adapter that the request names"
+        if reason is not None:
+            return RequestOutput(message.id, [], finish_reason="error", error=reason)
+        request = request_from_message(
+            message,
+            arrival=self._num_arrivals,
+            priority=message.priority if self.by_priority else 0,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self._eos_token_ids,
+            now=now,
+        )
+        if request.num_tokens >= request.max_total_tokens:
+            return RequestOutput(message.id, [], finish_reason="length")
+        if message.sampling.grammar is not None and self.grammars is None:
+            error = "this engine has no tokenizer for grammars"
+            return RequestOutput(message.id, [], finish_reason="error", error=error)
         self.all[request.id] = request
-        self._fairness.come(request)
-        self._encoder.come(request)
+        self.fairness.come(request)
+        self.encoder.come(request)
         self.queued_tokens += request.queued_tokens
+        if request.steps_alone:
+            self.isolation.push(request)
+            return None
+        return self.compile(request)
 
-    def queue(self, request: Request) -> None:
-        """Nothing is left to be compiled for a request: it waits for a slot."""
+    def compile(self, request: Request) -> RequestOutput | None:
+        """Queue the request as soon as its grammar is compiled and its KV blocks are read."""
+        self.compiling[request.id] = request
+        spec = request.sampling.grammar
+        if spec is not None and self.grammars is not None:
+            request.grammar = self.grammars.ask(spec, request.tenant)
+            self.counters.grammar_requests += 1
+            self.counters.grammar_waits += not request.grammar.settled
+        if not request.lacks_prompt_logprobs:
+            request.fetch = self.kv.fetch(request.table, request.token_ids, request.kv_source)
+        return self._queue_compiled(request)
+
+    def queue_compiled(self) -> Outputs:
+        """Queue the requests whose grammars were compiled, and blocks read, meanwhile.
+
+        Those whose grammars cannot be compiled are answered.
+        """
+        outputs: Outputs = {}
+        for request in list(self.compiling.values()):
+            answer = self._queue_compiled(request)
+            if answer is not None:
+                outputs.setdefault(request.front_end, []).append(answer)
+        return outputs
+
+    def _queue_compiled(self, request: Request) -> RequestOutput | None:
+        """Queue the request if it waits for nothing any more; its turn counts from now."""
+        grammar, fetch = request.grammar, request.fetch
+        if (grammar is not None and not grammar.settled) or (fetch and not fetch.settled):
+            return None
+        if grammar is not None and grammar.error is not None:
+            self.retire(request)
+            return uncompiled_output(request, grammar)
+        if not request.num_renewals:
+            request.arrival = self._num_arrivals
+            self._num_arrivals += 1
         del self.compiling[request.id]
         self.waiting.push(request)
+        return None
 
-    def planned(self, count: int) -> None:
-        """This many tokens of a prefill are computed in the next step."""
-        self.queued_tokens -= count
+    def stall(self, request: Request, reason: str | None, now: float) -> RequestOutput | None:
+        """Let a request draw its newest token again: its grammar failed for the reason given.
+
+        None: what the grammar allows was not known in time. Returns the error that it ends with if
+        that does not help.
+        """
+        if reason is not None:
+            return self._renew(request, reason)
+        if not self._forget_draw(request):
+            return None  # drawn in a step that was in flight
+        if request.late_at != request.num_output_tokens:
+            request.late_at, request.late_since = request.num_output_tokens, now
+        return refused_output(request, _LATE) if now - request.late_since > MAX_LATE else None
+
+    def _renew(self, request: Request, reason: str) -> RequestOutput | None:
+        """Let a request wait, its newest draw forgotten, until its grammar is compiled anew."""
+        spec = request.sampling.grammar
+        assert self.grammars is not None
+        assert spec is not None
+        if not self._forget_draw(request) and request.renewed_at == request.num_output_tokens:
+            return None  # drawn in a step that was in flight when the grammar failed
+        in_vain = request.renewed_at == request.num_output_tokens
+        if in_vain or request.num_renewals == MAX_RENEWALS:
+            return refused_output(request, reason)
+        request.num_renewals += 1
+        request.renewed_at = request.num_output_tokens
+        request.grammar = self.grammars.ask(spec, request.tenant)
+        self.waiting.remove(request)
+        self.compiling[request.id] = request
+        self.counters.grammar_waits += 1
+        if request.grammar.settled and request.grammar.error is not None:
+            return uncompiled_output(request, request.grammar)
+        return self._queue_compiled(request)
+
+    def _forget_draw(self, request: Request) -> bool:
+        """Take the newest draw for none; whether the request still ran, and is queued by this."""
+        request.num_pending_tokens -= 1
+        if request.status is RequestStatus.RUNNING:
+            self.preempt(request)
+            return True
+        self.requeue_tokens(request, -1)
+        return False
+
+    # -- from place to place ---------------------------------------------------------------------
 
     def requeue_tokens(self, request: Request, count: int) -> None:
         """So many more tokens of a request (fewer, if negative) are to be computed."""
@@ -91,18 +216,18 @@ class RequestTable:
         """
         self.waiting.remove(request)
         self.running[request.id] = request
-        self._fairness.start(request)
+        self.fairness.start(request)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
-        request.adapter_slot = self._adapters.take(request.adapter)
-        if request.grammar is not None and self._grammars is not None:
-            self._grammars.assign(request.slot, request.grammar)
+        request.adapter_slot = self.adapters.take(request.adapter)
+        if request.grammar is not None and self.grammars is not None:
+            self.grammars.assign(request.slot, request.grammar)
         request.num_computed_tokens = cached
         self.requeue_tokens(request, -cached)
 
     def preempt(self, request: Request) -> None:
         """Put a running request back to the front of the queue, to be computed again."""
-        self._counters.preemptions += 1
+        self.counters.preemptions += 1
         request.num_preemptions += 1
         request.num_computed_tokens = 0
         self.requeue_tokens(request, request.num_tokens - request.queued_tokens)
@@ -111,23 +236,18 @@ class RequestTable:
         self.waiting.push(request)
         self._vacate(request)
 
-    def recompile(self, request: Request) -> None:
-        """A waiting request needs its grammar anew before it may run."""
-        self.waiting.remove(request)
-        self.compiling[request.id] = request
-
     def retire(self, request: Request) -> None:
         """Take out a request that finished or was aborted."""
         del self.all[request.id]
         self.requeue_tokens(request, -request.queued_tokens)
-        queued = request.steps_alone and self._isolation.forget(request)
+        queued = request.steps_alone and self.isolation.forget(request)
         was_running = request.status is RequestStatus.RUNNING
         request.status = RequestStatus.FINISHED
         if request.fetch is not None:
-            self._kv.discard(request.fetch)
+            self.kv.discard(request.fetch)
             request.fetch = None
-        self._fairness.leave(request)
-        self._encoder.leave(request)
+        self.fairness.leave(request)
+        self.encoder.leave(request)
         if was_running:
             del self.running[request.id]
             self._vacate(request)
@@ -136,10 +256,10 @@ class RequestTable:
 
     def _vacate(self, request: Request) -> None:
         """Take back what a request that runs no longer holds, slot and blocks when it is idle."""
-        self._fairness.stop(request)
-        self._encoder.stop(request)
-        if self._speculator is not None:
-            self._speculator.forget(request)
+        self.fairness.stop(request)
+        self.encoder.stop(request)
+        if self.speculator is not None:
+            self.speculator.forget(request)
         self.num_leaving_blocks += request.table.num_blocks
         self.release_when_idle(request)
 
@@ -148,33 +268,29 @@ class RequestTable:
         if request.num_steps_in_flight or request.slot == NO_SLOT:
             return
         self.num_leaving_blocks -= request.table.num_blocks
-        self._kv.free(request.table)
-        if request.grammar is not None and self._grammars is not None:
-            self._grammars.release(request.slot)
+        self.kv.free(request.table)
+        if request.grammar is not None and self.grammars is not None:
+            self.grammars.release(request.slot)
         self._free_slots.append(request.slot)
         request.slot = NO_SLOT
-        self._adapters.release(request.adapter)
+        self.adapters.release(request.adapter)
         request.adapter_slot = NO_ADAPTER
 
     def check_integrity(self, known: dict[int, Request]) -> None:
-        """Compare with all requests there are, those included that plans in flight still hold.
-
-        Raises:
-            AssertionError: something is leaked, shared wrongly or counted wrongly.
-        """
+        """Raise AssertionError if something is leaked, shared wrongly or counted wrongly."""
         requests = list(known.values())
-        self._kv.check_integrity([r.table for r in requests])
+        self.kv.check_integrity([r.table for r in requests])
         holders = [r for r in requests if r.slot != NO_SLOT]
         assert all(r.slot != NO_SLOT or not r.table.num_blocks for r in requests)
         slots = sorted([r.slot for r in holders] + self._free_slots)
         assert slots == list(range(len(slots))), "slots are leaked or shared"
-        self._adapters.check_integrity([r.adapter for r in holders])
+        self.adapters.check_integrity([r.adapter for r in holders])
         leaving = [r for r in holders if r.status is not RequestStatus.RUNNING]
         assert self.num_leaving_blocks == sum(r.table.num_blocks for r in leaving)
         assert all(r.num_steps_in_flight > 0 for r in leaving)
         assert self.queued_tokens == sum(r.queued_tokens for r in requests)
         assert len(self.all) == len(self.running) + self.num_waiting
-        self._fairness.check_integrity(list(self.all.values()), list(self.running.values()))
-        self._encoder.check_integrity(list(self.all.values()), list(self.running.values()))
-        if self._speculator is not None:
-            assert self._speculator.num_tracked <= len(self.running)
+        self.fairness.check_integrity(list(self.all.values()), list(self.running.values()))
+        self.encoder.check_integrity(list(self.all.values()), list(self.running.values()))
+        if self.speculator is not None:
+            assert self.speculator.num_tracked <= len(self.running)

@@ -6,7 +6,6 @@ the result of the plan before is known; everything a plan in flight uses stays r
 `update` has seen that plan's result.
 """
 
-import sys
 from collections import deque
 from typing import NamedTuple
 
@@ -17,26 +16,21 @@ from engine.kv_events.events import KvEventLog
 from engine.kv_tiers.tiers import KvTiers
 from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
-from engine.scheduler.arrivals import Arrivals
-from engine.scheduler.block_log import BlockChanges
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
 from engine.scheduler.encoder_cache import EncoderCache
 from engine.scheduler.fairness import Fairness
-from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output, pooled_output
 from engine.scheduler.plan_builder import PlanBuilder
-from engine.scheduler.planner import Planner, StepLimits
+from engine.scheduler.planner import Planner
 from engine.scheduler.preemption import Engine
+from engine.scheduler.prefix_cache import BlockChanges
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.speculation import Speculator, draft_prices
 from engine.scheduler.step_costs import StepCosts
 from engine.shared.config import CacheConfig, SchedulerConfig
 from engine.shared.messages import AddRequest, EngineCounters, RequestOutput
-
-ADMISSION_HEADROOM = 0.01
-"""Share of the KV blocks that an admission leaves free, see `StepLimits.headroom`."""
 
 
 class Gauges(NamedTuple):
@@ -57,28 +51,9 @@ class InFlight(NamedTuple):
     planned_at: float = 0.0
     """In seconds of the loop's clock."""
 
-    def describe(self) -> str:
-        """Return what is computed, in numbers and names only (never a prompt), for the log."""
-        plan, requests, *_ = self
-        head = (
-            f"step {plan.step}: {len(requests)} rows, {plan.num_tokens} tokens, "
-            f"{len(plan.starting)} starting"
-        )
-        rows = [
-            f"  {request.id} ({request.request_id}): slot {slot}, start {start}, "
-            f"count {count}, {request.num_tokens} tokens, {request.table.num_blocks} blocks"
-            for request, slot, start, count in zip(
-                requests, plan.slots, plan.starts, plan.counts, strict=True
-            )
-        ]
-        return "\n".join([head, *rows])
-
 
 class Scheduler:
-    """Continuous batching of requests over one executor's slots and KV blocks.
-
-    It composes the parts that decide: arrivals and the planner of steps.
-    """
+    """Continuous batching of requests over one executor's slots and KV blocks."""
 
     def __init__(
         self,
@@ -111,9 +86,8 @@ class Scheduler:
         """Longest sequence that the model takes and that fits into the KV cache alone."""
         counters = EngineCounters() if tiers is None else tiers.counters
         self.counters = counters
-        self._limits = limits = _step_limits(scheduling, executor)
         by_priority = scheduling.scheduling_policy == "priority"
-        self._kv = kv = KVCacheManager(
+        self._kv = KVCacheManager(
             executor.num_kv_blocks,
             block_size,
             enable_prefix_caching=cache.enable_prefix_caching and not executor.in_one_step,
@@ -122,9 +96,9 @@ class Scheduler:
             events=events,
         )
         self._tiers = tiers
-        self.adapters = adapters = AdapterSlots(max_loras)
+        self.adapters = AdapterSlots(max_loras)
         self._costs = StepCosts()
-        self._fairness = fairness = Fairness(
+        self._fairness = Fairness(
             self._costs,
             Engine(scheduling.max_num_seqs, executor.num_kv_blocks),
             max_prefill=scheduling.max_tenant_prefill,
@@ -135,46 +109,27 @@ class Scheduler:
         if scheduling.max_draft_tokens:
             prices = draft_prices(scheduling, executor)
             self._speculator = Speculator(scheduling, prices, counters)
-        self._isolation = isolation = Isolation()
-        self._encoder = encoder = EncoderCache(
+        self.encoder = EncoderCache(
             executor,
             counters,
             step_tokens=scheduling.encoder_budget,
             num_bytes=cache.encoder_cache_bytes,
         )
-        self._books = books = RequestTable(
-            scheduling.max_num_seqs,
-            kv=kv,
-            fairness=fairness,
-            isolation=isolation,
-            adapters=adapters,
-            encoder=encoder,
+        self._books = RequestTable(
+            executor=executor,
+            max_num_seqs=scheduling.max_num_seqs,
+            max_model_len=self.max_model_len,
+            by_priority=by_priority,
+            kv=self._kv,
+            fairness=self._fairness,
+            adapters=self.adapters,
+            encoder=self.encoder,
             grammars=grammars,
             speculator=self._speculator,
             counters=counters,
         )
-        self._arrivals = Arrivals(
-            books,
-            isolation,
-            kv,
-            grammars,
-            adapters,
-            counters,
-            executor,
-            max_model_len=self.max_model_len,
-            by_priority=by_priority,
-        )
-        self._planner = Planner(
-            books,
-            isolation,
-            fairness,
-            kv,
-            adapters,
-            encoder,
-            limits,
-            executor.num_stages,
-            counters,
-        )
+        self._isolation = self._books.isolation
+        self._planner = Planner(self._books, scheduling)
         self._has_kv = executor.has_kv
         self._refused: Outputs = {}  # answers to suspects whose turn ended before its first step
         self._in_flight: deque[InFlight] = deque()
@@ -187,14 +142,11 @@ class Scheduler:
     # -- what is there ---------------------------------------------------------------------------
 
     @property
-    def max_step_tokens(self) -> int:
-        """Maximum tokens of a step."""
-        return self._limits.tokens
-
-    @property
-    def max_step_patches(self) -> int:
-        """Maximum patches of images that the next step encodes, each at about a token's cost."""
-        return self._encoder.max_patches
+    def next_tokens(self) -> int:
+        """Maximum tokens that the next step can compute, and patches of images, each at about a
+        token's cost."""
+        tokens = len(self._books.running) + self._books.queued_tokens
+        return min(tokens, self._planner.max_tokens) + self.encoder.max_patches
 
     @property
     def has_work(self) -> bool:
@@ -264,25 +216,29 @@ class Scheduler:
             f"{len(self._in_flight)} plan(s) in flight, {len(self._books.running)} running, "
             f"{len(self._books.waiting)} waiting, {self._kv.num_free_blocks} free blocks"
         ]
-        lines += [entry.describe() for entry in self._in_flight]
+        for plan, requests, *_ in self._in_flight:
+            lines.append(
+                f"step {plan.step}: {len(requests)} rows, {plan.num_tokens} tokens, "
+                f"{len(plan.starting)} starting"
+            )
+            lines += [
+                f"  {request.id} ({request.request_id}): slot {slot}, start {start}, "
+                f"count {count}, {request.num_tokens} tokens, {request.table.num_blocks} blocks"
+                for request, slot, start, count in zip(
+                    requests, plan.slots, plan.starts, plan.counts, strict=True
+                )
+            ]
         return "\n".join(lines)
 
     # -- requests come and go --------------------------------------------------------------------
 
     def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
-        """Queue a request; one that cannot run or has nothing left to do is answered at once.
-
-        The time, here and below, only serves to say how long requests took.
-        """
-        return self._arrivals.add(message, now)
+        """See `RequestTable.add`. The time, here and below, only says how long requests took."""
+        return self._books.add(message, now)
 
     def queue_compiled(self) -> Outputs:
-        """Queue the requests whose grammars were compiled, and blocks read, meanwhile.
-
-        Returns:
-            The answers to those whose grammars cannot be compiled.
-        """
-        return self._arrivals.queue_compiled()
+        """See `RequestTable.queue_compiled`."""
+        return self._books.queue_compiled()
 
     def abort(self, ids: list[int]) -> None:
         """Drop requests without any output; unknown ids are ignored."""
@@ -313,7 +269,7 @@ class Scheduler:
         for request in self._fairness.in_order(self._books.running.values()):
             self._books.preempt(request)
         self.adapters.vacate()
-        self._encoder.reset()
+        self.encoder.reset()
 
     @property
     def waiting_adapters(self) -> list[str]:
@@ -335,10 +291,6 @@ class Scheduler:
         """Return which KV blocks can be found or not since change number `after`."""
         return self._kv.blocks_since(after)
 
-    def reset_encoder_cache(self) -> int:
-        """Forget all encoded images but those that are being computed; return how many."""
-        return self._encoder.reset()
-
     # -- one step --------------------------------------------------------------------------------
 
     def schedule(self, grant: Grant = UNLIMITED, now: float = 0.0) -> BatchPlan:
@@ -347,30 +299,24 @@ class Scheduler:
         building = PlanBuilder(self._num_plans, now)
         if not self._may_admit:
             grant = grant._replace(admit_new=False)
-        budget = StepBudget(self._limits.tokens, grant)
+        budget = StepBudget(self._planner.max_tokens, grant)
         if self._isolation.is_due and self.admits:
-            self._begin_turn()  # an empty step: whoever runs alone is announced before it runs
+            # An empty step: whoever runs alone is announced before it runs. Its grammar is compiled
+            # within its turn: that may be what kills.
+            if not any(entry.requests for entry in self._in_flight):
+                suspect = self._isolation.begin()
+                answer = self._books.compile(suspect)
+                if answer is not None:
+                    self._refused.setdefault(suspect.front_end, []).append(answer)
         else:
             self._planner.plan(building, budget, self._num_passed_over)
         if self._speculator is not None:
-            headroom = self._limits.headroom
+            headroom = self._planner.headroom
             self._speculator.propose(building, budget, self._kv, self._fairness, headroom=headroom)
         self._num_passed_over = len(self._books.waiting)
         plan, requests = building.seal()
         self._in_flight.append(InFlight(plan, requests, plan.num_prefill_tokens, now))
         return plan
-
-    def _begin_turn(self) -> None:
-        """Begin a suspect's turn unless the steps of others are in flight.
-
-        Its grammar is compiled within its turn: that may be what kills.
-        """
-        if any(entry.requests for entry in self._in_flight):
-            return
-        request = self._isolation.begin()
-        answer = self._arrivals.compile(request)
-        if answer is not None:
-            self._refused.setdefault(request.front_end, []).append(answer)
 
     def update(self, plan: BatchPlan, result: BatchResult, now: float = 0.0) -> Outputs:
         """Take the result of the oldest plan in flight and return what it adds to each request."""
@@ -388,8 +334,9 @@ class Scheduler:
         """Add to `outputs` what the result of a plan adds to each request."""
         plan, requests, step_tokens, _ = entry
         for row, logprobs in result.prompt_logprobs.items():
-            if requests[row].lacks_prompt_logprobs:
-                requests[row].add_prompt_logprobs(plan.starts[row], logprobs)
+            if requests[row].lacks_prompt_logprobs:  # they come again after a preemption
+                start = plan.starts[row]
+                requests[row].prompt_logprobs[start : start + len(logprobs)] = logprobs
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         slides = self._kv.slides
         masked = bool(result.mask_us) or self._fairness.any_costly_masks
@@ -416,7 +363,7 @@ class Scheduler:
                 if computed >= table.next_commit or (slides and computed >= table.next_release):
                     self._settle_blocks(request, computed)
                 if stalled:
-                    output = self._arrivals.stall(request, result.grammar_stalls[request.slot], now)
+                    output = self._books.stall(request, result.grammar_stalls[request.slot], now)
                 if output is not None:
                     step_tokens += len(output.token_ids)
                     outputs.setdefault(request.front_end, []).append(output)
@@ -483,25 +430,8 @@ class Scheduler:
         self._costs.observe(rows, prefill, seconds, result.mask_wait_us)
 
     def check_integrity(self) -> None:
-        """Check that slots, blocks and gauges agree with the requests.
-
-        Raises:
-            AssertionError: something is leaked, shared wrongly or counted wrongly.
-        """
+        """Raise AssertionError if something is leaked, shared wrongly or counted wrongly."""
         known = {id(r): r for r in self._books.all.values()}
         known |= {id(r): r for entry in self._in_flight for r in entry.requests}
         self._books.check_integrity(known)
         assert all(r.num_steps_in_flight > 0 for r in known.values() if r.num_proposed_tokens)
-
-
-def _step_limits(scheduling: SchedulerConfig, executor: ExecutorInfo) -> StepLimits:
-    """Return what a step may do; where sequences are computed in one, it holds the longest."""
-    tokens = scheduling.max_num_batched_tokens
-    if executor.in_one_step:
-        tokens = max(tokens, executor.max_model_len)
-    return StepLimits(
-        tokens,
-        scheduling.long_prefill_token_threshold or sys.maxsize,
-        int(executor.num_kv_blocks * ADMISSION_HEADROOM) if executor.has_kv else 0,
-        executor.in_one_step,
-    )

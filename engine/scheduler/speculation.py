@@ -41,11 +41,8 @@ class NgramIndex:
         """Return `count` tokens that may follow, or none where the last ones are new.
 
         Of the earlier occurrences the one that agrees furthest back is continued, and of those
-        the newest. A continuation that reaches the end of the sequence goes on with itself.
-
-        Args:
-            token_ids: the whole sequence; from call to call it only grows.
-            count: at least 1.
+        the newest. A continuation that reaches the end of the sequence goes on with itself. From
+        call to call the sequence only grows.
         """
         self._extend(token_ids)
         end = len(token_ids)
@@ -118,12 +115,7 @@ class Speculator:
     ) -> None:
         """Let decodes verify drafts with the tokens and blocks that nobody else wants now.
 
-        Args:
-            plan: a step that is complete but for drafts.
-            budget: what is left of its tokens.
-            kv: gives blocks for drafts.
-            fairness: says what others leave to the request.
-            headroom: blocks that must stay free.
+        The plan is complete but for drafts; `headroom` is how many blocks have to stay free.
         """
         for request, proposed in self._chosen(plan, budget.num_tokens):
             table, start = request.table, request.num_computed_tokens
@@ -136,8 +128,9 @@ class Speculator:
             if proposed:
                 proposed = proposed[: fairness.drafts(request, len(proposed))]
             if proposed:
-                budget.speculate(len(proposed))
-                plan.propose(request, proposed)
+                budget.num_tokens -= len(proposed)
+                request.num_proposed_tokens = len(proposed)
+                plan.proposed[request.id] = proposed
 
     def _chosen(self, plan: PlanBuilder, most: int) -> list[tuple[Request, list[int]]]:
         """Return the requests of a plan that get drafts of at most so many tokens, with these."""
@@ -196,7 +189,7 @@ class Speculator:
 
     @property
     def num_tracked(self) -> int:
-        """Number of requests with drafts that are remembered."""
+        """Requests with drafts that are remembered."""
         return self._lengths.num_tracked
 
 

@@ -71,10 +71,19 @@ class StepCosts:
         if seconds <= 0:
             return
         self._num_steps += 1
-        if prefill_tokens >= _MIN_PREFILL:
-            self._observe_prefill(rows, prefill_tokens, seconds)
-        elif prefill_tokens and rows:
-            self._observe_mixed(rows, prefill_tokens, seconds)
+        if prefill_tokens and (rows or prefill_tokens >= _MIN_PREFILL):
+            if not self._row_seconds:
+                return
+            alone = self.base + rows
+            beyond = seconds / self._row_seconds - alone
+            if prefill_tokens >= _MIN_PREFILL:
+                least, most = self.prefill / _OUTLIER, self.prefill * _OUTLIER
+                beyond -= self.mixed if rows else 0.0
+                sample = min(max(beyond / prefill_tokens, least), most)
+                self.prefill += (sample - self.prefill) / _SMOOTHING
+            else:
+                sample = min(max(beyond - self.prefill * prefill_tokens, 0.0), alone)
+                self.mixed += (sample - self.mixed) / _SMOOTHING
         elif rows:
             self._observe_decodes(rows, seconds)
             if self._num_steps % _FIT_INTERVAL == 0 or len(self._seen) == 1:
@@ -96,21 +105,6 @@ class StepCosts:
         seen.rows += (rows - seen.rows) * weight
         seen.seconds += (min(seconds, _OUTLIER * seen.seconds) - seen.seconds) * weight
         seen.newest = self._num_steps
-
-    def _observe_prefill(self, rows: int, tokens: int, seconds: float) -> None:
-        if not self._row_seconds:
-            return
-        mixed = self.mixed if rows else 0.0
-        sample = (seconds / self._row_seconds - self.base - rows - mixed) / tokens
-        sample = min(max(sample, self.prefill / _OUTLIER), self.prefill * _OUTLIER)
-        self.prefill += (sample - self.prefill) / _SMOOTHING
-
-    def _observe_mixed(self, rows: int, tokens: int, seconds: float) -> None:
-        if not self._row_seconds:
-            return
-        alone = self.base + rows
-        sample = seconds / self._row_seconds - alone - self.prefill * tokens
-        self.mixed += (min(max(sample, 0.0), alone) - self.mixed) / _SMOOTHING
 
     def _fit(self) -> None:
         """Fit a line through the samples; if they lie close together, with the prior's slope."""

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from engine.batch.batch import BatchPlan
 from engine.batch.executor import PendingResult
-from engine.core.events import PrerequisitesSettled
+from engine.core.events import Drain, InboxItem, PrerequisitesSettled, Stop, Welcomed
 from engine.core.front_ends import CoreStep
-from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
 from engine.core.loop import EngineLoop
 from engine.core.sender import LATE_INTERVAL, Sender
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch
 from engine.kv_tiers.block_store import MODEL_SIZE
 from engine.kv_tiers.tiers import KvTiers
-from engine.lockstep.group_connection import GroupConnection
+from engine.lockstep.grouping import GroupConnection
 from engine.process.receiver import Receiver
 from engine.process.reception import Leave, Serve, WantNothingNew
 from engine.shared.config import (

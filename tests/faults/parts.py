@@ -8,8 +8,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop
 from engine.kv_tiers.tiers import KvTiers
 from engine.kv_transfer.port import BlockPort
-from engine.process.links import FrontEndLinks
-from engine.process.reception import Reception
+from engine.process.reception import FrontEndLinks, Reception
 from engine.shared.membership import Membership
 from server.router import router as router_module
 from server.router.block_index import BlockIndex

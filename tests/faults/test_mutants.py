@@ -13,15 +13,13 @@ import pytest
 from coordinator.events import Action as CoordinatorAction
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
-from engine.core.events import CoreEvent
-from engine.core.inbox import Drain, InboxItem
+from engine.core.events import CoreEvent, Drain, InboxItem
 from engine.core.loop import EngineLoop
 from engine.kv_tiers.tiers import Fetch, KvTiers
 from engine.kv_transfer.messages import BlockFound, checksum
 from engine.kv_transfer.port import BlockPort, _Running
-from engine.process.links import FrontEndLinks, LinkChanges
 from engine.process.reception import Action as ReceptionAction
-from engine.process.reception import Reception
+from engine.process.reception import FrontEndLinks, Greet, Reception
 from engine.shared.messages import (
     AddRequest,
     EngineEntry,
@@ -173,8 +171,8 @@ class TriesInCompany(EngineCore):
 class GreetsOnce(FrontEndLinks):
     """Does not repeat its hello."""
 
-    def tick(self, rank: int, now: float) -> LinkChanges:
-        return super().tick(rank, now)._replace(hellos=[])
+    def tick(self, rank: int, now: float) -> list[ReceptionAction]:
+        return [each for each in super().tick(rank, now) if not isinstance(each, Greet)]
 
 
 class BelievesOldLists(Reception):

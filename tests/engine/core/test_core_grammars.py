@@ -19,7 +19,7 @@ from engine.grammar import compiler, mask_threads
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.follower import TOO_SLOW, GrammarFollower
 from engine.grammar.masks import GrammarTable, grammar_table
-from engine.scheduler import arrivals
+from engine.scheduler import request_table
 from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,
@@ -552,7 +552,7 @@ COMBINED = pytest.mark.parametrize(
 def test_others_go_on_while_a_mask_is_late_and_nothing_is_lost(
     make: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(arrivals, "MAX_LATE", PATIENCE)
+    monkeypatch.setattr(request_table, "MAX_LATE", PATIENCE)
     alone = make(**options)
     alone.add(1, SLOW)
     alone.run()
@@ -588,7 +588,7 @@ def test_others_go_on_while_a_mask_is_late_and_nothing_is_lost(
 def test_a_late_mask_is_there_when_its_sequence_draws_again(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals, "MAX_LATE", PATIENCE)
+    monkeypatch.setattr(request_table, "MAX_LATE", PATIENCE)
     monkeypatch.setattr("engine.grammar.masks.KEPT_SECONDS", PATIENCE)
     monkeypatch.setattr(mask_threads, "MAX_SECONDS", PATIENCE)
     slow = SlowMasks(monkeypatch, SLOW)
@@ -638,7 +638,7 @@ def test_a_sequence_whose_masks_are_always_late_ends(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mask_threads, "MAX_SECONDS", 60.0)
-    monkeypatch.setattr(arrivals, "MAX_LATE", 0.2)
+    monkeypatch.setattr(request_table, "MAX_LATE", 0.2)
     masks = SlowMasks(monkeypatch, SLOW)
     engine = make()
     engine.add(1, SLOW)

@@ -6,9 +6,16 @@ import pytest
 
 from engine.core.ending import DRAINING_WAIT, LATE_SENDS_SECONDS
 from engine.core.engine_core import EngineCore
-from engine.core.events import FrontEndJoined, FrontEndLeft, Rejoined
+from engine.core.events import (
+    Drain,
+    FrontEndJoined,
+    FrontEndLeft,
+    InboxItem,
+    Rejoined,
+    Stop,
+    Welcomed,
+)
 from engine.core.front_ends import CoreStep
-from engine.core.inbox import Drain, InboxItem, Stop, Welcomed
 from engine.core.loop import (
     ANNOUNCEMENT_SECONDS,
     END_SECONDS,

@@ -3,8 +3,9 @@
 from typing import Any
 
 import msgspec
+import pytest
 
-from engine.core.shared_sampling import SharedSampling
+from engine.core.front_ends import FrontEnds
 from engine.shared.messages import AddRequest, RegexGrammar, SamplingParams, encode
 
 LISTS: dict[str, Any] = {
@@ -23,30 +24,43 @@ def arrived(id: int, front_end: int = 0, **sampling: Any) -> AddRequest:
     return msgspec.msgpack.decode(encode(message), type=AddRequest)
 
 
-def test_many_sequences_hold_the_lists_of_their_request_once() -> None:
-    sharing = SharedSampling()
+def shared(front_ends: FrontEnds, message: AddRequest) -> AddRequest:
+    restored = front_ends.restored(message)
+    assert restored is not None
+    return restored
+
+
+@pytest.fixture
+def front_ends() -> FrontEnds:
+    made = FrontEnds()
+    made.joined(0, 1)
+    made.joined(1, 1)
+    return made
+
+
+def test_many_sequences_hold_the_lists_of_their_request_once(front_ends: FrontEnds) -> None:
     messages = [arrived(id, **LISTS) for id in range(50)]
-    shared = [sharing.shared(message) for message in messages]
-    assert shared == messages
+    held = [shared(front_ends, message) for message in messages]
+    assert held == messages
     for name in LISTS:
-        assert len({id(getattr(each.sampling, name)) for each in shared}) == 1
-    assert [each.sampling.seed for each in shared] == list(range(50))
+        assert len({id(getattr(each.sampling, name)) for each in held}) == 1
+    assert [each.sampling.seed for each in held] == list(range(50))
 
 
-def test_what_differs_is_not_shared() -> None:
-    sharing = SharedSampling()
-    first = sharing.shared(arrived(1, **LISTS))
+def test_what_differs_is_not_shared(front_ends: FrontEnds) -> None:
+    first = shared(front_ends, arrived(1, **LISTS))
     other = arrived(2, **{**LISTS, "stop_token_ids": (1,), "allowed_token_ids": None})
-    second = sharing.shared(other)
+    second = shared(front_ends, other)
     assert second == other
     assert second.sampling.bad_words is first.sampling.bad_words
     assert second.sampling.stop_token_ids == (1,)
     stranger = arrived(3, front_end=1, **LISTS)
-    assert sharing.shared(stranger) is stranger
+    assert shared(front_ends, stranger) is stranger
     plain = arrived(4)
-    assert sharing.shared(plain) is plain
+    assert shared(front_ends, plain) is plain
     again = arrived(5, **LISTS)
-    assert sharing.shared(again) is again, "what nobody holds any more is not kept"
-    sharing.forget(0)
+    assert shared(front_ends, again) is again, "what nobody holds any more is not kept"
+    front_ends.left(0)
+    front_ends.joined(0, 1)
     anew = arrived(6, **LISTS)
-    assert sharing.shared(anew) is anew
+    assert shared(front_ends, anew) is anew

@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv_events.events import (
+    SNAPSHOT,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Event,
+    Journal,
     KvEventLog,
 )
-from engine.kv_events.journal import SNAPSHOT, Journal
 from engine.scheduler.block_table import BlockTable, CacheShape
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.shared.block_names import ROOT_DIGEST, block_digest
@@ -144,7 +145,7 @@ def test_a_subscriber_knows_exactly_what_can_be_found(
         found = {
             (number, digest)
             for number, each in enumerate(cache.kv._caches)
-            for digest in each._block_of
+            for digest in each.block_of
         }
         assert set(index.blocks) == found
 

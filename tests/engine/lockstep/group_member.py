@@ -6,8 +6,7 @@ from typing import Any
 from engine.distributed.engines import EngineGroup
 from engine.distributed.spec import GroupBroken
 from engine.executor.simulated import SimulatedExecutor
-from engine.lockstep.group_connection import GroupConnection
-from engine.lockstep.grouping import Grouping
+from engine.lockstep.grouping import GroupConnection, Grouping
 from engine.shared.config import BUNDLED_MODEL, EngineConfig, ModelConfig
 from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 from tests.engine.processes import answer_lines

@@ -12,8 +12,8 @@ from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import PendingResult
 from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
+from engine.core.events import InboxItem, Stop
 from engine.core.front_ends import CoreStep
-from engine.core.inbox import InboxItem, Stop
 from engine.core.watchdog import StepWatch
 from engine.distributed.engines import EngineGroup
 from engine.distributed.group import PendingRows

@@ -1,6 +1,6 @@
 """Which front ends an engine greets, and when all of them route to it."""
 
-from engine.process.links import ASK_INTERVAL, FrontEndLinks
+from engine.process.reception import ASK_INTERVAL, FrontEndLinks, Greet
 from engine.shared.messages import FrontEndAddresses, FrontEndEntry, RouteHello, RouteTaken
 
 GRACE, INTERVAL = 5.0, 1.0
@@ -18,7 +18,7 @@ def entries(*indices: int) -> list[FrontEndEntry]:
 
 
 def greeted(links: FrontEndLinks, now: float) -> dict[int, RouteHello]:
-    return dict(links.tick(RANK, now).hellos)
+    return dict(each for each in links.tick(RANK, now) if isinstance(each, Greet))
 
 
 def test_an_engine_that_does_not_serve_yet_greets_and_asks_nothing() -> None:
@@ -69,8 +69,8 @@ def test_a_front_end_that_left_is_not_waited_for_but_its_successor_is() -> None:
     assert links.take_unconfirmed(10.01) == []
     links.serve(20.0)
     successor = FrontEndEntry(0, 200, FrontEndAddresses("requests", "outputs"))
-    (hello,) = links.update(RANK, 1, [successor], 20.01).hellos
-    assert hello == (0, RouteHello(RANK, INCARNATION, 3, asks=True))
+    *_, hello = links.update(RANK, 1, [successor], 20.01)
+    assert hello == Greet(0, RouteHello(RANK, INCARNATION, 3, asks=True))
     assert links.take_unconfirmed(20.02) is None, "the answer was that of its predecessor"
     links.answered(RouteTaken(session=3))
     assert links.take_unconfirmed(20.03) == []

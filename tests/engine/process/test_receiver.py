@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from engine.core.inbox import InboxItem, Welcomed
-from engine.lockstep.group_connection import GroupConnection
+from engine.core.events import InboxItem, Welcomed
+from engine.lockstep.grouping import GroupConnection
 from engine.process.receiver import Receiver, build_reception
 from engine.process.reception import Serve
 from engine.shared.config import ClusterConfig, EngineConfig

@@ -5,9 +5,7 @@ from typing import cast
 import pytest
 from msgspec.structs import replace
 
-from engine.core.events import FrontEndJoined, FrontEndLeft, Rejoined
-from engine.core.inbox import Stop, Welcomed
-from engine.process.links import FrontEndLinks
+from engine.core.events import FrontEndJoined, FrontEndLeft, Rejoined, Stop, Welcomed
 from engine.process.reception import (
     Announce,
     Close,
@@ -16,6 +14,7 @@ from engine.process.reception import (
     Disconnect,
     Event,
     Follow,
+    FrontEndLinks,
     Greet,
     HaveAdapters,
     Leave,

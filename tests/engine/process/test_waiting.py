@@ -5,7 +5,7 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from engine.core.inbox import InboxItem, Welcomed
+from engine.core.events import InboxItem, Welcomed
 from engine.process import main
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner.bad_words import NO_BAD_WORDS, BadWords
+from engine.runner.slots import NO_BAD_WORDS, BadWords
 from tests.support.cpu_time import takes_less_than
 
 TOKENS = st.integers(0, 3)

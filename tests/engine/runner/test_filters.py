@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runner.categorical import FloatArray
 from engine.runner.compiled_draws import drawing_for
-from engine.runner.filters import DrawFiltered, Filters, IntArray, draw_filtered, smallest_kept
+from engine.runner.filters import DrawFiltered, Filters, draw_filtered, smallest_kept
+from engine.runner.slots import FloatArray, IntArray
 
 VOCAB = 1000
 

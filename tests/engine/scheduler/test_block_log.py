@@ -1,6 +1,6 @@
 """Numbered changes of the blocks that can be found, and all of them for who is late."""
 
-from engine.scheduler.block_log import BlockChanges, BlockLog
+from engine.scheduler.prefix_cache import BlockChanges, BlockLog
 from engine.shared.messages import ALL_BLOCKS
 
 
@@ -17,8 +17,8 @@ def test_who_knows_nothing_gets_all_names_and_then_what_has_changed() -> None:
     log = BlockLog(there)
     assert log.since(ALL_BLOCKS) == BlockChanges(ALL_BLOCKS, 0, names(1, 2), b"")
     assert log.since(0) is None
-    log.stored(digest(3))
-    log.removed(digest(1))
+    log.changed(digest(3), is_stored=True)
+    log.changed(digest(1), is_stored=False)
     assert log.since(0) == BlockChanges(0, 2, names(3), names(1))
     assert log.since(1) == BlockChanges(1, 2, b"", names(1))
     assert log.since(2) is None
@@ -27,10 +27,10 @@ def test_who_knows_nothing_gets_all_names_and_then_what_has_changed() -> None:
 def test_of_several_changes_of_a_block_the_last_counts() -> None:
     log = BlockLog([])
     for _ in range(2):
-        log.stored(digest(1))
-        log.removed(digest(1))
-    log.removed(digest(2))
-    log.stored(digest(2))
+        log.changed(digest(1), is_stored=True)
+        log.changed(digest(1), is_stored=False)
+    log.changed(digest(2), is_stored=False)
+    log.changed(digest(2), is_stored=True)
     assert log.since(0) == BlockChanges(0, 6, names(2), names(1))
 
 
@@ -38,7 +38,7 @@ def test_who_is_late_or_knows_of_what_never_was_gets_all_names() -> None:
     there = [digest(9)]
     log = BlockLog(there, max_changes=2)
     for number in range(3):
-        log.stored(digest(number))
+        log.changed(digest(number), is_stored=True)
     everything = BlockChanges(ALL_BLOCKS, 3, names(9), b"")
     assert log.since(0) == everything
     assert log.since(4) == everything

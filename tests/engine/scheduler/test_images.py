@@ -218,7 +218,7 @@ def test_pixels_that_many_requests_show_are_held_once(rig: Any) -> None:
     assert len(pixels) == 1
     rig.run()
     rig.assert_idle()
-    assert not rig.scheduler._encoder._pixels
+    assert not rig.scheduler.encoder._pixels
 
 
 def test_prompts_with_the_same_images_share_blocks_and_those_with_others_do_not(rig: Any) -> None:
@@ -301,7 +301,7 @@ def test_a_suspect_gets_room_for_its_image(make_rig: MakeRig) -> None:
 def test_images_are_forgotten_on_demand_and_with_the_cache(rig: Any) -> None:
     add(rig, 1, image(1, 0), 1)
     rig.run()
-    assert rig.scheduler.reset_encoder_cache() == 1
+    assert rig.scheduler.encoder.reset() == 1
     rig.scheduler.reset_prefix_cache()
     add(rig, 2, image(1, 0), 1)
     plan = rig.step()
@@ -388,7 +388,7 @@ def test_random_traffic_comes_out_right(seed: int, depth: int, make_rig: MakeRig
             if len(rig.in_flight) >= depth:
                 rig.update()
         if source.random() < 0.1:
-            rig.scheduler.reset_encoder_cache()
+            rig.scheduler.encoder.reset()
         if source.random() < 0.2:
             aborted = source.choice(list(rig.requests))
             rig.scheduler.abort([aborted])

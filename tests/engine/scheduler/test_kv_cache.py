@@ -40,10 +40,11 @@ def test_two_blocks_with_one_content_have_one_name() -> None:
     digest = block_digest(ROOT_DIGEST, [1])
     assert cache.insert(digest, 5)
     assert not cache.insert(digest, 6)
-    assert cache.get(digest) == 5
+    assert cache.block_of.get(digest) == 5
     cache.evict(5)
-    assert cache.get(digest) is None
-    cache.check_integrity(set())
+    assert cache.block_of.get(digest) is None
+    cache.check_integrity()
+    assert not cache.digest_of
 
 
 def test_a_computed_prefix_is_shared_while_its_owner_runs(kv: KVCacheManager) -> None:
@@ -126,11 +127,11 @@ def test_headroom_stays_free(kv: KVCacheManager) -> None:
 
 def test_growth_takes_exactly_the_missing_blocks(kv: KVCacheManager) -> None:
     table, _ = admit(kv, [1, 2, 3])
-    table.take_new()
+    table.take_new(0)
     assert kv.try_grow(table, 4)
     assert not table.num_untold
     assert kv.try_grow(table, 9)
-    (grown,) = table.take_new()
+    (grown,) = table.take_new(0)
     assert (grown.group, grown.first, len(grown.block_ids)) == (0, 1, 2)
     assert table.capacity == 12
     assert kv.usage == 3 / 8

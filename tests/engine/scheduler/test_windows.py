@@ -115,7 +115,7 @@ def test_a_hit_is_the_longest_prefix_that_all_groups_have_what_is_read_of(
         count
         for count in range(len(digests) + 1)
         if all(
-            digest in kv._caches[group]
+            digest in kv._caches[group].block_of
             for group in range(len(windows))
             for digest in digests[shape.first_needed(group, count * size) : count]
         )
@@ -125,7 +125,7 @@ def test_a_hit_is_the_longest_prefix_that_all_groups_have_what_is_read_of(
     for group, ids in enumerate(found):
         first = shape.first_needed(group, longest * size)
         assert ids == [FREED] * first + [
-            kv._caches[group].get(digest) for digest in digests[first:longest]
+            kv._caches[group].block_of.get(digest) for digest in digests[first:longest]
         ]
 
 
