@@ -338,9 +338,7 @@ class CoordinatorState:
             self._expire_at = now + timeout / EXPIRY_LOOKS
             for kind, index in self._members.silent(now, timeout):
                 actions += self._remove(kind, index, "has been silent for too long")
-        if now >= self._order_due:  # in case engines did not hear it
-            self._order_due = now + self._parameters.publish_idle_interval
-            actions += self._standing_orders()
+        actions += self._repeat_order(now)
         return actions + self._placement.tick(now) + self._say_missing(now)
 
     # -- adapters --------------------------------------------------------------------------------
@@ -392,6 +390,13 @@ class CoordinatorState:
 
     def _front_ends_order(self) -> FrontEnds:
         return FrontEnds(self._parameters.epoch, self._members.front_end_entries())
+
+    def _repeat_order(self, now: float) -> list[Action]:
+        """Tell engines who the front ends are once in a while, in case they did not hear it."""
+        if now < self._order_due:
+            return []
+        self._order_due = now + self._parameters.publish_idle_interval
+        return self._standing_orders()
 
     def _standing_orders(self) -> list[Action]:
         """Return what engines have to know that may not have heard of it."""
