@@ -34,6 +34,7 @@ def test_each_conversation_has_a_choice_in_its_place(http: Any, engines: Any) ->
     assert body["usage"]["prompt_tokens"] == sum(len(s.prompt_token_ids) for s in engines.streams)
 
 
+@pytest.mark.slow  # starts the process that checks grammars
 def test_all_conversations_are_held_to_a_form(http: Any, engines: Any) -> None:
     form = {"regex": "hello.*"}
     body = {"messages": [[said("one")]] * 3, "structured_outputs": form}
