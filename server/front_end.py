@@ -171,7 +171,9 @@ class FrontEnd:
         )
 
         rows = self._launch.admission_table
-        table = AdmissionTable(None if rows is None else Path(rows), self._launch.place)
+        table = (
+            AdmissionTable(None) if rows is None else AdmissionTable(Path(rows), self._launch.place)
+        )
         elsewhere = (
             TenantsElsewhere(table, index, self._launch.incarnation)
             if self._config.tenants.has_limits

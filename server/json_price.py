@@ -139,7 +139,7 @@ def _prices(text: bytes) -> Iterator[Price]:
             # A parser does not come further: more are closed than were opened.
             counted = brackets[: 2 * containers + 1].translate(_STEPS)
             steps = (1 if step else -1 for step in counted)
-            depth = max(*accumulate(steps, initial=level), found.depth)
+            depth = max(found.depth, max(accumulate(steps, initial=level)))
         level += 2 * opened - len(brackets)
         found = Price(values, containers, depth)
         found.check()

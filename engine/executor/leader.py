@@ -60,6 +60,8 @@ class TeamLeader:
         self.team = team
         self._device = device
         self._layout = layout = Layout.of(config.parallel)
+        num_layers = read_spec(model_directory(config.model, weights=False)).num_layers
+        self._stages = divide_layers(num_layers, layout.stages, config.parallel.layers_of_stages)
         team.meet(device.type)
         spec = GroupSpec(team.address, 0, team.size, 0, GROUP_TIMEOUT)
         shape = layout.stages, layout.shards
@@ -69,8 +71,6 @@ class TeamLeader:
             raise team.failure() from error
         team.abort = self._grid.abort
         self.group = self._grid.shards
-        num_layers = read_spec(model_directory(config.model, weights=False)).num_layers
-        self._stages = divide_layers(num_layers, layout.stages, config.parallel.layers_of_stages)
 
     def close(self) -> None:
         """End the workers; idempotent."""

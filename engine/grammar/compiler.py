@@ -259,16 +259,17 @@ class GrammarCompiler:
             return sum(each.num_bytes for each in self._held)
 
     def _compile(self, grammar: CompiledGrammar) -> None:
-        matcher, error, before = None, None, 0
-        no_room = not self._finds_room(grammar)
+        matcher, error, before, no_room = None, None, 0, False
         try:
+            no_room = not self._finds_room(grammar)
             if no_room:
-                raise CannotCompile(
+                error = (
                     f"the grammar was not compiled within {MAX_WAIT:.0f} s: those of other "
                     "requests take all the memory that there is for grammars; try again later"
                 )
-            before = _resident_bytes()
-            matcher = self.new_matcher(grammar.spec)
+            else:
+                before = _resident_bytes()
+                matcher = self.new_matcher(grammar.spec)
         except CannotCompile as reason:
             error = str(reason)
         except Exception:  # whatever it is, somebody waits for the grammar

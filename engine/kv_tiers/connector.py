@@ -1,15 +1,19 @@
 """Blocks in a place of a plugin's: another cache server, an object store."""
 
-from typing import Any, NamedTuple, Protocol
+import logging
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from engine.kv_tiers.block_store import BadBlock, seal
 from engine.shared.config import EngineConfig
-from engine.shared.plugins import load_plugin
+from engine.shared.plugins import instance_of, load_plugin
+
+logger = logging.getLogger(__name__)
 
 GROUP = "swell.kv_connectors"
 """Of entry points: callables `(config: EngineConfig, options: dict)` that make a `KvConnector`."""
 
 
+@runtime_checkable
 class KvConnector(Protocol):
     """Keeps bytes by name. Its methods are called by several threads, never by one that computes.
 
@@ -49,13 +53,14 @@ class ConnectedStore:
     """
 
     def __init__(self, asked: Connector, config: EngineConfig) -> None:
-        self._connector: KvConnector = load_plugin(
+        is_connector = instance_of(KvConnector)  # type: ignore[type-abstract]
+        self._connector = load_plugin(
             GROUP,
             asked.name,
             "--kv-transfer-config: kv_connector",
-            lambda make: make(config, asked.options),
+            lambda make: is_connector(make(config, asked.options)),
         )
-        self.clear, self.close = self._connector.clear, self._connector.close
+        self.clear = self._connector.clear
 
     def read(self, key: bytes) -> bytes | None:
         """Return a block's content, or None if it is not there.
@@ -74,3 +79,10 @@ class ConnectedStore:
     def write(self, key: bytes, content: bytes) -> bool:
         """Keep a block; return whether it was written."""
         return self._connector.save(key, seal(key, content) + content)
+
+    def close(self) -> None:
+        """End the use; an error in that is logged and holds up nothing else."""
+        try:
+            self._connector.close()
+        except Exception:
+            logger.exception("a KV connector could not be closed")

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -102,14 +103,19 @@ def open_tiers(
         (cache.kv_disk_tier_dir and Path(cache.kv_disk_tier_dir), cache.kv_disk_tier_bytes, True),
     ]
     stores: list[BlockStore | ConnectedStore] = []
-    for root, max_bytes, outlives_users in wanted:
-        if not root or not max_bytes:
-            continue
-        try:
-            stores.append(BlockStore(root, max_bytes, outlives_users=outlives_users))
-        except OSError as error:
-            raise BadTiers(f"{flag}: {error}") from error
-    stores += [ConnectedStore(each, config) for each in connectors]
+    with ExitStack() as opened:  # closed if one that follows cannot be opened
+        for root, max_bytes, outlives_users in wanted:
+            if not root or not max_bytes:
+                continue
+            try:
+                stores.append(BlockStore(root, max_bytes, outlives_users=outlives_users))
+            except OSError as error:
+                raise BadTiers(f"{flag}: {error}") from error
+            opened.callback(stores[-1].close)
+        for each in connectors:
+            stores.append(ConnectedStore(each, config))
+            opened.callback(stores[-1].close)
+        opened.pop_all()
     tiers = KvTiers(
         stores,
         cache.kv_tier_policy,

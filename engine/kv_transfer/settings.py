@@ -76,6 +76,12 @@ def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
         asked = [whole]
         if whole.kv_connector == CHAIN:
             asked = msgspec.convert(whole.kv_connector_extra_config, _Chain).connectors
+            plain = _VllmConfig(kv_role="kv_both", kv_connector=CHAIN)
+            if msgspec.structs.replace(whole, kv_connector_extra_config={}) != plain:
+                raise BadKvTransfer(
+                    f"--kv-transfer-config: beside {CHAIN} only kv_role kv_both is said; the rest "
+                    "is for its connectors"
+                )
     except msgspec.MsgspecError as error:
         raise BadKvTransfer(f"--kv-transfer-config: {error}") from error
     for each in asked:

@@ -78,7 +78,8 @@ class StepCosts:
             beyond = seconds / self._row_seconds - alone
             if prefill_tokens >= _MIN_PREFILL:
                 least, most = self.prefill / _OUTLIER, self.prefill * _OUTLIER
-                beyond -= self.mixed if rows else 0.0
+                if rows:  # what is known of it may be old: the tokens cost at least half
+                    beyond = max(beyond - self.mixed, beyond / 2)
                 sample = min(max(beyond / prefill_tokens, least), most)
                 self.prefill += (sample - self.prefill) / _SMOOTHING
             else:

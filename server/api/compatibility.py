@@ -113,7 +113,7 @@ def refuse_unserved(model: type[BaseModel], body: bytes | dict[str, msgspec.Raw]
         if row is None:
             _log_unknown(name)
         elif row.state == "refused" and not _asks_for_nothing(bytes(value), row):
-            raise invalid_field(name, f"{row.why}")
+            raise invalid_field(name, row.why)
 
 
 def _log_unknown(name: str) -> None:

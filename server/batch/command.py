@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import msgspec
 from rich.console import Console
 from rich.progress import (
@@ -33,7 +34,6 @@ from server.batch.lines import (
     new_id,
     read_request,
 )
-from server.bench.connection import BadAnswer, HttpClient
 from server.fleet.own_server import OwnServer, ServerFailed, serve_arguments
 
 _BUSY = (429, 502, 503, 504)
@@ -56,55 +56,57 @@ async def send_all(
     Raises:
         ServerUnusable: no server answers, before any request is counted as failed.
     """
-    headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
-    try:
-        client = HttpClient(base_url, headers)
-        async with asyncio.timeout(_CHECK_SECONDS):
-            models = await client.request("GET", "/v1/models")
-    except (OSError, ValueError, BadAnswer) as error:
-        raise ServerUnusable(f"{base_url} does not answer: {error}") from error
-    if models.status != 200:
-        said = models.body.decode(errors="replace")
-        raise ServerUnusable(f"{base_url} answers {models.status}: {said}")
+    headers = {"content-type": "application/json"}
+    if config.api_key is not None:
+        headers["authorization"] = f"Bearer {config.api_key}"
+    async with httpx.AsyncClient(
+        base_url=base_url,
+        headers=headers,
+        timeout=httpx.Timeout(config.request_timeout, connect=10.0),
+        limits=httpx.Limits(max_connections=config.max_concurrency),
+        trust_env=False,
+    ) as client:
+        try:
+            models = await client.get("/v1/models", timeout=_CHECK_SECONDS)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ServerUnusable(f"{base_url} does not answer: {error}") from error
+        if models.status_code != 200:
+            raise ServerUnusable(f"{base_url} answers {models.status_code}: {models.text}")
 
-    async def work() -> None:
-        for request in requests:  # one iterator for all workers: each takes the next
-            done(await _send(client, request, config))
+        async def work() -> None:
+            for request in requests:  # one iterator for all workers: each takes the next
+                done(await _send(client, request, config.max_retries))
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(config.max_concurrency):
-                group.create_task(work())
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    finally:
-        client.close()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(config.max_concurrency):
+                    group.create_task(work())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
 
-async def _send(client: HttpClient, request: BatchRequest, config: BatchConfig) -> BatchResult:
+async def _send(client: httpx.AsyncClient, request: BatchRequest, max_retries: int) -> BatchResult:
     """Send one request until it is answered, or has been sent often enough."""
     name, body = new_id(), bytes(request.body)
-    for attempt in range(config.max_retries + 1):
-        last, asked_wait = attempt == config.max_retries, None
+    for attempt in range(max_retries + 1):
+        last, asked_wait = attempt == max_retries, None
         try:
-            async with asyncio.timeout(config.request_timeout):
-                answer = await client.request("POST", request.url, body, name=name)
-        except (OSError, BadAnswer) as error:
-            # One with a number is of a connection that was not made: it may be, the next time.
-            timed_out = isinstance(error, TimeoutError) and error.errno is None
-            if last or timed_out:
+            answer = await client.post(request.url, content=body, headers={"x-request-id": name})
+        except httpx.HTTPError as error:
+            if last or isinstance(error, httpx.ReadTimeout):
+                timed_out = isinstance(error, httpx.TimeoutException)
                 code = "request_timeout" if timed_out else "connection_error"
                 why = BatchError(code, f"{type(error).__name__}: {error}")
                 return BatchResult(id=name, custom_id=request.custom_id, error=why)
         else:
-            if last or answer.status not in _BUSY:
-                text = bytes(answer.body)
+            if last or answer.status_code not in _BUSY:
+                text = answer.content
                 try:
                     msgspec.json.decode(text)
                 except (ValueError, RecursionError):
-                    text = msgspec.json.encode(text.decode(errors="replace"))
+                    text = msgspec.json.encode(answer.text)
                 response = BatchResponse(
-                    answer.status, answer.headers.get("x-request-id", ""), msgspec.Raw(text)
+                    answer.status_code, answer.headers.get("x-request-id", ""), msgspec.Raw(text)
                 )
                 return BatchResult(id=name, custom_id=request.custom_id, response=response)
             asked_wait = answer.headers.get("retry-after")

@@ -47,9 +47,9 @@ class _Connection(asyncio.Protocol):
 
     async def exchange(self, request: bytes, on_body: OnBody | None) -> Answer:
         """Send a request and return its answer; see `HttpClient.request`."""
+        self.reusable, self.silent = False, True
         if self._transport.is_closing():
             raise ConnectionResetError("the connection is closed")
-        self.reusable, self.silent = False, True
         self._answer, self._on_body = Answer(), on_body
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -85,7 +85,7 @@ class _Connection(asyncio.Protocol):
         if self._ended is None:
             return
         bounded = {"content-length", "transfer-encoding"} & self._answer.headers.keys()
-        if error is None and not self.silent and not bounded:
+        if error is None and self._answer.status and not bounded:
             self._end()
         else:
             self._end(ConnectionResetError("the server closed the connection"))

@@ -285,7 +285,7 @@ def _content(
     """
     content, is_assistant = message.content, message.role == "assistant"
     if message.refusal is not None and not is_assistant:
-        raise invalid_field(f"{field}.refusal", f"{_ONLY_ASSISTANTS}")
+        raise invalid_field(f"{field}.refusal", _ONLY_ASSISTANTS)
     if content is None:
         if message.role not in ("assistant", "tool", "function"):
             raise invalid_field(
@@ -300,7 +300,7 @@ def _content(
         if isinstance(part, RefusalPart):
             if not is_assistant:
                 place = f"{field}.content[{index}]"
-                raise invalid_field(place, f"{_ONLY_ASSISTANTS}")
+                raise invalid_field(place, _ONLY_ASSISTANTS)
             texts.append(hide(part.refusal))
         elif id(part) in images:
             has_images = True

@@ -85,7 +85,7 @@ class GrammarCheck:
                 self._found.popitem(last=False)
         reason = self._found[digest]
         if reason is not None:
-            raise invalid_field(param, f"{reason}")
+            raise invalid_field(param, reason)
         return spec
 
     async def _spec(
@@ -97,7 +97,7 @@ class GrammarCheck:
                 conversion = self._checks.submit(tenant, self._job, wanted)
                 result = await asyncio.wrap_future(conversion)
                 if result.error is not None:
-                    raise invalid_field(param, f"{result.error}")
+                    raise invalid_field(param, result.error)
                 return LarkGrammar(result.lark)
             case StructuralTag():
                 converted = self._checks.submit(tenant, lark_from_tag, wanted, self._special_tokens)
@@ -106,7 +106,7 @@ class GrammarCheck:
         try:
             return LarkGrammar(await asyncio.wrap_future(converted))
         except BadGrammar as error:
-            raise invalid_field(param, f"{error}") from error
+            raise invalid_field(param, str(error)) from error
 
     def _job(self, job: Check | GrammarText) -> Found:
         process = self._processes.get()

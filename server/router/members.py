@@ -86,12 +86,14 @@ class Members:
             self.routes[rank] = self._route_to(listed[rank])
         if change.joined:
             self.routes = dict(sorted(self.routes.items()))
-        self.has_prefill_engines = False
         for entry in view.engines:
-            if entry.setup is not None and entry.setup.kv_role == "prefill":
-                self.has_prefill_engines = True
             if (route := self.find(entry.rank, entry.incarnation)) is not None:
                 route.entry = entry
+        # A coordinator that has begun anew lists fewer than there are.
+        setups = (route.entry.setup for route in self.routes.values())
+        self.has_prefill_engines = any(
+            setup is not None and setup.kv_role == "prefill" for setup in setups
+        )
         return lost
 
     def _as_known(self, entry: EngineEntry) -> EngineEntry:

@@ -92,8 +92,8 @@ class SafetensorsCheckpoint(Checkpoint):
         shapes = self._find_quantized(directory)
         family = family_of(spec.architecture)
         besides = {**(extra or {}), **(optional or {})}
-        weights = family.weights(spec)
-        weights |= {name: Source(name=name, shape=shape) for name, shape in besides.items()}
+        added = {name: Source(name=name, shape=shape) for name, shape in besides.items()}
+        weights = {**family.weights(spec), **added}
         self._weights = _with_prefix(weights, family.text_prefixes, shapes)
         for name in optional or {}:
             if self._weights[name].name not in shapes:

@@ -93,7 +93,7 @@ def _check(request: schema.MessagesRequest | schema.CountTokensRequest) -> None:
         ("container", "no tools run here"),
     ):
         if getattr(request, name, None):
-            raise invalid_field(name, f"{why}")
+            raise invalid_field(name, why)
     thinking = request.thinking
     if thinking is None or not isinstance(request, schema.MessagesRequest):
         return

@@ -135,10 +135,10 @@ def _keeping(
 def _refuse_kept(request: ResponsesRequest) -> None:
     for name in ("previous_response_id", "conversation", "store", "background"):
         if getattr(request, name):
-            raise invalid_field(name, f"{_UNKEPT}")
+            raise invalid_field(name, _UNKEPT)
     for index, item in enumerate(own_items(request)):
         if isinstance(item, ItemReference):
-            raise invalid_field(f"input[{index}]", f"{_UNKEPT}")
+            raise invalid_field(f"input[{index}]", _UNKEPT)
 
 
 # -- requests with `background`: answered at once, while responses are generated and stored -------

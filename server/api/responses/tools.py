@@ -162,7 +162,7 @@ def _custom_function(tool: schema.NamespacedTool, field: str) -> JsonObject:
             try:
                 function["input_grammar"] = quoted_lark(format.definition)
             except NotQuotable as error:
-                raise invalid_field(f"{field}.format", f"{error}") from error
+                raise invalid_field(f"{field}.format", str(error)) from error
         function["strict"] = True
         grammar = f"The input matches this {format.syntax} grammar:\n{format.definition}"
         told = grammar if told is None else f"{told}\n\n{grammar}"

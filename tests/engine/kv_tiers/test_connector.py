@@ -46,14 +46,19 @@ class Toy:
             del self.shelf[key]
 
     def close(self):
-        pass
+        if self.does == "fail":
+            raise OSError("the door is stuck")
+
+
+def half(config, options):
+    """What lacks every method."""
 '''
 
 
 @pytest.fixture(autouse=True)
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "toy_shelf.py").write_text(TOY)
-    offer(tmp_path, "swell.kv_connectors", toy="toy_shelf:Toy")
+    offer(tmp_path, "swell.kv_connectors", toy="toy_shelf:Toy", half="toy_shelf:half")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("engine.kv_tiers.tiers.FETCH_TIMEOUT", PATIENCE)
     yield
@@ -114,6 +119,11 @@ def test_one_that_cannot_be_opened_is_named(checkpoint: SaveModel, prompt: MakeP
         answer(checkpoint("llama").directory, prompt(9), config)
 
 
+def test_one_that_lacks_a_method_is_named(checkpoint: SaveModel, prompt: MakePrompt) -> None:
+    with pytest.raises(BadPlugin, match=r"kv_connector half.*KvConnector"):
+        answer(checkpoint("llama").directory, prompt(9), toy_of("one") | {"kv_connector": "half"})
+
+
 def read(config: dict[str, Any]) -> Transfer | None:
     return read_transfer(CacheConfig(kv_transfer_config=json.dumps(config)), 0)
 
@@ -128,10 +138,11 @@ def test_connectors_of_plugins_and_transfers_go_together() -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (toy_of("a") | {"kv_connector": "NixlConnector"}, "SwellConnector, toy"),
+        (toy_of("a") | {"kv_connector": "NixlConnector"}, "SwellConnector, half, toy"),
         (toy_of("a") | {"kv_role": "kv_producer"}, "toy is for kv_both"),
         (toy_of("a") | {"kv_buffer_size": 9}, "kv_buffer_size"),
         (chain(), "connectors"),
+        (chain(toy_of("a")) | {"kv_role": "kv_producer"}, "beside MultiConnector"),
         (chain(*[{"kv_role": "kv_both"}] * 2), "SwellConnector is there more than once"),
         (chain(chain(toy_of("a"))), "MultiConnector"),
         (chain(toy_of("a")) | {"kv_connector_extra_config": {}}, "connectors"),

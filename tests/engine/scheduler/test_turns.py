@@ -237,6 +237,13 @@ def test_what_any_prompt_tokens_cost_does_not_count_as_the_cost_of_each() -> Non
     assert costs.prefill == pytest.approx(PRIOR_PREFILL, rel=0.15)
 
 
+def test_tokens_do_not_become_free_where_what_any_cost_was_overestimated() -> None:
+    costs = with_dear_prompts(mixed=10)
+    for _ in range(1000):
+        costs.observe(4, 20, (32 + 4 + 4) * 1e-4)
+    assert costs.prefill == pytest.approx(4 / 20 / 2, rel=0.15)
+
+
 def test_any_prompt_tokens_cost_nothing_more_where_nothing_is_decoded() -> None:
     fairness = Fairness(with_dear_prompts(mixed=10), ENGINE, max_slowdown=SLOWDOWN)
     assert fairness.mixed_tokens(4) == pytest.approx(10 / PRIOR_PREFILL, rel=0.15)

@@ -12,6 +12,7 @@ from benchmarks.streams import stream_completion
 from server.bench.client import complete
 from server.bench.connection import HttpClient
 from server.bench.summary import Record
+from tests.support.waiting import PATIENCE, until_async
 
 pytestmark = pytest.mark.slow  # it opens sockets
 
@@ -114,6 +115,25 @@ def test_connections_are_kept_and_replaced_when_the_server_closed_them() -> None
     assert server.connections == 2
 
 
+def test_a_connection_that_was_closed_while_it_was_idle_is_replaced() -> None:
+    whole = sends(CHUNKED, chunk(TOKEN + DONE), b"0\r\n\r\n")
+
+    async def twice(url: str) -> list[Record]:
+        client = HttpClient(url)
+        try:
+            asked = client, "/v1/completions", b"{}"
+            first = await complete(*asked, stream=True, give_up_after=PATIENCE)
+            closing = client._idle[0]._transport.is_closing
+            await until_async(closing, "the client has seen that it was closed")
+            return [first, await complete(*asked, stream=True, give_up_after=PATIENCE)]
+        finally:
+            client.close()
+
+    server, results = play([whole] * 2, twice, closes={0})
+    assert [result.error for result in results] == [None] * 2
+    assert server.connections == 2
+
+
 def test_an_answer_may_end_with_its_connection() -> None:
     _, [result] = play([sends(HEAD + b"\r\n", TOKEN, DONE)], ask, closes={0})
     assert (result.error, result.deltas) == (None, 1)
@@ -123,6 +143,7 @@ def test_an_answer_may_end_with_its_connection() -> None:
     ("reply", "error"),
     [
         (sends(b""), "connection_lost"),
+        (sends(b"HTTP/1.1 200 OK\r\nX-"), "connection_lost"),
         (sends(CHUNKED, chunk(TOKEN)), "connection_lost"),
         (sends(CHUNKED, chunk(TOKEN), b"0\r\n\r\n"), "stream_cut"),
         (sends(b"hello?\r\n\r\n"), "malformed_answer"),

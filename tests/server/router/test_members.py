@@ -60,6 +60,22 @@ def test_a_replaced_engine_is_lost_and_its_successor_has_a_route_of_its_own() ->
     assert members.find(0, 10) is None
 
 
+def test_prefill_engines_are_known_until_they_are_gone() -> None:
+    members = Members(MY_INCARNATION, 5.0)
+    prefill = entry(0, 10)
+    assert prefill.setup is not None
+    role = msgspec.structs.replace(prefill.setup, kv_role="prefill")
+    prefill = msgspec.structs.replace(prefill, setup=role)
+    members.take_view(view(1, prefill, entry(1, 11)), now=0.0)
+    assert members.has_prefill_engines
+    members.take_view(view(1, entry(1, 11), epoch=2), now=1.0)
+    assert members.has_prefill_engines, "it has yet to register with the new coordinator"
+    for second in range(2, 60):
+        members.expire(float(second))
+    members.take_view(view(2, entry(1, 11), epoch=2), now=60.0)
+    assert not members.has_prefill_engines
+
+
 def test_routes_are_in_the_order_of_ranks_whoever_came_first() -> None:
     members = members_of(10, 11)
     members.take_view(view(2, entry(1, 11)), now=1.0)
