@@ -162,6 +162,7 @@ class Planner:
             tokens=self.max_tokens,
         )
         num_waiting = len(books.waiting)
+        # Each takes the blocks that its tokens fill and one that they begin, in each group.
         most = num_waiting + -(-books.queued_tokens // self._kv.block_size)
         if room.slots >= num_waiting and room.blocks - most * self._kv.num_groups >= room.headroom:
             return  # all of them fit, in whatever order

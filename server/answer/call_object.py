@@ -82,8 +82,8 @@ class CallObject(CallBody):
             position = self._expect(text, position)
         if self.name is None:
             self._raw.append(text[:position])
-        is_call = self.candidate is not None and not self._arguments_required
-        if self.state == "done" and is_call and self.name is None:
+        may_have_none = self.candidate is not None and not self._arguments_required
+        if self.state == "done" and may_have_none and self.name is None:
             self.name = self.candidate
             self._arguments.append("{}")
         return text[position:]

@@ -230,10 +230,11 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
         functions = [*tools.functions.values()]
         starts = tools.format.starts if tools.format is not None and self.may_call_at_once else ()
         probe = None if format is None or tags is None else format.in_reasoning
+        reasoning = None
+        if tags is not None:
+            reasoning = ReasoningReader(tags, inside=self.begins_inside, call_starts=starts)
         return AnswerReader(
-            None
-            if tags is None
-            else ReasoningReader(tags, inside=self.begins_inside, call_starts=starts),
+            reasoning,
             None if format is None else format.parser(functions),
             calls_in_reasoning=None if probe is None else probe(functions),
             only_calls=tools.forced,

@@ -223,8 +223,10 @@ def _tensors(head: Eagle3Spec, found: Layout) -> Layout:
         mlp + "down_proj.weight": (hidden, inner),
     }
     for name in [name for name in expected if name.endswith("_proj.weight")]:
-        has_bias = spec.output_bias if "o_proj" in name else spec.qkv_bias
-        if spec.mlp_bias if ".mlp." in name else has_bias:
+        has_bias = spec.mlp_bias if ".mlp." in name else spec.qkv_bias
+        if "o_proj" in name:
+            has_bias = spec.output_bias
+        if has_bias:
             expected[name.removesuffix("weight") + "bias"] = expected[name][:1]
     whole = head.num_logits == spec.vocab_size
     optional: Layout = {

@@ -180,12 +180,13 @@ class RayCluster:
                 f"{ray.get_runtime_context().namespace} (--ray-namespace)"
             ) from error
         specs = handle.bundle_specs
-        used = 0
-        for count in range(len(specs), 0, -1):
+
+        def suffice(count: int) -> bool:
             there = _sum_of(specs[:count])
-            if all(there.get(name, 0.0) >= amount for name, amount in bundle.items()):
-                used = count
-        if not used:
+            return all(there.get(name, 0.0) >= amount for name, amount in bundle.items())
+
+        used = next(filter(suffice, range(1, len(specs) + 1)), None)
+        if used is None:
             raise CannotServe(
                 f"--ray-placement-groups: the bundles of {name} have "
                 f"{amounts(_sum_of(specs))}, and a rank needs {amounts(bundle)}"
