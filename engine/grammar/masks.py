@@ -111,6 +111,9 @@ class GrammarTable:
         self._threads = MaskThreads()
         self._late: set[int] = set()
         """Slots whose masks are not ready, so that what is drawn for them does not count."""
+        self._stalled: set[int] = set()
+        """Slots whose newest token does not count, so that none does which a step in flight draws
+        after it, until a sequence takes the slot again."""
         self._kept: list[_Late] = []
         """Late masks of sequences that have no slot, the oldest first."""
         self._resumed: dict[int, _Late] = {}
@@ -158,6 +161,7 @@ class GrammarTable:
         self._followers.pop(slot, None)
         self._resumed.pop(slot, None)
         self._late.discard(slot)
+        self._stalled.discard(slot)
 
     def masks(
         self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
@@ -214,12 +218,14 @@ class GrammarTable:
             if slot in ends.reasons:
                 ends.surplus[slot] = ends.surplus.get(slot, 0) + 1
                 continue
-            if slot in self._late or time.monotonic() > until:
-                ends.stalls[slot] = None
+            if slot in self._stalled or slot in self._late or time.monotonic() > until:
+                ends.stalls[slot] = follower.stalled
+                self._stalled.add(slot)
                 continue
             follower.advance(token_id)
             if follower.stalled is not None:
                 ends.stalls[slot] = follower.stalled
+                self._stalled.add(slot)
             elif follower.ended:
                 ends.reasons[slot] = follower.error
         return ends

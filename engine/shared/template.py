@@ -110,6 +110,7 @@ def fork_orphan() -> int:
     try:
         between = os.fork()
         if not between:
+            os.setsid()  # nothing that ends the group of the process above is meant for the fork
             pid = _fork_or_end()
             if not pid:
                 return 0

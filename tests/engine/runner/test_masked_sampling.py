@@ -1,5 +1,6 @@
 """Rows with a grammar draw what it allows, whatever else they ask for; others are left alone."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 from engine.batch.batch import SlotStart
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
-from engine.grammar.masks import TokenMasks
+from engine.grammar.masks import GrammarTable, TokenMasks
 from engine.runner.penalties import forbid_on_device, forbid_others
 from engine.runner.sampler import sample
 from engine.runner.slots import SlotTable
@@ -27,6 +28,7 @@ from engine.shared.config import (
 )
 from engine.shared.messages import AddRequest, RegexGrammar, SamplingParams
 from tests.engine.fixtures import SaveModel
+from tests.support.waiting import PATIENCE
 
 VOCAB = 1000
 EOS = 7
@@ -206,6 +208,23 @@ def test_a_real_model_follows_grammars_with_overlap_and_with_drafts(pattern: str
     tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
     for id in range(5):
         assert re.fullmatch(spec.pattern, tokenizer.decode(tokens[id]))
+
+
+@pytest.mark.parametrize("flags", [{}, {"async_scheduling": True}, {"speculative_ngram": 4}])
+def test_tokens_that_were_not_followed_in_time_are_drawn_again(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = RegexGrammar("[a-z]{3,5}-[0-9]{2}")
+    tokens = generate(spec)
+    advance, times = GrammarTable.advance, itertools.count()
+
+    def now_and_then(self: GrammarTable, *drawn: Any) -> Any:
+        late = next(times) % 3 == 1
+        monkeypatch.setattr("engine.grammar.masks.ADVANCE_SECONDS", -1.0 if late else PATIENCE)
+        return advance(self, *drawn)
+
+    monkeypatch.setattr(GrammarTable, "advance", now_and_then)
+    assert generate(spec, **flags) == tokens
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "deepseek3"])

@@ -135,6 +135,17 @@ async def test_the_end_of_a_fork_is_seen_with_its_code(tmp_path: Path) -> None:
     await template.close()
 
 
+async def test_forks_begin_outside_the_process_group_of_their_template(tmp_path: Path) -> None:
+    place = Place(tmp_path, LOADED)
+
+    template = await place.template()
+    child = await place.start(template)
+    assert os.getpgid(child.pid) != template.pid  # which is killed as a group
+    await place.details(1)
+    await template.close()
+    await end(child)
+
+
 async def test_forks_do_not_notice_that_their_template_ends(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
