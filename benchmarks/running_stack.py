@@ -94,8 +94,10 @@ class RunningStack:
         self._reader.start()
         started.add(self)
         if not self._ready.wait(self._timeout) or not self.url:
+            code = self.process.poll()
             self.kill()
-            raise StackFailed(f"not ready within {self._timeout} s:\n{self.output}")
+            why = f"not ready within {self._timeout} s" if code is None else f"ended with {code}"
+            raise StackFailed(f"{why}:\n{self.output}")
         return self
 
     def _poll(self, url: str) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
@@ -92,8 +94,14 @@ class VllmCore:
         # Engines of one node share its cores, which each would else bind its threads to.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         known = frozenset(field.name for field in dataclasses.fields(EngineArgs))
-        arguments = EngineArgs(**engine_arguments(config, known))
-        self._config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        arguments = engine_arguments(config, known)
+        # After each part of a prompt vLLM sets a seed's generator back, which those of CPUs cannot.
+        if current_platform.is_cpu() and arguments.setdefault("enable_chunked_prefill", False):
+            raise ValueError(
+                "--engine-args: enable_chunked_prefill: on CPUs a request with a seed would end "
+                "vLLM's engine core; leave it out"
+            )
+        self._config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
         if model.runner_type != "generate":
             raise ValueError(
@@ -114,6 +122,8 @@ class VllmCore:
             log_stats=True,
             executor_fail_callback=lambda: on_failure("a process of vLLM's executor has died"),
         )
+        # Else sequences without a seed are drawn alike on all engines that have just started.
+        self._core.model_executor.collective_rpc(_seed_draws, args=(config.model.seed, rank))
         self.vocab_size: int = model.get_vocab_size()
         self.halting = Halting()
         self.weights = WeightsSource(config.model.model, config.model.revision, weight_version)
@@ -471,3 +481,7 @@ class VllmCore:
     def _take(self, *, changes_alone: bool = False) -> CoreStep:
         news = News(self._is_halted, self.halting.hands_over, self._alone)
         return self._front_ends.hand_over(news, self.stats, changes_alone=changes_alone)
+
+
+def _seed_draws(_worker: Any, seed: int, rank: int) -> None:
+    set_random_seed(seed, rank)

@@ -94,6 +94,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprob_token_ids: tuple[int, ...] = ()
     """With `logprobs`: the tokens that are reported beside each sampled one instead of the most
     likely, as many as `logprobs` says."""
+    seed_given: bool = True
+    """Whether the client named the seed; engines for which a seed is a cost ignore one of ours."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
