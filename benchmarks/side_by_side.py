@@ -45,7 +45,8 @@ RUST, HOSTED = "vLLM in Rust", "vLLM in Swell"
 SIDES = (PEER, SWELL, QUANTIZED, RUST, HOSTED)
 MODEL_NAME = "bench"
 """The name of the model in requests."""
-START_SECONDS = 300.0
+START_SECONDS = 600.0
+"""vLLM compiles the model with torch."""
 RESULTS = Path(__file__).parent / "results"
 """A Markdown file for each kind of processor, newest comparison on top."""
 _KV_BYTES = 2 << 30
