@@ -186,9 +186,12 @@ class Lifeline:
                 on_lost()
                 return
             logger.error("the supervisor has gone: stopping")
-            os.kill(os.getpid(), signal.SIGTERM)
-            threading.Event().wait(ORPHAN_GRACE)
-            if os.getpgrp() == os.getpid():  # with what this process has started, as vLLM's workers
+            leads = os.getpgrp() == os.getpid()
+            # Without a handler, as while it starts, SIGTERM would end this process alone.
+            if not leads or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+                os.kill(os.getpid(), signal.SIGTERM)
+                threading.Event().wait(ORPHAN_GRACE)
+            if leads:  # with what this process has started, as vLLM's workers
                 os.killpg(0, signal.SIGKILL)
             os._exit(1)
 
