@@ -1,4 +1,4 @@
-"""Settings that every process has: its log lines and its health port."""
+"""Settings of every process: logging and the health port."""
 
 from typing import Annotated, Literal
 
