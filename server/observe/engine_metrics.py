@@ -1,4 +1,4 @@
-"""Metrics of the engines and the cluster, read from the newest cluster view at every scrape."""
+"""Metrics of engines and cluster, computed from the newest cluster view at every scrape."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +73,7 @@ def _counters() -> Iterator[tuple[str, str, str]]:
 _ENGINE_COUNTERS = tuple(_counters())
 _STEP_TOKENS_LABELS = [*map(floatToGoString, STEP_TOKENS_BOUNDS), "+Inf"]
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-"""vLLM's words, by the level of sleep."""
+"""vLLM's state names, by sleep level."""
 _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
     "block_size": lambda setup: setup.block_size,
     "cache_dtype": lambda setup: setup.kv_cache_dtype,
@@ -85,13 +85,13 @@ _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
     "num_gpu_blocks": lambda setup: setup.num_kv_blocks,
     "num_gpu_blocks_override": lambda setup: setup.num_kv_blocks_set,
 }
-"""vLLM's labels, as text like there; the cache is on one device."""
+"""vLLM's labels; values are text as in vLLM."""
 
 
 class EngineCollector(Collector):
-    """What the newest cluster view says of some engines, or of all, and maybe of the cluster.
+    """Metrics of some or all engines, and optionally of the cluster, from a cluster view.
 
-    Samples are a number and the values of all labels but the first, which is the model's name.
+    A sample is a number followed by the values of all labels but the first, the model's name.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class EngineCollector(Collector):
     ) -> None:
         """Show the engines of `ranks`, None for all.
 
-        Ages are seconds since the coordinator's view, and each engine's stats by rank, arrived.
+        Ages are seconds since the arrival of the view, and of each engine's stats by rank.
         """
         self._prefix = prefix
         self._model_name = model_name
@@ -241,7 +241,7 @@ class EngineCollector(Collector):
         )
 
     def _adapters(self, view: ClusterView, chosen: list[EngineEntry]) -> Iterator[Metric]:
-        """Yield which adapters run and wait, as vLLM tells it, and which engines have which."""
+        """Yield running and waiting adapters as in vLLM, and the loaded adapters of each engine."""
         if view.adapters is None:
             return
         entries = view.adapters.sheet.entries
@@ -295,9 +295,9 @@ class EngineCollector(Collector):
 
 
 def shown_on(host: str, view: ClusterView) -> frozenset[int]:
-    """Return the engines that the API servers of a node show, so that each is shown on one node.
+    """Return the engines shown by a node's API servers, so that each is shown on one node.
 
-    Those of the node itself, and a share of those whose nodes have no API servers.
+    These are the node's own, and a share of those on nodes without API servers.
     """
     serving = {host} | {each.host for each in view.processes if each.name.startswith("api ")}
     nodes = sorted(serving)
@@ -309,7 +309,7 @@ def shown_on(host: str, view: ClusterView) -> frozenset[int]:
 
 
 def engine_load(client: GenerationClient) -> dict[str, float]:
-    """Return how many sequences wait and run in all engines, and the mean KV cache usage."""
+    """Return the waiting and running sequences of all engines, and the mean KV cache usage."""
     view = client.view
     stats = [] if view is None else [entry.stats for entry in view.engines if entry.stats]
     return {
