@@ -1,4 +1,4 @@
-"""Settings of what is found in answers."""
+"""Settings for parsing tool calls and reasoning in answers."""
 
 from typing import Annotated, Literal
 

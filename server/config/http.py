@@ -1,4 +1,4 @@
-"""Settings of the HTTP server, of its connections and of who may use it."""
+"""Settings of the HTTP server, its connections and access control."""
 
 from typing import Annotated, Any
 
@@ -85,7 +85,7 @@ class HttpConfig(Section, frozen=True, kw_only=True):
 
     @property
     def address(self) -> str:
-        """Where clients connect, as people read it."""
+        """The address where clients connect, for display."""
         if self.uds is not None:
             return f"unix:{self.uds}"
         return join_host_port(self.host, self.port)

@@ -1,4 +1,4 @@
-"""Settings of overload, of tenants, and of which engine gets a request."""
+"""Settings of overload, tenants, and request routing."""
 
 from typing import Annotated, Literal
 
@@ -69,7 +69,7 @@ class TenantConfig(Section, frozen=True, kw_only=True):
 
     @property
     def has_limits(self) -> bool:
-        """Whether what a tenant may have under way is limited."""
+        """Whether a tenant's work in flight is limited."""
         limits = (self.max_sequences_per_key, self.max_queue_tokens_per_key)
         return any(limit is not None for limit in limits)
 

@@ -41,14 +41,14 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     ] = 512 * 2**20
 
     def __post_init__(self) -> None:
-        self.max_images  # noqa: B018 - raises if it is wrong
+        self.max_images  # noqa: B018 - validates the setting
 
     @property
     def max_images(self) -> int:
-        """Images that a request may have.
+        """Maximum images per request.
 
         Raises:
-            ValueError: `limit_mm_per_prompt` does not say.
+            ValueError: `limit_mm_per_prompt` is malformed.
         """
         limits: Any = None
         with contextlib.suppress(ValueError):
