@@ -118,13 +118,12 @@ class Members:
             where = f"pid {held.pid} on {held.host}"
             if hello.given:
                 return Refused(
-                    f"{hello.kind} {hello.index} was silent for so long that {where} has its "
-                    "number by now: it must start again",
+                    f"{hello.kind} {hello.index} was silent for so long that its number was "
+                    f"reassigned to {where}: it has to restart",
                     field="index",
                 )
             return Refused(
-                f"{hello.kind} {hello.index} is held by {where}, "
-                "which has not been silent for long enough to be gone",
+                f"{hello.kind} {hello.index} is held by {where}, which has not timed out yet",
                 field="index",
                 final=False,
             )
@@ -228,8 +227,8 @@ class Numbers:
                 return number
         if self._open_at is None or now < self._open_at:
             return Refused(
-                f"the coordinator has just started: it gives out numbers after {self._grace:.0f} "
-                "s, when the members of one before it have told it theirs",
+                f"the coordinator has just started: it assigns numbers after {self._grace:.0f} "
+                "s, once members of its predecessor have registered again",
                 field="index",
                 final=False,
             )

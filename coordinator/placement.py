@@ -161,14 +161,14 @@ class Placement:
         node.error = None
         if wish.size is None:
             self._restarts = [inc for inc, each in self._nodes.items() if each.target]
-            return [Notice("all engines are replaced, node by node")]
+            return [Notice("replacing all engines, node by node")]
         nodes = list(self._nodes.values())
         room = sum(max(each.engines.capacity, each.target) for each in nodes)
         if not room or wish.size > room:
             node.error = (
                 f"the nodes have room for {room} engines, not {wish.size}"
                 if room
-                else "no supervisor here runs engines: scale with what started them"
+                else "no supervisor here runs engines: scale with the tool that started them"
             )
             return [Notice(f"cannot scale to {wish.size}: {node.error}")]
         shares = [Share(each.target, each.engines.capacity) for each in nodes]
@@ -183,7 +183,7 @@ class Placement:
             for each, target in zip(nodes, targets, strict=True)
             if target or each.engines.capacity
         )
-        return [Notice(f"{wish.size} in all from now on: {', '.join(parts)}")]
+        return [Notice(f"the target is now {wish.size} engines: {', '.join(parts)}")]
 
     def _tell_all(self) -> list[Action]:
         return [Reply(node.sender, self._order(node)) for node in self._nodes.values()]

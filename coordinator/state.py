@@ -242,7 +242,7 @@ class CoordinatorState:
             field = differing_model(member.group_config, hello.group_config)
             if field is not None:
                 theirs, ours = member.group_config.get(field), hello.group_config[field]
-                why = f"was sent away: its {field} is {theirs!r}, that of the engines {ours!r}"
+                why = f"was removed: its {field} is {theirs!r}, but the engines' is {ours!r}"
                 actions += self._remove("front_end", number, why)
         self._choose_wave(hello)
         self._wave.adopt(hello.wave)

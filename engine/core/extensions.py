@@ -52,7 +52,7 @@ class Extensions:
         function = self._functions.get(name)
         if function is None:
             known = ", ".join(sorted(self._functions)) or "none: see --worker-extensions"
-            raise CannotDo(f"there is no method {name!r} that may be called; there are {known}")
+            raise CannotDo(f"there is no callable method {name!r}; there are {known}")
         signature, hints = inspect.signature(function), get_type_hints(function)
         try:
             given = msgspec.json.decode(args, type=list[Any])

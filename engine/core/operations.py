@@ -160,7 +160,7 @@ class Operations:
         is_below = place is not None and model.is_relative_to(Path(place).expanduser().resolve())
         is_hub_id = HUB_ID.fullmatch(source.model) and not model.exists()
         if not (is_below or is_hub_id or source == self._own_weights):
-            raise CannotDo(f"{source.model} is no hub id, and not below --weights-dir")
+            raise CannotDo(f"{source.model} is neither a hub id nor below --weights-dir")
         self.steps.vacate()
         self.executor.load_weights(source.model, source.revision)
         if self.weights.model == PUSHED:
@@ -190,7 +190,7 @@ class Operations:
             CannotDo: no directory is configured, or there is nothing to record.
         """
         if self.profiler_dir is None:
-            raise CannotDo("profiles need a place: start the engines with --torch-profiler-dir")
+            raise CannotDo("no directory for profiles: start the engines with --torch-profiler-dir")
         writable_directory(self.profiler_dir)
         self.executor.start_profile()
         return self.profiler_dir

@@ -74,9 +74,7 @@ class Steps:
         self._admission = admission or build_admission_policy(config, lockstep_size=1)
         self._now = now
         if config.async_scheduling and not config.steps_overlap:
-            logger.info(
-                "steps run one after the other: draft tokens follow those that the last one drew"
-            )
+            logger.info("steps do not overlap: drafting needs the previous step's tokens")
         self._max_in_flight = executor.info.num_stages + config.steps_overlap
         self._in_flight: deque[_Launched] = deque()
         self._last_prefill_tokens = 0

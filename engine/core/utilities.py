@@ -224,7 +224,7 @@ def _join_trainer(
 ) -> Answer:
     """`timeout`: seconds to wait for other members, to join and for each tensor."""
     if rank >= world_size:
-        raise CannotDo(f"rank {rank} is none of a world of {world_size}")
+        raise CannotDo(f"rank {rank} is out of range for a world size of {world_size}")
     address = join_host_port(master_address, master_port)
     engine.executor.weight_transfer().join(GroupSpec(address, rank, world_size, 0, timeout))
     return _transfer(engine)

@@ -93,7 +93,7 @@ def open_store(spec: GroupSpec, listener: socket.socket | None) -> Store:
             master_listen_fd=server.detach(),
         )
     except (RuntimeError, OSError) as error:
-        raise GroupBroken(f"no meeting point at {spec.address}: {first_line(error)}") from error
+        raise GroupBroken(f"no rendezvous at {spec.address}: {first_line(error)}") from error
 
 
 class Connections:

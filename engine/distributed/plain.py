@@ -50,9 +50,9 @@ class PlainGroup:
             work = self._backend.broadcast([values])
             while not self._is_over(work):
                 if not is_wanted():
-                    raise GroupBroken("it was given up")
+                    raise GroupBroken("it was cancelled")
                 if time.monotonic() > until:
-                    raise GroupBroken(f"nothing came for {self._timeout:g} s")
+                    raise GroupBroken(f"nothing arrived for {self._timeout:g} s")
             work.wait()
         except RuntimeError as error:
             raise GroupBroken(_AROUND.sub("", first_line(error))) from error

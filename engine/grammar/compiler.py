@@ -264,8 +264,8 @@ class GrammarCompiler:
             no_room = not self._finds_room(grammar)
             if no_room:
                 error = (
-                    f"the grammar was not compiled within {MAX_WAIT:.0f} s: those of other "
-                    "requests take all the memory that there is for grammars; try again later"
+                    f"the grammar was not compiled within {MAX_WAIT:.0f} s: other "
+                    "requests' grammars use all the memory for grammars; try again later"
                 )
             else:
                 before = _resident_bytes()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOO_SLOW = (
-    "the grammar takes too long to follow: what may come next was not known within "
+    "the grammar takes too long to follow: the next token mask was not known within "
     f"{MAX_SECONDS * 1000:.0f} ms; make it simpler"
 )
 _DEAD_END = "nothing that fits the grammar can follow the output"

@@ -331,8 +331,8 @@ class Reception:
             if outcome.serving and not outcome.replaced:
                 if outcome.reason != self._refusal:
                     logger.error(
-                        "the coordinator refused this engine, which goes on serving and keeps "
-                        "asking: %s", outcome.reason,
+                        "the coordinator refused this engine, which keeps serving and "
+                        "retries: %s", outcome.reason,
                     )  # fmt: skip
                 self._refusal = outcome.reason
                 return []

@@ -109,7 +109,7 @@ def listen_unix(path: Path, backlog: int) -> socket.socket:
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise FileExistsError(errno.EEXIST, "there is a file that is no socket", str(path))
+            raise FileExistsError(errno.EEXIST, "there is a file that is not a socket", str(path))
         with socket.socket(socket.AF_UNIX) as probe:
             try:
                 probe.connect(str(path))
@@ -166,4 +166,4 @@ def first_free_ports(host: str, first: int, count: int) -> int:
                     continue
                 raise
             return port
-    raise OSError(errno.EADDRINUSE, f"no {count} ports in a row are free on {host} from {first} on")
+    raise OSError(errno.EADDRINUSE, f"no {count} consecutive free ports on {host} from {first} on")

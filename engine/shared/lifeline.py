@@ -112,7 +112,7 @@ class Lifeline:
         while True:
             data = self._connection.recv(65536)
             if not data:
-                raise EOFError("the supervisor has gone")
+                raise EOFError("the supervisor has exited")
             for launch in reader.feed(data):
                 return launch  # type: ignore[no-any-return]
 
@@ -143,7 +143,7 @@ class Lifeline:
         try:
             self._connection.sendall(pack_frame(status))
         except OSError:
-            logger.warning("the supervisor does not listen any more")
+            logger.warning("the supervisor is no longer listening")
 
     def end_with_it(self) -> None:
         """Make the kernel end this process when the supervisor dies; needs no thread.
@@ -184,7 +184,7 @@ class Lifeline:
             if on_lost is not None:
                 on_lost()
                 return
-            logger.error("the supervisor has gone: stopping")
+            logger.error("the supervisor has exited: stopping")
             leads = os.getpgrp() == os.getpid()
             # SIGTERM without a handler, as during startup, would end only this process.
             if not leads or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

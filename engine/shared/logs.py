@@ -94,7 +94,7 @@ class LogStream(io.TextIOBase):
             if not data or self._ended:
                 return len(text)
             if self._waiting + len(data) > MAX_BACKLOG:
-                self._drop("nobody read them in time")
+                self._drop("they were not read in time")
                 return len(text)
             self._backlog.append(data)
             self._waiting += len(data)

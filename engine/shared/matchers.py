@@ -64,8 +64,8 @@ def grammar_error(matcher: "LLMatcher") -> str | None:
         seconds = _mask_seconds(matcher.deep_copy())
     if seconds > MAX_MASK_SECONDS and not begun.is_error():
         return (
-            f"the grammar takes too long to follow: it takes {seconds * 1000:.0f} ms to find what "
-            f"may come first, more than {MAX_MASK_SECONDS * 1000:.0f} ms; make it simpler"
+            f"the grammar takes too long to follow: it takes {seconds * 1000:.0f} ms to find the "
+            f"allowed first tokens, more than {MAX_MASK_SECONDS * 1000:.0f} ms; make it simpler"
         )
     if not begun.is_error() and len(begun.compute_ff_bytes()) > MAX_GRAMMAR_SIZE:
         return f"the grammar leaves no choice for more than {MAX_GRAMMAR_SIZE} characters"

@@ -217,7 +217,7 @@ class Membership:
             return Rejected(
                 f"protocol is {PROTOCOL_VERSION} here (Swell {SWELL_VERSION}) but "
                 f"{welcome.protocol or 'older than 1'} at the coordinator (Swell "
-                f"{welcome.version or 'unknown'}), which did not mind"
+                f"{welcome.version or 'unknown'}), which accepted it anyway"
             )
         again = self._joined_once
         self.epoch = welcome.epoch

@@ -38,7 +38,7 @@ def make_private(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(f"{path} must be a directory and no link")
+        raise PermissionError(f"{path} must be a directory, not a link")
     if found.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to another user (number {found.st_uid})")
     if found.st_mode & 0o077:
@@ -106,7 +106,7 @@ class NodeDirectory:
         for path in lost:
             self._link(path)
         if is_new or lost:
-            logger.warning("files in %s were removed: put back", self.path)
+            logger.warning("restored files that were removed from %s", self.path)
         return is_new or bool(lost)
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ def instance_of(kind: type[T]) -> Callable[[Any], T]:
 
     def check(found: Any) -> T:
         if not isinstance(found, kind):
-            raise TypeError(f"it is no {kind.__name__} but {type(found).__name__}")
+            raise TypeError(f"expected {kind.__name__}, got {type(found).__name__}")
         return found
 
     return check

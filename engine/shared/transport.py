@@ -211,7 +211,7 @@ class HandshakeWatch:
             )
         else:
             logger.warning(
-                "%s refused the handshake: --cluster-key-file holds another key there; trying on",
+                "%s refused the handshake: --cluster-key-file holds another key there; retrying",
                 self._address,
             )
 
@@ -360,7 +360,7 @@ class Transport:
                 socket.close()
                 raise InsecureCluster(
                     f"{address}: TCP between processes needs --cluster-key-file "
-                    "(or --insecure-cluster on a network where everybody is trusted)"
+                    "(or --insecure-cluster on a trusted network)"
                 )
         return socket
 

@@ -33,5 +33,5 @@ def writable_directory(path: str | Path) -> Path:
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(f"{path}: no files can be made there")
+        raise PermissionError(f"{path}: cannot create files in it")
     return path

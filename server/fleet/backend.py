@@ -48,7 +48,7 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
     nodes, coordinator = config.nodes, config.cluster.coordinator
     address = nodes.data_parallel_address
     if address is not None and coordinator is not None:
-        raise BadNode("--data-parallel-address and --coordinator say the same: give one of them")
+        raise BadNode("--data-parallel-address and --coordinator are alternatives: give only one")
     if nodes.headless:
         if address is None and coordinator is None:
             raise BadNode("--headless needs --data-parallel-address, the head node to join")

@@ -209,7 +209,7 @@ class Keeper:
             except StartupFailed:
                 raise
             except Exception:
-                logger.exception("%s is started again: its place could not be watched", role.name)
+                logger.exception("%s is restarted: watching it failed", role.name)
                 if role.holder is not None and role.holder.alive:
                     role.holder.kill()
                     await role.holder.wait()
@@ -275,8 +275,8 @@ class Keeper:
             if silence > self._hang_timeout:
                 role.hangs = True
                 logger.error(
-                    "%s hangs: its main loop has not turned for %.0f s (--hang-timeout); it is "
-                    "replaced after it has printed the stacks of its threads", role.name, silence,
+                    "%s hangs: its main loop has made no progress for %.0f s (--hang-timeout); it "
+                    "is replaced once it has printed its threads' stacks", role.name, silence,
                 )  # fmt: skip
                 await holder.end_hung()
                 return
@@ -328,4 +328,4 @@ class Keeper:
             return f"{role.name}: {role.failure}"
         assert role.holder is not None
         lines = "\n".join(f"    {line}" for line in role.holder.last_lines)
-        return f"{role.name} {end.how} while {role.phase}. Its last words:\n{lines}"
+        return f"{role.name} {end.how} while {role.phase}. Its last output:\n{lines}"

@@ -144,7 +144,7 @@ class Supervisor:
             raise StartupFailed(
                 "a node that no other can join needs engines and API servers of its own"
                 if lacks
-                else "nothing to run: neither engines nor API servers are asked for"
+                else "nothing to run: neither engines nor API servers are configured"
             )
 
     def _on_signal(self, signum: int) -> None:

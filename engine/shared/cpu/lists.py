@@ -29,7 +29,7 @@ def read_list(text: str) -> CpuList:
             raise BadCpuList(f"{_shown(part)} ends before it begins")
         cpus = range(low, high + 1)
         if twice := found.intersection(cpus):
-            raise BadCpuList(f"CPU {min(twice)} is in {_shown(text)} twice")
+            raise BadCpuList(f"CPU {min(twice)} occurs twice in {_shown(text)}")
         found.update(cpus)
     return tuple(sorted(found))
 
@@ -70,7 +70,7 @@ def lists_text(lists: tuple[CpuList, ...]) -> str:
 
 def _number(text: str, whole: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise BadCpuList(f"{_shown(whole)} is no list of CPUs: write it as 0-3 or 0,2,8-11")
+        raise BadCpuList(f"{_shown(whole)} is not a list of CPUs: write it as 0-3 or 0,2,8-11")
     if len(text) > len(str(MAX_CPUS)) or int(text) >= MAX_CPUS:
         raise BadCpuList(f"there is no CPU {_shown(text)}")
     return int(text)

@@ -292,7 +292,7 @@ def _check_rotation(
     values = stated.get("attention.value_length", head_dim)
     for key, width in (("rope.dimension_count", rotated), ("attention.value_length", values)):
         if width != head_dim:
-            raise BadGguf(f"{path}: {key} is {width}; only {head_dim}, all of a head, is served")
+            raise BadGguf(f"{path}: {key} is {width}; only the whole head, {head_dim}, is served")
 
 
 def frequency_divisors(gguf: Gguf, path: Path) -> dict[str, list[float]]:

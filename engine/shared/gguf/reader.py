@@ -120,7 +120,7 @@ class _Cursor:
 
     def take(self, count: int) -> bytes:
         if count > self._limit - self.position:
-            raise self.bad("the file ends, or its metadata goes on for too long")
+            raise self.bad("the file is truncated, or its metadata is too long")
         read = self._header[self.position : self.position + count]
         self.position += count
         return read
@@ -132,7 +132,7 @@ class _Cursor:
     def count(self, most: int, what: str) -> int:
         value = self.number("Q")
         if value > most:
-            raise self.bad(f"{value} {what} are more than the {most} that are read")
+            raise self.bad(f"{value} {what} exceed the limit of {most}")
         return value
 
     def text(self, most: int = _MAX_STRING) -> str:
@@ -153,7 +153,7 @@ class _Cursor:
     def _array(self) -> list[Any]:
         kind = self.number("I")
         if kind not in _SIZES:
-            raise self.bad(f"arrays of type {kind} are not read")
+            raise self.bad(f"arrays of type {kind} are not supported")
         possible = (self._limit - self.position) // _SIZES[kind]
         count = self.count(min(possible, self._entries_left), "entries of arrays")
         self._entries_left -= count
@@ -167,7 +167,7 @@ class _Cursor:
 
 def _read(cursor: _Cursor, size: int) -> Gguf:
     if cursor.take(4) != _MAGIC:
-        raise cursor.bad("this is no GGUF file")
+        raise cursor.bad("this is not a GGUF file")
     version = cursor.number("I")
     if version not in _VERSIONS:
         raise cursor.bad(f"GGUF version {version} is not served, only 2 and 3, little-endian")
@@ -179,10 +179,10 @@ def _read(cursor: _Cursor, size: int) -> Gguf:
         metadata[key] = cursor.value(cursor.number("I"))
     placed = dict(_tensor(cursor) for _ in range(num_tensors))
     if len(placed) != num_tensors:
-        raise cursor.bad("two tensors have one name")
+        raise cursor.bad("two tensors have the same name")
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
-        raise cursor.bad(f"the alignment {alignment!r} is not possible")
+        raise cursor.bad(f"the alignment {alignment!r} is invalid")
     start = -(-cursor.position // alignment) * alignment
     tensors = {}
     for name, info in placed.items():

@@ -44,7 +44,7 @@ def tokenizer_of(metadata: Json) -> Json:
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokens")
     if len(set(tokens)) != len(tokens):
-        raise BadGguf("the tokenizer has tokens twice")
+        raise BadGguf("the tokenizer has duplicate tokens")
     if kind == "gpt2":
         parts = _byte_level(metadata, tokens)
     elif kind == "llama":
@@ -78,7 +78,7 @@ def _strings(metadata: Json, name: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise BadGguf(f"the file has no tokenizer.ggml.{name}: it holds no tokenizer")
     if not found or len(found) > _MAX_TOKENS:
-        raise BadGguf(f"{len(found)} tokenizer.ggml.{name} are not possible")
+        raise BadGguf(f"{len(found)} tokenizer.ggml.{name} are out of range")
     return found
 
 
@@ -119,12 +119,10 @@ def _byte_level(metadata: Json, tokens: list[str]) -> Json:
     known = set(tokens)
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= known:
-            raise BadGguf(f"the tokenizer merges {merge[:3]} to what is no token")
+            raise BadGguf(f"the tokenizer merges {merge[:3]} to something that is not a token")
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _CUTS:
-        raise BadGguf(
-            f"texts are cut by {pre!r}, which is not served; served are {', '.join(_CUTS)}"
-        )
+        raise BadGguf(f"the pre-tokenizer {pre!r} is not supported; supported: {', '.join(_CUTS)}")
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -187,7 +185,7 @@ def _bpe(tokens: list[str], merges: list[list[str]], **options: Any) -> Json:
 def _sentence_piece(metadata: Json, tokens: list[str]) -> Json:
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise BadGguf("the tokenizer's scores are missing, or not one a token")
+        raise BadGguf("the tokenizer's scores are missing, or not one per token")
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     normalizers = [{"type": "Prepend", "prepend": _SPACE}, replaced] if prefix else [replaced]

@@ -127,5 +127,5 @@ class EngineActor:
             # Counted in checks instead of time, so that suspending the machine does not end it.
             await asyncio.sleep(LOOK_INTERVAL)
             self._unasked += LOOK_INTERVAL
-        print(f"not asked by its supervisor for {ASKED_WITHIN:.0f} s: ends", flush=True)
+        print(f"no call from its supervisor for {ASKED_WITHIN:.0f} s: exiting", flush=True)
         os._exit(1)

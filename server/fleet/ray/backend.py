@@ -164,7 +164,7 @@ def _check(config: ServeConfig) -> None:
         )
     if parallel.data_parallel_rank is not None or parallel.data_parallel_start_rank is not None:
         raise CannotServe(
-            "--data-parallel-backend ray gives the ranks itself: leave out --data-parallel-rank "
+            "--data-parallel-backend ray assigns the ranks itself: leave out --data-parallel-rank "
             "and --data-parallel-start-rank"
         )
     if config.ray.api_server_placement == "every-node" and config.http.uds is not None:

@@ -354,8 +354,8 @@ def _explained(address: str | None, error: Exception) -> str:
         told = " ".join(text.split())
         return f"{told} Install the same version of Ray and Python on all nodes."
     if address is None or address == "local":
-        return f"no Ray cluster of its own can be started: {text}"
+        return f"cannot start a Ray cluster on this node: {text}"
     return (
-        f"no Ray cluster answers at {address}: {text}. Begin one with `ray start --head`, or give "
+        f"no Ray cluster answers at {address}: {text}. Start one with `ray start --head`, or give "
         "another --ray-address (RAY_ADDRESS); with neither, `swell serve` starts its own"
     )

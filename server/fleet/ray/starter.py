@@ -115,7 +115,7 @@ class RayHolder:
             self.node = await self.find_room()
             return await self._run()
         except asyncio.CancelledError:
-            return Ended(0, "gave up its place before it had started")
+            return Ended(0, "was cancelled before it had started")
         except ActorLost as error:
             if not error.alone:
                 self.lost_node()
