@@ -57,8 +57,8 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     sse_keep_alive: Annotated[
         float,
         Meta(ge=0),
-        "Seconds of silence after which a stream sends a comment, so that nothing in between cuts "
-        "it; its headers go out after one second at most. 0: no comments, and headers with the "
+        "Seconds without output after which a stream sends a comment, so that proxies keep it "
+        "open; its headers are sent after at most one second. 0: no comments, and headers with the "
         "first token.",
     ] = 15.0
     shutdown_timeout: Annotated[
@@ -79,7 +79,7 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     metrics_engines: Annotated[
         int,
         Meta(ge=1, le=1024),
-        "Number of engines up to which an API server's /metrics shows all of them; of more it "
+        "Number of engines up to which an API server's /metrics shows all of them; with more it "
         "shows those of its node, and counts sequences by engine for this many ranks.",
     ] = 64
 

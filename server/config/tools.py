@@ -73,7 +73,7 @@ class ScaleTarget(Section, frozen=True, kw_only=True):
     )
     size: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        "Number of engines; without it only shows what there is.",
+        "Number of engines; default: only show the current state.",
     ] = None
 
 

@@ -30,8 +30,8 @@ _Sample = tuple[float, *tuple[str, ...]]
 _Samples = Iterable[_Sample]
 
 _ENGINE_GAUGES: tuple[tuple[str, str, _EngineValue], ...] = (
-    ("num_requests_running", "Sequences that run.", lambda stats: stats.running),
-    ("num_requests_waiting", "Sequences that wait for a slot.", lambda stats: stats.waiting),
+    ("num_requests_running", "Running sequences.", lambda stats: stats.running),
+    ("num_requests_waiting", "Sequences waiting for a slot.", lambda stats: stats.waiting),
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda stats: stats.kv_usage),
     (
         "queued_prefill_tokens",
@@ -44,7 +44,7 @@ _PROCESS_GAUGES: tuple[tuple[str, str, Callable[[ProcessUse], float]], ...] = (
     ("resident_memory_bytes", "Resident memory.", lambda use: use.resident_bytes),
     ("open_fds", "Open file descriptors.", lambda use: use.open_fds),
     ("max_fds", "Maximum open file descriptors.", lambda use: use.max_fds),
-    ("start_time_seconds", "Unix time at which the process began.", lambda use: use.started),
+    ("start_time_seconds", "Unix time at which the process started.", lambda use: use.started),
 )
 
 _MEMBER_GAUGES: tuple[tuple[str, str, Callable[[EngineEntry], bool]], ...] = (
@@ -209,11 +209,11 @@ class EngineCollector(Collector):
                 or (self._shows_cluster and not each.name.startswith("engine "))
             ]
         labels = ("process", "host")
-        text = "1; the labels are the version of Swell and the protocol that a process speaks."
+        text = "1; the labels are the version of Swell and the protocol of a process."
         builds = [(1, each.name, each.host, each.version, str(each.protocol)) for each in chosen]
         yield self._gauge("build_info", text, builds, *labels, "version", "protocol")
         uses = [(each.use, each.name, each.host) for each in chosen if each.use is not None]
-        text = "Processor time that the process has taken."
+        text = "Processor time used by the process."
         times = [(use.cpu_seconds, name, host) for use, name, host in uses]
         yield self._counter("process_cpu_seconds", text, times, *labels)
         for name, text, value in _PROCESS_GAUGES:
@@ -223,10 +223,10 @@ class EngineCollector(Collector):
     def _cluster(self, view: ClusterView) -> Iterator[Metric]:
         for name, text, number in (
             ("engines_ready", "Engines that take requests.", sum(e.ready for e in view.engines)),
-            ("engines_expected", "Engines that there shall be.", view.expected),
+            ("engines_expected", "Expected number of engines.", view.expected),
             ("front_ends", "Front ends registered.", view.num_front_ends),
-            ("coordinator_open_fds", "File descriptors of the coordinator.", view.descriptors[0]),
-            ("coordinator_max_fds", "File descriptors that it may open.", view.descriptors[1]),
+            ("coordinator_open_fds", "Open descriptors of the coordinator.", view.descriptors[0]),
+            ("coordinator_max_fds", "Its limit of file descriptors.", view.descriptors[1]),
         ):
             yield self._gauge(name, text, [(number,)])
         if self._view_age is not None:

@@ -30,19 +30,19 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "admission_rejections": (
-        "Requests refused with 429 before any work, by the limit that they met.", "reason",
+        "Requests refused with 429 before any work, by limit.", "reason",
     ),
     "api_server_restarts": ("API servers that replaced one that died or hung.", "reason"),
-    "forwarded_requests": ("Answers of other servers, by their model.", "model", "status"),
+    "forwarded_requests": ("Responses of other servers, by model.", "model", "status"),
     "held_request_seconds": (
         "Seconds that requests waited because there was no engine (--cold-start-timeout).",
     ),
     "http_requests": ("Answers by endpoint and HTTP status.", "endpoint", "status"),
-    "image_pixel_bytes": ("Bytes of pixels that images had as engines take them.",),
+    "image_pixel_bytes": ("Bytes of pixels of images in the form sent to engines.",),
     "image_refusals": ("Requests refused because of their images, by reason.", "reason"),
-    "image_tokens": ("Prompt tokens that stand for images, counted as the images are.",),
+    "image_tokens": ("Prompt tokens of these images.",),
     "images": (
-        "Images that were prepared for engines, each as often as a request named it.",
+        "Images prepared for engines, counted once per occurrence in a request.",
     ),
     "key_generation_tokens": ("Generated tokens, by the name of the API key.", "key"),
     "key_prompt_tokens": ("Prompt tokens of requests, by the name of the API key.", "key"),
@@ -52,9 +52,9 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "lora_generation_tokens": ("Tokens generated with an adapter.", "lora_name"),
     "lora_prompt_tokens": ("Prompt tokens of requests for an adapter.", "lora_name"),
     "lora_requests": ("Requests that were answered with an adapter.", "lora_name"),
-    "mm_cache_hits": ("Of mm_cache_queries, images that the engine had.",),
+    "mm_cache_hits": ("Images of mm_cache_queries that the engine had already.",),
     "mm_cache_queries": (
-        "Images that sequences sent to engines show; those that the engine has are not sent again.",
+        "Images of sequences sent to engines; those that the engine has are not sent again.",
     ),
     "requests_resumed": (
         "Requests that continued on another engine after theirs was lost.",

@@ -79,9 +79,9 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of sequences that got their first token.", "", ("",)),
-    "prompt_tokens_cached": ("Those of them that the prefix cache had.", "", ("",)),
+    "prompt_tokens_cached": ("Prompt tokens of these found in the prefix cache.", "", ("",)),
     "prompt_tokens_by_source": (
-        "Prompt tokens computed, and found.", "source", ("local_compute", "local_cache_hit"),
+        "Prompt tokens by source.", "source", ("local_compute", "local_cache_hit"),
     ),
     "generation_tokens": ("Tokens generated.", "", ("",)),
     "request_success": (

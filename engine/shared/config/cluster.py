@@ -18,8 +18,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     data_parallel_size: Annotated[
         int,
         Meta(ge=1, le=1024),
-        "Number of engines; default of a single node with CUDA devices: as many as these suffice "
-        "for.",
+        "Number of engines; default on a single node with CUDA devices: as many as they can run.",
     ] = 2
     data_parallel_size_local: Annotated[
         NonNegativeInt | None,

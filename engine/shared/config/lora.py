@@ -22,7 +22,7 @@ class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LoraConfig(Section, frozen=True, kw_only=True):
     """Adapters (LoRA)"""
 
-    enable_lora: Annotated[bool, "Serve adapters of the model beside the model itself."] = False
+    enable_lora: Annotated[bool, "Serve LoRA adapters in addition to the model."] = False
     max_loras: Annotated[
         int,
         Meta(ge=1, le=256),
@@ -30,7 +30,7 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     ] = 1
     max_cpu_loras: Annotated[
         PositiveInt | None,
-        "Maximum adapters that are loaded; default: 64, or --max-loras if that is more.",
+        "Maximum loaded adapters; default: 64, or --max-loras if that is larger.",
     ] = None
     max_lora_rank: Annotated[int, Meta(ge=1, le=512), "Maximum rank of an adapter."] = 16
     lora_modules: Annotated[

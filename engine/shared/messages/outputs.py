@@ -146,14 +146,13 @@ class EngineCounters(msgspec.Struct, array_like=True):
     spec_accepted_at: list[int] = []
     """Accepted draft tokens by position in their drafts."""
     pooled_sequences: Annotated[
-        int, _counter("engine_pooled_sequences", "Sequences that got a vector.")
+        int, _counter("engine_pooled_sequences", "Sequences that were pooled.")
     ] = 0
     spec_skipped: Annotated[
         int,
         _counter(
             "spec_decode_num_skipped",
-            "Steps of sequences without the draft that they could have had: it would "
-            "not have paid.",
+            "Steps of sequences whose draft was skipped because it would not have paid off.",
         ),
     ] = 0
     kv_tier_hits: Annotated[
@@ -164,34 +163,32 @@ class EngineCounters(msgspec.Struct, array_like=True):
     ] = 0
     kv_tier_dropped_blocks: Annotated[
         int,
-        _counter(
-            "kv_tier_dropped_blocks", "KV blocks that the tiers did not take: too slow, or full."
-        ),
+        _counter("kv_tier_dropped_blocks", "KV blocks that the tiers dropped: too slow, or full."),
     ] = 0
     kv_tier_errors: Annotated[
         int,
         _counter("kv_tier_errors", "KV blocks that could not be written or read, or were damaged."),
     ] = 0
-    sleeps: Annotated[int, _counter("engine_sleeps", "Times that the engine gave memory back.")] = 0
+    sleeps: Annotated[int, _counter("engine_sleeps", "Times that the engine released memory.")] = 0
     sleep_seconds: Annotated[
-        float, _counter("engine_sleep_seconds", "Seconds that giving memory back took.")
+        float, _counter("engine_sleep_seconds", "Seconds spent releasing memory.")
     ] = 0.0
     wake_ups: Annotated[
-        int, _counter("engine_wake_ups", "Times that it had memory, or some, back.")
+        int, _counter("engine_wake_ups", "Times that it restored memory, or a part.")
     ] = 0
     wake_up_seconds: Annotated[
-        float, _counter("engine_wake_up_seconds", "Seconds that having it back took.")
+        float, _counter("engine_wake_up_seconds", "Seconds spent restoring memory.")
     ] = 0.0
 
     encoder_cache_queries: Annotated[
         int,
         _counter(
             "encoder_cache_queries",
-            "Images (or tiles) of prompts looked up among the encoded ones.",
+            "Images (or tiles) of prompts looked up in the encoder cache.",
         ),
     ] = 0
     encoder_cache_hits: Annotated[
-        int, _counter("encoder_cache_hits", "Images that were encoded already.")
+        int, _counter("encoder_cache_hits", "Images found in the encoder cache.")
     ] = 0
     encoded_images: Annotated[
         int, _counter("encoded_images", "Images (or tiles) that were encoded.")
@@ -209,20 +206,20 @@ class EngineCounters(msgspec.Struct, array_like=True):
     ] = 0
     kv_transfer_seconds: Annotated[
         float,
-        _counter("kv_transfer_seconds", "Seconds that requests waited for KV blocks of others."),
+        _counter("kv_transfer_seconds", "Seconds that requests waited for transfers."),
     ] = 0.0
     kv_transfer_failures: Annotated[
         int,
         _counter(
             "kv_transfer_failures",
-            "Transfers that did not bring all blocks; the others are computed.",
+            "Incomplete transfers; missing blocks are computed.",
         ),
     ] = 0
     kv_transfer_dropped_blocks: Annotated[
         int,
         _counter(
             "kv_transfer_dropped_blocks",
-            "KV blocks that were to be offered to others and had no room, or found no reader.",
+            "KV blocks offered to other engines that did not fit, or were not read.",
         ),
     ] = 0
 
