@@ -244,7 +244,7 @@ class Expected:
                     del self._reasons[rank]
             return list(self._reasons)
         short = max(0, self.number - len(present))
-        # Observed deaths first, then never-joined ranks from the lowest; drained ones come last.
+        # Ranks whose end is recorded come first, drained ones after others; then the lowest ranks.
         known = sorted(self._reasons, key=lambda rank: (self._reasons[rank] == "drained", rank))
         never = (rank for rank in range(self.number) if rank not in present)
         chosen = list(dict.fromkeys([*known, *never]))[:short]

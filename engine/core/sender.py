@@ -1,8 +1,8 @@
 """Sends an engine's messages: one per step and front end, and stats to the coordinator.
 
-The stepping thread sends itself. A separate thread would cost more than the sending: the two would
-contend for the GIL a dozen times per step, and the kernel can delay the preempted one for a tenth
-of a second.
+Messages are sent from the stepping thread. A separate thread would cost more than the sending: the
+two would contend for the GIL a dozen times per step, and a kernel that schedules the woken thread
+first can starve everything else on that CPU for a tenth of a second.
 """
 
 import logging

@@ -445,7 +445,7 @@ class EngineProcess:
             core = load_plugin("swell.engine_backends", name, "--engine-backend", start)
         else:
             try:
-                from engine.vllm.core import VllmCore  # of an environment of its own
+                from engine.vllm.core import VllmCore  # from the environment of --engine-python
             except ImportError as error:
                 raise CannotStart(
                     f"--engine-backend vllm: {error}; name the interpreter of an environment with "

@@ -168,7 +168,7 @@ def load(
 
 
 def _check_plugin(name: object, known: OneOf, origin: str) -> None:
-    from engine.shared.plugins import offered  # which takes long to import
+    from engine.shared.plugins import offered  # slow to import
 
     plugins = offered(known.plugins)
     if name not in plugins:
@@ -214,7 +214,7 @@ def _explain(
 
 
 def _read_yaml(path: Path, config_type: type[Section]) -> dict[str, Any]:
-    import yaml  # which takes a tenth of the command's start, and few name a file
+    import yaml  # a tenth of the startup time, and rarely needed
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}

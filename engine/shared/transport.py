@@ -41,7 +41,7 @@ from engine.shared.node_directory import make_private
 from engine.shared.own_process import Descriptors, DescriptorWatch
 
 if TYPE_CHECKING:
-    import asyncio  # the coordinator does without an event loop
+    import asyncio  # not loaded by the coordinator
 
 logger = logging.getLogger(__name__)
 

@@ -226,7 +226,7 @@ class EngineCollector(Collector):
             ("engines_expected", "Expected number of engines.", view.expected),
             ("front_ends", "Front ends registered.", view.num_front_ends),
             ("coordinator_open_fds", "Open descriptors of the coordinator.", view.descriptors[0]),
-            ("coordinator_max_fds", "Its limit of file descriptors.", view.descriptors[1]),
+            ("coordinator_max_fds", "The coordinator's descriptor limit.", view.descriptors[1]),
         ):
             yield self._gauge(name, text, [(number,)])
         if self._view_age is not None:

@@ -40,7 +40,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "http_requests": ("Answers by endpoint and HTTP status.", "endpoint", "status"),
     "image_pixel_bytes": ("Bytes of pixels of images in the form sent to engines.",),
     "image_refusals": ("Requests refused because of their images, by reason.", "reason"),
-    "image_tokens": ("Prompt tokens of these images.",),
+    "image_tokens": ("Prompt tokens of images prepared for engines.",),
     "images": (
         "Images prepared for engines, counted once per occurrence in a request.",
     ),

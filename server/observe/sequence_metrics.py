@@ -79,7 +79,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of sequences that got their first token.", "", ("",)),
-    "prompt_tokens_cached": ("Prompt tokens of these found in the prefix cache.", "", ("",)),
+    "prompt_tokens_cached": ("Prompt tokens found in the prefix cache.", "", ("",)),
     "prompt_tokens_by_source": (
         "Prompt tokens by source.", "source", ("local_compute", "local_cache_hit"),
     ),

@@ -51,7 +51,7 @@ class Storage(msgspec.Struct, frozen=True):
 @cache
 def storage_types() -> dict[int, Storage]:
     """Return the storage format of each supported tensor type, by its type number."""
-    from gguf import GGML_QUANT_SIZES  # brings numpy, which front ends of other models lack
+    from gguf import GGML_QUANT_SIZES  # loads numpy, which other models' front ends do not need
 
     return {
         int(kind): Storage(kind.name, *sizes)
