@@ -2,6 +2,7 @@
 
 import random
 import threading
+from functools import partial
 from queue import SimpleQueue
 from typing import cast
 
@@ -329,6 +330,22 @@ def served(
     finally:
         cluster.end()
     return tokens
+
+
+def test_a_dummy_batch_is_a_step_of_all_engines() -> None:
+    cluster = Cluster(config(overlap=False, policy="level"))
+
+    def steps() -> int:
+        return min(each.core.steps.count for each in cluster.engines)
+
+    try:
+        for number, engine in enumerate(cluster.engines):
+            until(lambda: all(each.rests for each in cluster.engines), "all pause")
+            before = steps()
+            engine.inbox.put(UtilityCall(number, 0, "execute_dummy_batch"))
+            until(partial(lambda before: steps() > before, before), "all step")
+    finally:
+        cluster.end()
 
 
 @pytest.mark.parametrize(
