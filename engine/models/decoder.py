@@ -113,6 +113,10 @@ class Followers(Protocol):
         """Have them compute logits of these states [rows, hidden]."""
         ...
 
+    def embed(self, token_ids: Tensor) -> None:
+        """Have them look these tokens [tokens] up."""
+        ...
+
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Have them put their part of an adapter into a slot."""
         ...
@@ -271,8 +275,13 @@ class Decoder(Module, finds_hooks=True):
         return has_tokens
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return [tokens, hidden] for token ids [tokens]; the first layer has to be here."""
+        """Return [tokens, hidden] for token ids [tokens], without adapters, in all processes; the
+        first layer has to be here."""
         assert self.embed_tokens is not None, "the first stage has it"
+        if self._followers is not None:
+            self._followers.embed(token_ids)
+        if self.adapters is not None:
+            self.adapters.current = None
         return self.embed_tokens(token_ids)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
