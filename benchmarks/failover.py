@@ -499,7 +499,8 @@ class Row:
     rests_after: float = 0.0
     """Seconds after the last answer within which every process was there and all blocks free."""
     broken: float = 0
-    """Transfers that did not bring every block, of engines that live."""
+    """Transfers that did not bring every block. An engine that was killed does not say so, and one
+    that was stopped says so with its next step, which may be in the next round."""
 
 
 async def by_engine(stack: RunningStack, series: str) -> dict[str, float]:
