@@ -225,6 +225,8 @@ class EngineCounters(msgspec.Struct, array_like=True):
             "KV blocks that were to be offered to others and had no room, or found no reader.",
         ),
     ] = 0
+    kv_transfer_offered_bytes: int = 0
+    """Of copies that wait for their readers now, or did within the last second."""
 
     def count_sleep(self, seconds: float) -> None:
         """Count that memory was given back, which took so long."""
