@@ -1,4 +1,4 @@
-"""From a directory to a model of transformers that attends over the paged KV cache."""
+"""Loads a transformers model that attends over the paged KV cache."""
 
 import hashlib
 import logging
@@ -41,7 +41,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 class LoadedFallback(msgspec.Struct, frozen=True):
-    """A model, and the digest of its weights."""
+    """A model and the digest of its weights."""
 
     model: FallbackDecoder
     fingerprint: str
@@ -54,18 +54,18 @@ def load_fallback(
     groups: Callable[[ModelSpec], CacheGroups] | None = None,
     kept: KvCacheDtype = "auto",
 ) -> LoadedFallback:
-    """Load a model with transformers, try it, and have it attend over the paged KV cache.
+    """Load a model with transformers, test it, and connect it to the paged KV cache.
 
     Args:
-        directory: has its files.
-        settings: of the model.
-        device: where it computes.
-        groups: says which layers share KV blocks; all do without it.
-        kept: how the KV cache keeps keys and values.
+        directory: contains the checkpoint.
+        settings: settings of the model.
+        device: device the model runs on.
+        groups: assigns layers to cache groups; default: one group.
+        kept: storage format of the KV cache.
 
     Raises:
-        UnsupportedModel: transformers has no class that can be served, or is not installed.
-        CheckpointError: the weights do not fit the config.
+        UnsupportedModel: transformers is not installed or has no class that can be served.
+        CheckpointError: the weights do not match the config.
     """
     raw = read_config(directory)
     model_class = transformers_class(raw)
@@ -77,7 +77,7 @@ def load_fallback(
     quiet.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # whatever a configuration's class makes of a strange file
+    except Exception as error:  # configuration classes raise arbitrary exceptions for malformed files
         raise refusal(name, f"config.json is not read: {error}") from error
     check_class(model_class, config)
     register()
@@ -111,10 +111,10 @@ def _try(
     device: torch.device,
     kept: KvCacheDtype,
 ) -> FallbackDecoder:
-    """Find out how a model attends, and that it says the same over a paged KV cache.
+    """Record how a model attends, and check that the paged KV cache gives the same results.
 
     Raises:
-        CannotAttend, or what the model raises itself: it does not.
+        CannotAttend, or any exception of the model: it does not.
     """
     calls, model = AttentionCalls(loaded), TransformersModel(loaded)
     if not model.takes_positions:
@@ -134,15 +134,15 @@ def _try(
     exact = ComputeTypes(loaded.dtype, loaded.dtype)
     with narrow_windows(loaded):
         check_parts(decoder(exact), model, loaded, tokens)
-    # Rounding is no reason to doubt a model, and would hide what is one.
+    # Checked with exact types: rounding would hide real differences.
     return decoder(exact._replace(kept=kept))
 
 
 def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig) -> Any:
-    """Return the model of transformers with its weights, on the CPU.
+    """Return the transformers model with its weights, on the CPU.
 
     Raises:
-        CheckpointError: files or tensors are missing, or have other shapes.
+        CheckpointError: files or tensors are missing, or have wrong shapes.
     """
     dtype: Any = "auto" if settings.dtype == "auto" else _DTYPES[settings.dtype]
     if settings.load_format == "dummy":
@@ -163,7 +163,7 @@ def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig)
             use_safetensors=True,
             output_loading_info=True,
         )
-    except Exception as error:  # of many kinds, from several libraries
+    except Exception as error:  # of many types, from several libraries
         raise CheckpointError(f"transformers does not load {directory}: {error}") from error
     problems = [
         f"{kind} {name}"
@@ -184,7 +184,7 @@ def _spec(
     layers: list[LayerCall],
     vocabulary: int,
 ) -> ModelSpec:
-    """Return what all but the layers themselves has to know of the model."""
+    """Return the description of the model used by everything but its layers."""
     text, first = config.get_text_config(), layers[0]
     shapes = {(each.heads, each.kv_heads) for each in layers}
     if len(shapes) > 1:

@@ -1,4 +1,4 @@
-"""Which class of transformers a model is, and why some of them cannot be served."""
+"""Maps a model to its transformers class, and refuses classes that cannot be served."""
 
 from typing import Any
 
@@ -6,21 +6,22 @@ from engine.models.spec import UnsupportedModel
 from engine.shared.plugins import install_command
 
 _STATES = ("mamba", "linear_attention", "conv", "recurrent", "recurrence", "lightning", "rwkv")
-"""Words in the types of layers that keep a state of a sequence beside keys and values."""
+"""Substrings of the types of layers that keep recurrent state beside keys and values."""
 _SEEN_LAYERS = {"full_attention", "sliding_attention"}
 _CHANGING_ROPES = {"dynamic", "longrope"}
 _REFUSED = {
     "Llama4ForCausalLM": "its queries are scaled by the place in a step, not by the position",
     "RobertaPreLayerNormForCausalLM": "it counts positions from behind its padding token",
 }
-"""What is wrong with classes whose results differ too little in a trial, or for long sequences."""
+"""Reasons to refuse classes whose errors are too small for the trial or show only in long
+sequences."""
 
 
 def transformers_class(config: dict[str, Any]) -> Any:
-    """Return the class that computes a model, by its decoded config.json.
+    """Return the class that computes a model, given its decoded config.json.
 
     Raises:
-        UnsupportedModel: transformers is not installed, or has no class for it that can be served.
+        UnsupportedModel: transformers is not installed, or has no class that can be served.
     """
     try:
         import transformers
@@ -47,14 +48,14 @@ def transformers_class(config: dict[str, Any]) -> Any:
 
 
 def check_class(model_class: Any, config: Any) -> None:
-    """Refuse what keeps more of a sequence than keys and values, or attends in its own way.
+    """Refuse classes with more state than keys and values, or their own attention.
 
     Args:
-        model_class: of transformers.
+        model_class: class of transformers.
         config: its configuration, an object of transformers.
 
     Raises:
-        UnsupportedModel: saying which.
+        UnsupportedModel: states the reason.
     """
     name, text = model_class.__name__, config.get_text_config()
     if name in _REFUSED:
@@ -89,7 +90,7 @@ def _named(config: dict[str, Any]) -> str:
 
 
 def _other_purpose(modeling_auto: Any, kind: str, name: str) -> str:
-    """Say what a model is for, if not for continuing text."""
+    """Return what a model is for, if not for causal language modelling."""
     purposes = {
         "an encoder with a decoder": "SEQ_TO_SEQ_CAUSAL_LM",
         "multimodal": "IMAGE_TEXT_TO_TEXT",
