@@ -77,7 +77,7 @@ def load_fallback(
     quiet.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # configuration classes raise arbitrary exceptions for malformed files
+    except Exception as error:  # configuration classes raise arbitrary exceptions
         raise refusal(name, f"config.json is not read: {error}") from error
     check_class(model_class, config)
     register()

@@ -49,7 +49,6 @@ def narrow_windows(loaded: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # What is there twice was narrow already the second time.
         for owner, size in reversed(narrowed):
             owner.sliding_window = size
 

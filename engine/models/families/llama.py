@@ -1,6 +1,6 @@
-"""Llama 2 to 4, and what has their architecture; of Llama 4 the text model is served.
+"""Llama 2 to 4 and models of the same architecture; only the text model of Llama 4.
 
-Llama 4 attends in chunks, and each token has one expert.
+Llama 4 attends in chunks and routes each token to one expert.
 """
 
 from functools import partial

@@ -154,7 +154,7 @@ class SafetensorsCheckpoint(Checkpoint):
             CheckpointError: the tensors of a quantized weight are inconsistent.
         """
         packed = self.mxfp4(name)
-        if packed is not None:  # expands only this expert of the tensor that holds all experts of a layer
+        if packed is not None:  # expands only one of a layer's stacked experts
             return packed.expanded(self.dtype)
         source = self._weights[name]
         return source.read(self._whole(source.name))

@@ -107,7 +107,7 @@ class DraftHead(Module, finds_hooks=True):
         return Taps(self._tapped)
 
     def forward(self, step: StepTokens, states: Tensor, cache: list[Tensor]) -> Tensor:
-        """Compute tokens with their previous states, [tokens, hidden]; return final tokens' outputs.
+        """Compute tokens with previous states [tokens, hidden]; return final tokens' outputs.
 
         Writes the tokens' keys and values to the cache.
         """

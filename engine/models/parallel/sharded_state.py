@@ -1,7 +1,7 @@
-"""Checkpoints that are cut ahead: a file for each process of --tensor-parallel-size.
+"""Checkpoints sharded in advance: a file for each process of --tensor-parallel-size.
 
-Files have vLLM's names and hold one process's tensors under the decoder's names. Their metadata has
-the digest of the whole checkpoint, which must be equal in all processes.
+Files have vLLM's names and hold one process's tensors under the decoder's names. Their metadata
+includes the digest of the whole checkpoint, which must be equal in all processes.
 """
 
 import shutil
@@ -28,14 +28,14 @@ def _file(directory: Path, rank: int) -> Path:
 
 
 def save_sharded_state(model: Path, output: Path, size: int) -> list[Path]:
-    """Cut a checkpoint for `size` processes and return the files that were written.
+    """Shard a checkpoint for `size` processes and return the files written.
 
-    The directory gets the model's other files, too, so that it can be served.
+    The model's other files are copied too, so the directory can be served.
 
     Raises:
-        UnsupportedModel: the model cannot be cut.
-        CheckpointError: the weights do not fit the config.
-        OSError: files cannot be read or written, or the directory is there already.
+        UnsupportedModel: the model cannot be sharded.
+        CheckpointError: the weights do not match the config.
+        OSError: files cannot be read or written, or the directory exists.
     """
     spec = read_spec(model)
     refused = {
@@ -58,13 +58,14 @@ def save_sharded_state(model: Path, output: Path, size: int) -> list[Path]:
 
 
 class ShardedState(Checkpoint):
-    """One process's part of a checkpoint that was cut ahead."""
+    """One process's part of a sharded checkpoint."""
 
     def __init__(self, directory: Path, spec: ModelSpec, cut: Cut) -> None:
         """Open the part and compare it with what the process needs.
 
         Raises:
-            CheckpointError: it is missing, was cut for another number, or does not fit the config.
+            CheckpointError: it is missing, was sharded for another size, or does not match the
+                config.
         """
         path = _file(directory, cut.rank)
         try:
@@ -91,7 +92,7 @@ class ShardedState(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the embedding table."""
+        """The dtype of the embedding table."""
         return self.tensor("model.embed_tokens.weight").dtype
 
     def tensor(self, name: str) -> Tensor:
@@ -100,5 +101,5 @@ class ShardedState(Checkpoint):
         return tensor
 
     def fingerprint(self) -> str:
-        """Return the digest of the checkpoint that was cut."""
+        """Return the digest of the original checkpoint."""
         return self._fingerprint

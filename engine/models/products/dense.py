@@ -177,7 +177,7 @@ def gelu_product(weight: Tensor, bias: Tensor) -> Rows | None:
         tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
         plain = F.gelu(F.linear(x, weight, bias))
         agrees = torch.allclose(fused(x), plain, rtol=tolerance, atol=tolerance)
-    except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unsupported dtype
+    except (AttributeError, RuntimeError) as error:  # no oneDNN, or an unsupported dtype
         logger.info("GELU of weights of type %s is computed separately: %s", weight.dtype, error)
         return None
     return fused if agrees else None
@@ -209,7 +209,7 @@ def prepare_linear(
         packed = PackedLinear(weight, bias, _float32_rows(weight))
         if key not in _packable:
             _packable[key] = _agree(packed, DenseLinear(weight, bias), weight)
-    except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unsupported dtype
+    except (AttributeError, RuntimeError) as error:  # no oneDNN, or an unsupported dtype
         logger.info("weights of type %s are not packed: %s", weight.dtype, error)
         _packable[key] = False
     if not _packable[key]:

@@ -72,7 +72,7 @@ _TOLERANCE = 0.05
 
 @cache
 def takes_8_bit_activations() -> bool:
-    """Return whether sums of products of 8-bit integers do not overflow on this processor.
+    """Return whether sums of 8-bit products do not overflow on this processor.
 
     Raises:
         RuntimeError, AttributeError: this build of torch has no such product.
@@ -103,7 +103,7 @@ class Int8Linear(Module):
     def __init__(
         self, integers: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
-        """Pack a weight, integers int8 [out, in] and scales float32 [out], for activations in `dtype`.
+        """Pack integers int8 [out, in] and scales float32 [out], for activations in `dtype`.
 
         Raises:
             RuntimeError, AttributeError: this build of torch has no such product.

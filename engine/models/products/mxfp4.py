@@ -18,7 +18,7 @@ BLOCK = 32
 """Inputs per scale."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ONE = 127
-"""The scale that stands for one."""
+"""Stored scale that represents one."""
 _NOT_A_NUMBER = 255
 _BYTES = 256
 _AT_ONCE = 1 << 19

@@ -152,7 +152,7 @@ class GgufCheckpoint(Checkpoint):
         expanded = torch.empty(prod(info.shape), dtype=dtype)
         at_once = _AT_ONCE // elements
         for first in range(0, len(blocks), at_once):
-            part = blocks[first : first + at_once].clone()  # a copy, since the file can be unaligned
+            part = blocks[first : first + at_once].clone()  # aligned, unlike the file
             values = expand(part, info.storage.name).flatten()
             expanded[first * elements : first * elements + len(values)].copy_(values)
         return expanded.view(info.shape)
