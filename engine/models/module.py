@@ -21,6 +21,7 @@ class Module(nn.Module):
     A call is `forward` itself until a module of the class gets a hook or is compiled; from then on
     all modules of the class are called as in torch. Global hooks are detected when a whole model is
     called (a class with `finds_hooks`).
+
     All tensors are buffers: nothing is trained, and operators are slower on parameters.
     """
 

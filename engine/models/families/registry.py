@@ -62,7 +62,7 @@ _PLUGINS = "swell.model_families"
 
 @cache
 def family_of(architecture: str) -> Family:
-    """Return the family that serves one of `FAMILIES`, or one that a plugin serves.
+    """Return the built-in or plugin family of a supported architecture.
 
     Raises:
         BadPlugin: the plugin cannot be used.

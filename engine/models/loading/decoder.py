@@ -100,6 +100,7 @@ class DecoderLoader:
         A pipeline `stage` restricts any of these to its own layers. `balance` specifies the experts
         of `place`, if not an even share. With fused `kernels`, kernels also compute products where
         possible. `first_key` is as in `PagedAttention`.
+
         If `batch_invariant`, no row of a step depends on the others
         (`engine.models.products.row_blocks`).
 

@@ -3,6 +3,7 @@
 Each engine routes its own tokens. They are sent to the engines that hold their experts, and each
 expert's outputs are sent back, to be weighted and summed in the order of the token's choices: as on
 one engine with all experts, whatever the size of the group.
+
 All engines take part in each layer, whether they have tokens or not. If engines are
 tensor-parallel, each of their processes holds its own experts and sends a part of the engine's
 tokens.

@@ -94,6 +94,7 @@ class PackedLinear(Module):
         """Use a kernel of this package for the row counts at which it is faster.
 
         With `by_rows` it is used for any row count, since it computes each row separately.
+
         `weight` is the original, unpacked weight. If the kernel cannot be compiled or disagrees,
         nothing changes; the log says so.
         """

@@ -2,6 +2,7 @@
 
 The most common types are expanded here, several times as fast as by the gguf package, which handles
 the others.
+
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Blocks are bytes [blocks,
 bytes per block]; numbers are little-endian.
 """
