@@ -196,7 +196,12 @@ COMMANDS = {
         _api_server,
         positional=MODEL,
         hidden=frozenset(
-            {"data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank_local"}
+            {
+                "data_parallel_size_local",
+                "data_parallel_start_rank",
+                "data_parallel_rank_local",
+                "usage_report",
+            }
         )
         | SPAN,
     ),

@@ -114,6 +114,10 @@ class Followers(Protocol):
         """Compute logits of these states [rows, hidden]."""
         ...
 
+    def embed(self, token_ids: Tensor) -> None:
+        """Look up the embeddings of token ids [tokens]."""
+        ...
+
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Load their part of an adapter into a slot."""
         ...
@@ -273,8 +277,15 @@ class Decoder(Module, finds_hooks=True):
         return has_tokens
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return [tokens, hidden] for token ids [tokens]; requires the first stage."""
+        """Return [tokens, hidden] for token ids [tokens], without adapters; runs in all processes.
+
+        Requires the first stage.
+        """
         assert self.embed_tokens is not None, "the first stage has it"
+        if self._followers is not None:
+            self._followers.embed(token_ids)
+        if self.adapters is not None:
+            self.adapters.current = None
         return self.embed_tokens(token_ids)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:

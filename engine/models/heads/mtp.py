@@ -15,6 +15,7 @@ from engine.models.decoder import Decoder
 from engine.models.families.registry import family_of
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.heads.head import DraftHead
+from engine.models.hf_config import read_spec
 from engine.models.layers import prepare_norm
 from engine.models.loading.decoder import DecoderLoader
 from engine.models.loading.products import ProductLoader, Quantization
@@ -40,7 +41,7 @@ def load_mtp(
     Args:
         directory: the checkpoint.
         num_layers: number of MTP layers in its config.
-        target: the model, not distributed.
+        target: the model, or this process's shard of each of its layers.
         types: compute types of the model.
         max_model_len: maximum sequence length.
         quantization: quantization of the layer and its LM head.
@@ -49,7 +50,7 @@ def load_mtp(
         UnsupportedModel: the checkpoint has no MTP layer.
         CheckpointError: the weights do not match the config.
     """
-    served = target.spec
+    served = replace(read_spec(directory), cache_groups=target.spec.cache_groups)
     family = family_of(served.architecture)
     if not family.has_draft_layers or not isinstance(num_layers, int) or num_layers < 1:
         raise UnsupportedModel(
