@@ -71,7 +71,7 @@ def kind() -> Kind:
     name = os.environ[VARIABLE]
     known = [each for each in Kind if is_x86() != (each in (Kind.BF16, Kind.OTHER))]
     if name not in known:
-        raise ValueError(f"{VARIABLE}={name}: has to be one of {', '.join(known)}")
+        raise ValueError(f"{VARIABLE}={name}: must be one of {', '.join(known)}")
     return Kind(name)
 
 

@@ -116,7 +116,7 @@ def _check(config: AdapterConfig) -> None:
     patterns = (*config.rank_pattern, *config.alpha_pattern)
     if sum(not _NAME.fullmatch(pattern) for pattern in patterns) > _MAX_EXPRESSIONS:
         raise BadAdapter(
-            f"adapter_config.json has more than {_MAX_EXPRESSIONS} patterns that are no names"
+            f"adapter_config.json has more than {_MAX_EXPRESSIONS} patterns that are not names"
         )
     for pattern in patterns:
         if len(pattern) > _MAX_PATTERN_SIZE:
@@ -125,8 +125,8 @@ def _check(config: AdapterConfig) -> None:
             _ends_with(pattern)
         except ValueError as error:
             raise BadAdapter(
-                f"adapter_config.json: {_shown(pattern)} is no regular expression that is "
-                f"supported: {str(error)[:200]}"
+                f"adapter_config.json: {_shown(pattern)} is not a supported regular "
+                f"expression: {str(error)[:200]}"
             ) from error
 
 

@@ -61,13 +61,13 @@ def resolve_adapter(path: str, root: str | None) -> Path:
     """
     try:
         if "\0" in path:
-            raise BadAdapter("the path has a zero byte in it")
+            raise BadAdapter("the path contains a null byte")
         base = Path(root).expanduser().resolve() if root is not None else Path.cwd()
         directory = (base / Path(path).expanduser()).resolve()
         if root is not None and not directory.is_relative_to(base):
             raise BadAdapter(f"{path} is outside of --lora-dir")
         if not directory.is_dir():
-            raise BadAdapter(f"{path} is no directory")
+            raise BadAdapter(f"{path} is not a directory")
     except (OSError, RuntimeError) as error:
         raise BadAdapter(f"{path} cannot be opened: {_reason(error)}") from error
     return directory
@@ -98,7 +98,7 @@ def _read(directory: Path, name: str, root: str | None, limit: int) -> bytes:
     try:
         path = (directory / name).resolve()
         if root is not None and not path.is_relative_to(Path(root).expanduser().resolve()):
-            raise BadAdapter(f"{name} leads to outside of --lora-dir")
+            raise BadAdapter(f"{name} is a link to outside of --lora-dir")
         if not path.exists():
             raise BadAdapter(_missing(directory, name))
         # Links are resolved, but the path can have been replaced, by a link or a pipe: neither may
@@ -107,7 +107,7 @@ def _read(directory: Path, name: str, root: str | None, limit: int) -> bytes:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise BadAdapter(f"{name} is no file")
+                raise BadAdapter(f"{name} is not a regular file")
             if status.st_size > limit:
                 raise BadAdapter(
                     f"{name} has {status.st_size:,} bytes; an adapter for this model has at most "
@@ -124,7 +124,7 @@ def _read(directory: Path, name: str, root: str | None, limit: int) -> bytes:
 def _missing(directory: Path, name: str) -> str:
     if name == WEIGHTS_FILE and (directory / "adapter_model.bin").exists():
         return (
-            f"there is no {name}: adapter_model.bin is a pickle, which is not opened; save the "
+            f"there is no {name}: adapter_model.bin is a pickle, which is never loaded; save the "
             "adapter with safe_serialization=True"
         )
     return f"there is no {name} in {directory.name}"
@@ -154,15 +154,15 @@ def _parse_safetensors(content: bytes) -> tuple[dict[str, StoredTensor], memoryv
             name: msgspec.json.decode(value, type=StoredTensor) for name, value in header.items()
         }
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadAdapter(f"the header of {WEIGHTS_FILE} is wrong: {error}") from error
+        raise BadAdapter(f"the header of {WEIGHTS_FILE} is invalid: {error}") from error
     data = memoryview(content)[8 + size :]
     for name, tensor in tensors.items():
         (first, end), kind = tensor.data_offsets, tensor.dtype
         item = _ITEM_SIZES.get(kind)
         if item is None:
-            raise BadAdapter(f"{name} is of type {kind[:20]}: served are {list(_ITEM_SIZES)}")
+            raise BadAdapter(f"{name} has dtype {kind[:20]}; supported: {list(_ITEM_SIZES)}")
         if not 0 <= first <= end <= len(data) or min(tensor.shape, default=0) < 0:
             raise BadAdapter(f"{name} lies outside of {WEIGHTS_FILE}")
         if len(tensor.shape) > 4 or prod(tensor.shape) * item != end - first:
-            raise BadAdapter(f"{name} has not as many bytes as its shape says")
+            raise BadAdapter(f"{name} does not have the size that its shape requires")
     return tensors, data

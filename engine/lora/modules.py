@@ -148,9 +148,9 @@ class AdaptableModules:
         plain = self._plain(name.removesuffix(".weight").removesuffix(".base_layer"))
         base = self._modules.get(plain) if plain in (_EMBEDDING, "lm_head") else None
         if base is None:
-            raise BadAdapter(f"{_shown(tensor)} is no part of a LoRA adapter")
+            raise BadAdapter(f"{_shown(tensor)} is not part of a LoRA adapter")
         if files.tensors[tensor].shape != (base.outputs, base.inputs):
-            raise BadAdapter(f"{_shown(tensor)}: the adapter is for a vocabulary of another size")
+            raise BadAdapter(f"{_shown(tensor)}: the adapter has another vocabulary size")
         return None
 
     def _plain(self, module: str) -> str:
@@ -170,14 +170,14 @@ class AdaptableModules:
         if not of_experts and (module is None or (kind == "embedding") != (name == _EMBEDDING)):
             if self._moe is not None and ".experts" in name and not self._experts_here:
                 raise BadAdapter(
-                    f"{_shown(name)}: adapters of experts need all experts in each engine: leave "
-                    "--enable-expert-parallel out"
+                    f"{_shown(name)}: adapters of experts need all experts in each engine: remove "
+                    "--enable-expert-parallel"
                 )
             raise BadAdapter(
                 f"the adapter is for another model: this one has no module {_shown(name)}"
             )
         if tensors.keys() != {"a", "b"}:
-            raise BadAdapter(f"of {_shown(name)} only one of the two matrices is there")
+            raise BadAdapter(f"{_shown(name)} has only one of its two matrices")
         if module is None:
             return self._pair_of_experts(name, tensors, files, max_rank)
         config: AdapterConfig = files.config
@@ -252,7 +252,7 @@ def _all_experts(
 def _rank(config: AdapterConfig, module: str, max_rank: int) -> int:
     rank = config.rank(module)
     if rank > max_rank:
-        raise BadAdapter(f"the rank is {rank}: more than --max-lora-rank {max_rank}")
+        raise BadAdapter(f"rank {rank} exceeds --max-lora-rank {max_rank}")
     return rank
 
 

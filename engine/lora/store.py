@@ -79,4 +79,4 @@ class AdapterStore(Generic[W], Mapping[str, W]):
             raise
         except Exception as error:
             logger.exception("the adapter %s could not be read", path)
-            raise BadAdapter(f"{type(error).__name__} while it was read") from error
+            raise BadAdapter(f"{type(error).__name__} while reading it") from error

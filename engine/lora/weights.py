@@ -28,7 +28,7 @@ def adapter_weights(
         b = (_tensor(files, pair.b).float() * pair.scale).to(dtype)
         for name, matrix in ((pair.a, a), (pair.b, b)):
             if not math.isfinite(float(matrix.float().abs().sum())):
-                raise BadAdapter(f"{name[:100]} has numbers that are not finite in {dtype}")
+                raise BadAdapter(f"{name[:100]} has values that are not finite in {dtype}")
         if pair.kind == "experts":
             a = a.view(pair.num_experts, pair.rank, -1)
             b = b.view(-1, pair.rank, pair.num_experts).permute(2, 0, 1)

@@ -86,7 +86,7 @@ def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
     check_unread(keys_of, own, text, family.ignored)
     if scheme is not None and scheme.method == "mxfp4" and not (spec.moe and spec.moe.is_mxfp4):
         raise UnsupportedModel(
-            f"the checkpoint is quantized (mxfp4), which is not read for {architecture}"
+            f"the checkpoint is quantized (mxfp4), which is not supported for {architecture}"
         )
     return msgspec.structs.replace(
         spec,

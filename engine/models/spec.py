@@ -337,11 +337,11 @@ def check_heads(spec: ModelSpec, size: int) -> None:
     if spec.qk_norm == "width":
         raise UnsupportedModel(
             f"--tensor-parallel-size: {spec.architecture} normalizes the queries of all heads "
-            "together, which no process has"
+            "together, which are on different processes"
         )
     if heads % size or (kv_heads % size and size % kv_heads):
         raise UnsupportedModel(
-            f"--tensor-parallel-size {size} does not suit a model with {heads} attention heads "
-            f"and {kv_heads} key-value heads: it has to divide the former, and to divide or be "
+            f"--tensor-parallel-size {size} does not fit a model with {heads} attention heads "
+            f"and {kv_heads} key-value heads: it must divide the former, and divide or be "
             "a multiple of the latter"
         )

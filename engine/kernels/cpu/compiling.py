@@ -113,7 +113,7 @@ def _openmp() -> _OpenMp:
     if not hasattr(library, "GOMP_parallel"):
         brought = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
         if not brought:
-            raise OSError("torch brings no OpenMP runtime")
+            raise OSError("torch bundles no OpenMP runtime")
         library = ctypes.CDLL(str(brought[0]))
     parallel = library.GOMP_parallel
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

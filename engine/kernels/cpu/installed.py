@@ -102,10 +102,10 @@ def main() -> None:
     options = parser.parse_args()
     unknown = set(options.target) - known.keys()
     if unknown:
-        parser.error(f"{unknown.pop()!r} is none of {', '.join(known)}")
+        parser.error(f"{unknown.pop()!r} is not one of {', '.join(known)}")
     targets = [known[name] for name in options.target or known]
     if not is_x86():
-        print("kernels are compiled ahead for x86 alone: engines compile them as they start")
+        print("kernels are only compiled ahead for x86: engines compile them at startup")
     elif options.here:
         for target in targets:
             for kernel in kernels_for(target, COMMON_HEADS):

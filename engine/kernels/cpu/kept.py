@@ -56,7 +56,7 @@ def _own_directory(path: Path, begin_with: Path) -> str:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not os.access(path, os.W_OK):
-        raise PermissionError(f"{path} is not for this user alone to write")
+        raise PermissionError(f"{path} must be owned and writable by this user only")
     return str(path)
 
 

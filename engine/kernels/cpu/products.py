@@ -84,7 +84,7 @@ class CompiledProduct:
             RuntimeError: they do not have the layout that the kernel reads.
         """
         if torch.ops.mkldnn._nbytes(packed) != 2 * outputs * inputs:
-            raise RuntimeError(f"weights [{outputs}, {inputs}] are packed in other blocks")
+            raise RuntimeError(f"weights [{outputs}, {inputs}] are packed in an unsupported layout")
         self._kernel = kernel
         self._held = packed, bias
         self._weights = torch.ops.mkldnn.data_ptr(packed)

@@ -91,8 +91,8 @@ def stock_attention(
 def scores_are_capped(spec: ModelSpec) -> UnsupportedModel:
     """Return the error for a CPU without a kernel that can compute capped scores token by token."""
     return UnsupportedModel(
-        f"--batch-invariant: {spec.architecture} caps attention scores, and no operator does that "
-        "for each token by itself"
+        f"--batch-invariant: {spec.architecture} caps attention scores, which no operator supports "
+        "token by token"
     )
 
 

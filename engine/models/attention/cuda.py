@@ -268,12 +268,12 @@ class CudaAttention:
         except KernelUnusable as error:
             if self._batch_invariant:
                 raise UnsupportedModel(f"--batch-invariant: {error}") from error
-            logger.warning("attention by stock operators, and no recorded steps: %s", error)
+            logger.warning("using stock attention operators, without CUDA graphs: %s", error)
             return self._stock
 
     def _tried(self, block_size: int) -> KernelAttention:
         if self._dtype.itemsize != 2:
-            raise KernelUnusable(f"the kernel takes 16 bits, not {self._dtype}")
+            raise KernelUnusable(f"the kernel requires a 16-bit dtype, not {self._dtype}")
         # Both few and many multiprocessors, to compile all variants that steps will need.
         few, many, kernel = (
             KernelAttention(

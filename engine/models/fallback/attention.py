@@ -88,7 +88,7 @@ class AttentionCalls:
         if not modules:
             raise CannotAttend("it does not call the attention interface of transformers")
         if len({id(module) for module in modules}) < len(modules):
-            raise CannotAttend("a layer attends several times for a token")
+            raise CannotAttend("a layer attends more than once per token")
         self.layers = self._noted
 
     def serve(self, attention: Attention, kv_format: KvFormat, *, width: int, scale: float) -> None:
@@ -134,7 +134,7 @@ class AttentionCalls:
         number, step = self._next, self._step
         call = self.layers[number] if number < len(self.layers) else None
         if call is None or call.module is not module:
-            raise CannotAttend("its layers attend in another order")
+            raise CannotAttend("its layers attend out of order")
         self._next += 1
         cache, tokens, attention = step.cache[number], step.tokens[number], self._attention
         kv = self._kv
@@ -176,7 +176,7 @@ def attend(
         CannotAttend: the model creates its own masks.
     """
     if attention_mask is not None and attention_mask.dtype != _WINDOW_DTYPE:
-        raise CannotAttend("it makes attention masks of its own")
+        raise CannotAttend("it creates its own attention masks")
     calls: AttentionCalls = getattr(module, _CALLS)
     return calls.attend(module, query, key, value, attention_mask, **options), None
 
@@ -209,12 +209,12 @@ def _layer_call(
         raise CannotAttend("its keys and values are not those of the tokens")
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise CannotAttend("its tokens see those after them")
+        raise CannotAttend("its attention is not causal")
     masking = [name for name in _MASKING if options.get(name) is not None]
     if masking:
         raise CannotAttend(f"its attention takes {', '.join(masking)}")
     if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
-        raise CannotAttend("its heads of queries do not fit those of keys")
+        raise CannotAttend("its query heads do not match its key heads")
     scale = options.get("scaling")
     return LayerCall(
         module=module,

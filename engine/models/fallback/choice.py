@@ -53,6 +53,6 @@ def check_fallback(config: EngineConfig) -> None:
     refused = [name for name, is_asked in asked.items() if is_asked]
     if refused:
         raise UnsupportedModel(
-            f"{', '.join(refused)}: not for models that are computed by transformers "
-            "(--model-impl), for want of a family here; families: " + ", ".join(FAMILIES)
+            f"{', '.join(refused)}: not for models computed by transformers "
+            "(--model-impl), which have no built-in family; families: " + ", ".join(FAMILIES)
         )

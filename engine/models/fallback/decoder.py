@@ -89,7 +89,7 @@ def _core(model: Any) -> nn.Module:
     finally:
         for hook in hooks:
             hook.remove()
-    raise ValueError("its states are not made by a part of its own")
+    raise ValueError("no submodule computes its states")
 
 
 class FallbackDecoder(Decoder):

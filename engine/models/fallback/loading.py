@@ -78,7 +78,7 @@ def load_fallback(
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # configuration classes raise arbitrary exceptions
-        raise refusal(name, f"config.json is not read: {error}") from error
+        raise refusal(name, f"config.json cannot be read: {error}") from error
     check_class(model_class, config)
     register()
     loaded = _read(directory, model_class, config, settings).to(device).eval()
@@ -97,7 +97,7 @@ def load_fallback(
         "%s is computed by transformers %s (%s): %d attention layers over the paged KV cache",
         name,
         transformers.__version__,
-        "--model-impl transformers" if asked else "no family of ours computes it",
+        "--model-impl transformers" if asked else "no built-in family",
         decoder.spec.num_layers,
     )
     return LoadedFallback(decoder, _fingerprint(directory, settings))
@@ -114,11 +114,11 @@ def _try(
     """Record how a model attends, and check that the paged KV cache gives the same results.
 
     Raises:
-        CannotAttend, or any exception of the model: it does not.
+        CannotAttend: the results differ, or the model is unsupported; its exceptions propagate.
     """
     calls, model = AttentionCalls(loaded), TransformersModel(loaded)
     if not model.takes_positions:
-        raise CannotAttend("it cannot be told the positions of tokens")
+        raise CannotAttend("it does not accept the positions of tokens")
     tokens = trial_tokens(loaded.get_input_embeddings().num_embeddings, device)
 
     def decoder(types: ComputeTypes) -> FallbackDecoder:
@@ -193,7 +193,7 @@ def _spec(
         raise CannotAttend("its layers cap scores differently")
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int):
-        raise CannotAttend("config.json does not say how many positions it has")
+        raise CannotAttend("config.json has no max_position_embeddings")
     return ModelSpec(
         architecture=str(raw["architectures"][0]),
         vocab_size=min(vocabulary, text.vocab_size),

@@ -10,8 +10,8 @@ _STATES = ("mamba", "linear_attention", "conv", "recurrent", "recurrence", "ligh
 _SEEN_LAYERS = {"full_attention", "sliding_attention"}
 _CHANGING_ROPES = {"dynamic", "longrope"}
 _REFUSED = {
-    "Llama4ForCausalLM": "its queries are scaled by the place in a step, not by the position",
-    "RobertaPreLayerNormForCausalLM": "it counts positions from behind its padding token",
+    "Llama4ForCausalLM": "its queries are scaled by index in a step, not by position",
+    "RobertaPreLayerNormForCausalLM": "its positions start after its padding token",
 }
 """Reasons to refuse classes whose errors are too small for the trial or show only in long
 sequences."""
@@ -29,21 +29,21 @@ def transformers_class(config: dict[str, Any]) -> Any:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise UnsupportedModel(
-            f"{_named(config)} is not built in, and the transformers backend, which might compute "
+            f"{_named(config)} is not built in, and the transformers backend, which might support "
             f"it, is not installed: {install_command('transformers')}"
         ) from error
     kind, name = str(config.get("model_type")), _named(config)
     if kind not in CONFIG_MAPPING:
         if "auto_map" in config:
             raise refusal(name, "it needs code from its repository, which is never run")
-        raise refusal(name, f"transformers {transformers.__version__} does not know it")
+        raise refusal(name, f"transformers {transformers.__version__} does not support it")
     if config.get("is_encoder_decoder"):
-        raise refusal(name, "it is an encoder with a decoder")
+        raise refusal(name, "it is an encoder-decoder model")
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if causal is None or causal != name:
         raise refusal(name, _other_purpose(modeling_auto, kind, name))
     if causal.endswith("ForConditionalGeneration"):
-        raise refusal(name, "it is multimodal, and its text model is not a class of its own")
+        raise refusal(name, "it is multimodal, and its text model has no separate class")
     return getattr(transformers, causal)
 
 
@@ -71,16 +71,16 @@ def check_class(model_class: Any, config: Any) -> None:
         raise refusal(name, "it does not use the attention interface of transformers")
     for rope in _ropes(text):
         if rope in _CHANGING_ROPES:
-            raise refusal(name, f"its {rope} rotary embedding depends on the longest of a step")
+            raise refusal(name, f"its {rope} rotary embedding depends on the step's longest row")
     if getattr(config, "quantization_config", None) is not None:
-        raise refusal(name, "its checkpoint is quantized, which is read for families only")
+        raise refusal(name, "its checkpoint is quantized, which is only supported for families")
 
 
 def refusal(name: str, reason: str) -> UnsupportedModel:
     """Return the error for a model that neither a family nor transformers can serve."""
     return UnsupportedModel(
-        f"architecture {name} is not supported: there is no family for it (docs/models.md), and "
-        f"as transformers computes it, it cannot be served: {reason}"
+        f"architecture {name} is not supported: it has no family (docs/models.md), and with "
+        f"transformers it cannot be served: {reason}"
     )
 
 
@@ -92,7 +92,7 @@ def _named(config: dict[str, Any]) -> str:
 def _other_purpose(modeling_auto: Any, kind: str, name: str) -> str:
     """Return what a model is for, if not for causal language modelling."""
     purposes = {
-        "an encoder with a decoder": "SEQ_TO_SEQ_CAUSAL_LM",
+        "an encoder-decoder model": "SEQ_TO_SEQ_CAUSAL_LM",
         "multimodal": "IMAGE_TEXT_TO_TEXT",
         "multimodal, with sound": "SPEECH_SEQ_2_SEQ",
         "an encoder": "MASKED_LM",
@@ -100,7 +100,7 @@ def _other_purpose(modeling_auto: Any, kind: str, name: str) -> str:
     for what, mapping in purposes.items():
         if getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).get(kind) == name:
             return f"it is {what}"
-    return "it is no causal language model of transformers"
+    return "it is not a causal language model of transformers"
 
 
 def _ropes(text: Any) -> list[str]:

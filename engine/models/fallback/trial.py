@@ -70,7 +70,7 @@ def check_parts(
     """
     longest = max((window or 0 for window in decoder.spec.windows), default=0)
     if longest > _WINDOW:
-        raise CannotAttend(f"its window of {longest} tokens is longer than what is tried")
+        raise CannotAttend(f"its window of {longest} tokens is longer than the test sequences")
     sequences = [tokens, tokens.flip(0)[: _ENDS[-1][1]]]
     loaded.set_attn_implementation("eager")
     try:
@@ -92,7 +92,7 @@ def check_parts(
     states, wanted = torch.cat(found).float(), torch.stack(expected).float()
     difference = (states - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
     if not float(difference.median()) < _MAX_DIFFERENCE.get(decoder.dtype, _MAX_ROUNDED):
-        raise CannotAttend("computed in parts, and beside others, it says something else")
+        raise CannotAttend("its results in chunks and batches differ from those of whole sequences")
 
 
 def _step(

@@ -61,7 +61,7 @@ def _vision(config: Config) -> SiglipSpec | None:
     )
     if spec.max_tokens != tokens:
         raise UnsupportedModel(
-            f"config.json: mm_tokens_per_image {tokens} does not suit images of {size} x {size} "
+            f"config.json: mm_tokens_per_image {tokens} does not match images of {size} x {size} "
             f"pixels with patches of {patch} x {patch}"
         )
     return spec

@@ -55,7 +55,7 @@ def _spec_4(config: Config) -> ModelSpec:
 
 def _experts_4(config: Config, spec: ModelSpec) -> MoeSpec:
     if integer(config, "num_experts_per_tok") != 1:
-        raise UnsupportedModel("config.json: num_experts_per_tok of Llama 4 has to be 1")
+        raise UnsupportedModel("config.json: num_experts_per_tok of Llama 4 must be 1")
     step = integer(config, "interleave_moe_layer_step")
     sparse = config.get("moe_layers")
     if sparse is None:

@@ -61,7 +61,7 @@ def _rope(config: Config) -> RopeSpec:
             given[key] = "default"
     sections = tuple(given.get("mrope_section") or (16, 24, 24))
     if len(sections) != 3:
-        raise UnsupportedModel(f"config.json: mrope_section {sections} has to be three numbers")
+        raise UnsupportedModel(f"config.json: mrope_section {sections} must be three numbers")
     rope = read_rope(config.but(rope_scaling=None, rope_parameters=given))
     return replace(rope, sections=sections)
 
@@ -73,7 +73,7 @@ def _vision(config: Config, text_size: int) -> QwenVisionSpec | None:
     is_first = config["architectures"] == ["Qwen2VLForConditionalGeneration"]
     given = _of_first(own) if is_first else {**_VISION_DEFAULTS, **own}
     if given.get("in_channels", given.get("in_chans", 3)) != 3:
-        raise UnsupportedModel("config.json: in_channels of vision_config has to be 3")
+        raise UnsupportedModel("config.json: in_channels of vision_config must be 3")
     spec = QwenVisionSpec(
         token_id=integer(
             {"image_token_id": config.get("image_token_id", 151655)}, "image_token_id"

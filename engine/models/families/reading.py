@@ -84,7 +84,7 @@ def siglip_spec(
         UnsupportedModel: images do not have three channels, or a value is invalid.
     """
     if given["num_channels"] != 3:
-        raise UnsupportedModel("config.json: num_channels of vision_config has to be 3")
+        raise UnsupportedModel("config.json: num_channels of vision_config must be 3")
     return SiglipSpec(
         token_id=token_id,
         image_size=integer(given, "image_size"),
@@ -179,7 +179,7 @@ def grouped_experts(config: Config, best_of_group: int = 2) -> MoeSpec:
     if not suit or moe.groups_per_token > moe.num_groups:
         raise UnsupportedModel(
             f"config.json: n_group {moe.num_groups} and topk_group {moe.groups_per_token} do not "
-            f"suit {moe.num_experts} experts, of which a token has {moe.experts_per_token}"
+            f"fit {moe.num_experts} experts with {moe.experts_per_token} per token"
         )
     return moe
 

@@ -46,7 +46,7 @@ def _vision(config: Config) -> SiglipSpec | None:
     )
     if not spec.num_tokens(spec.image_size, spec.image_size):
         raise UnsupportedModel(
-            f"config.json: image_size {spec.image_size} is no multiple of patch_size "
+            f"config.json: image_size {spec.image_size} is not a multiple of patch_size "
             f"{spec.patch_size} times scale_factor {spec.scale_factor}"
         )
     return spec

@@ -95,14 +95,14 @@ def _refuse(config: dict[str, Any], target: ModelSpec) -> None:
     vocabulary = integer(config, "vocab_size")
     if vocabulary != target.vocab_size:
         raise UnsupportedModel(
-            f"the draft head is for a vocabulary of {vocabulary} tokens, the model that is served "
-            f"has one of {target.vocab_size}"
+            f"the draft head has a vocabulary of {vocabulary} tokens, the served model has one of "
+            f"{target.vocab_size}"
         )
     hidden = config.get("target_hidden_size") or config.get("hidden_size")
     if hidden != target.hidden_size:
         raise UnsupportedModel(
-            f"the draft head is for states of {hidden} values, those of the model that is served "
-            f"have {target.hidden_size}"
+            f"the draft head is for states of {hidden} values, but those of the served model have "
+            f"{target.hidden_size}"
         )
 
 
@@ -121,7 +121,7 @@ def _tapped(config: dict[str, Any], target: ModelSpec) -> tuple[int, ...]:
     taken = tuple(number + (given[0] == 1) for number in numbers if isinstance(number, int))
     if len(taken) != _NUM_TAPPED or not 0 <= taken[0] < taken[1] < taken[2] < layers:
         raise UnsupportedModel(
-            f"{key} of the draft head does not suit a model of {layers} layers: {given}"
+            f"{key} of the draft head does not match a model of {layers} layers: {given}"
         )
     return taken
 
@@ -299,7 +299,7 @@ def _lm_head(
     token_ids = torch.arange(head.num_logits) + offsets
     vocabulary = head.layer.vocab_size
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocabulary:
-        raise CheckpointError(f"d2t of the draft head names tokens outside of {vocabulary}")
+        raise CheckpointError(f"d2t of the draft head has tokens outside of {vocabulary}")
     if len(set(token_ids.tolist())) < len(token_ids):
-        raise CheckpointError("d2t of the draft head names a token twice")
+        raise CheckpointError("d2t of the draft head has a token twice")
     return Chain(product, DraftVocabulary(token_ids.to(products.device), vocabulary))

@@ -36,9 +36,9 @@ def is_batch_invariant(
     if not is_quantized:
         reason = _reason_against(config, spec, types, device, kernels)
     if reason is None:
-        logger.info("batch-invariant: tokens do not depend on what shares their step")
+        logger.info("batch-invariant: tokens do not depend on the rest of their step")
     else:
-        logger.info("not batch-invariant, as %s (--batch-invariant)", reason)
+        logger.info("not batch-invariant, because %s (--batch-invariant)", reason)
     return reason is None
 
 
@@ -60,7 +60,7 @@ def _reason_against(
         return "no kernels compute its products and its attention row by row"
     is_cheap = is_invariance_free() if by_kernels else is_invariance_cheap()
     if not is_cheap:
-        return "that costs time on this processor"
+        return "it is slow on this processor"
     unmeasured = {
         "capped scores": not by_kernels and spec.attention_softcap is not None,
         "sliding windows": not by_kernels and any(window is not None for window in spec.windows),

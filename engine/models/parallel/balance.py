@@ -234,7 +234,7 @@ class ExpertBalance:
             if after != before:
                 self._pending.append((layer, after))
         logger.info(
-            "expert load over %d steps: the fullest process computed %.2f times the mean; "
+            "expert load over %d steps: the busiest process computed %.2f times the mean; "
             "experts move in %d layers",
             self._steps,
             self.imbalance or 1.0,

@@ -200,7 +200,7 @@ class ExpertGroup:
             GroupBroken: there is none.
         """
         if self._group is None:
-            raise GroupBroken("the engine is in no group yet")
+            raise GroupBroken("the engine has not joined a group yet")
         return self._group
 
     def begin_step(self, num_tokens: int) -> bool:

@@ -39,12 +39,12 @@ def save_sharded_state(model: Path, output: Path, size: int) -> list[Path]:
     """
     spec = read_spec(model)
     refused = {
-        "weights that are stored in few bits": "quantization_config" in read_config(model),
-        "models that see images": spec.vision is not None,
+        "quantized weights": "quantization_config" in read_config(model),
+        "models with vision encoders": spec.vision is not None,
     }
     for what, applies in refused.items():
         if applies:
-            raise UnsupportedModel(f"{model}: {what} are not cut ahead")
+            raise UnsupportedModel(f"{model}: {what} cannot be sharded in advance")
     whole = SafetensorsCheckpoint(model, spec)
     fingerprint = whole.fingerprint()
     cuts = [Cut(spec, rank, size) for rank in range(size)]
@@ -77,7 +77,7 @@ class ShardedState(Checkpoint):
         if described.get(_SIZE) != str(cut.size) or _FINGERPRINT not in described:
             raise CheckpointError(
                 f"{path} was cut for --tensor-parallel-size {described.get(_SIZE, 'unknown')}, not "
-                f"for {cut.size}: swell save-sharded-state cuts it anew"
+                f"for {cut.size}: run swell save-sharded-state again"
             )
         self._fingerprint = described[_FINGERPRINT]
         found: Layout = {

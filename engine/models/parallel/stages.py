@@ -81,7 +81,7 @@ def divide_layers(
     elif sum(layers_of_stages) != num_layers:
         given = ",".join(map(str, layers_of_stages))
         raise UnsupportedModel(
-            f"--pipeline-layer-partition {given} is of {sum(layers_of_stages)} layers, but the "
+            f"--pipeline-layer-partition {given} has {sum(layers_of_stages)} layers, but the "
             f"model has {num_layers}"
         )
     stages, first = [], 0

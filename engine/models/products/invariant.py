@@ -127,7 +127,7 @@ class InvariantLinear(Module):
             if all(map(torch.equal, results, (product, added))):
                 agreeing.append((most, tiles))
             else:
-                logger.info("products of %s: tiles of %s give other bits", self.weight.shape, tiles)
+                logger.info("products of %s: %s give different bits", self.weight.shape, tiles)
         return (*agreeing[:-1], (sys.maxsize, agreeing[-1][1]))
 
 

@@ -70,7 +70,7 @@ def load_vision(
         CheckpointError: the weights do not match the config.
     """
     vision = spec.vision
-    assert vision is not None, "the model sees nothing"
+    assert vision is not None, "the model has no vision encoder"
     names = _names(vision)
     tensors: Tensors = DummyTensors(directory, settings.seed, dtype)
     if settings.load_format != "dummy":

@@ -144,7 +144,7 @@ def _order(group_of: Tensor | None, num_groups: int) -> Tensor | None:
         return None
     group_of = group_of.long()
     if group_of.dim() != 1 or bool(((group_of < 0) | (group_of >= num_groups)).any()):
-        raise BadQuantization(f"an input's group is none of the {num_groups}")
+        raise BadQuantization(f"an input's group is not one of the {num_groups}")
     return group_of
 
 

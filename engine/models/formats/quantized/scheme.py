@@ -47,7 +47,7 @@ def read_scheme(config: dict[str, Any]) -> Scheme | None:
     if not stored:
         return None
     if not isinstance(stored, dict):
-        raise UnsupportedModel("quantization_config is no object")
+        raise UnsupportedModel("quantization_config is not an object")
     method = stored.get("quant_method")
     if method in ("fp8", "fbgemm_fp8"):
         return Scheme("fp8", block=_block(stored.get("weight_block_size")))
@@ -66,8 +66,8 @@ def read_scheme(config: dict[str, Any]) -> Scheme | None:
     if method == "compressed-tensors":
         return _compressed(stored)
     raise UnsupportedModel(
-        f"the checkpoint is quantized ({method}), which cannot be read here: gptq, awq, fp8, "
-        "mxfp4 and compressed-tensors can, or use the original bfloat16, float16 or float32 weights"
+        f"the checkpoint is quantized ({method}), which is not supported: use gptq, awq, fp8, "
+        "mxfp4 or compressed-tensors, or the original bfloat16, float16 or float32 weights"
     )
 
 
@@ -104,4 +104,4 @@ def _block(value: object) -> tuple[int, int] | None:
         rows, columns = value
         if rows > 0 and columns > 0:
             return rows, columns
-    raise UnsupportedModel(f"a block of weights is no pair of positive numbers: {value!r}")
+    raise UnsupportedModel(f"a block of weights is not a pair of positive numbers: {value!r}")

@@ -90,7 +90,7 @@ def _mxfp4_weights(shapes: Layout, types: Mapping[str, str]) -> Iterator[tuple[s
         scales = name + _MXFP4_SCALES
         fits = len(shape) == 4 and shape[3] == BLOCK // 2 and shapes.get(scales) == shape[:3]
         if not fits or {types[blocks], types[scales]} != {"U8"}:
-            raise BadQuantization(f"{blocks} and {scales} are no blocks of 4-bit floats")
+            raise BadQuantization(f"{blocks} and {scales} are not blocks of 4-bit floats")
         experts, outputs, groups, _ = shape
         stored = {"blocks": blocks, "scales": scales}
         yield name, StoredWeight((experts, groups * BLOCK, outputs), stored)
