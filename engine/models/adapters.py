@@ -44,7 +44,7 @@ class AdapterRows:
     """The adapter slot of each row of a step."""
 
     def __init__(self, slots: Tensor, present: Sequence[int], dtype: torch.dtype) -> None:
-        """Take slots [rows] int64, `NO_ADAPTER` for none, and the sorted slots that occur."""
+        """Initialize from slots [rows] int64 (`NO_ADAPTER` for none) and the sorted used slots."""
         self.slots = slots
         self.present = present
         self.first = present[0]
@@ -106,7 +106,7 @@ class AdaptedLinear(Module):
         *,
         is_embedding: bool,
     ) -> None:
-        """Take the product, and the modules that make up its outputs with their widths."""
+        """Initialize from the product, and the names and widths of its output modules."""
         super().__init__()
         self._is_embedding = is_embedding
         self.base = base

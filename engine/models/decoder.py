@@ -36,7 +36,7 @@ class DecoderLayer(Module):
         residual_scale: float = 1.0,
         shards: Group | None = None,
     ) -> None:
-        """Take the modules; output norms are applied before the residual addition.
+        """Initialize from the modules; output norms are applied before the residual addition.
 
         Args:
             is_parallel: whether the MLP has the same input as attention.
@@ -146,7 +146,7 @@ class Decoder(Module, finds_hooks=True):
         adapters: AdapterBank | None = None,
         image_attention: PagedAttention | None = None,
     ) -> None:
-        """Take the modules; with an expert group, layers have only this engine's experts.
+        """Initialize from the modules; with an expert group, only this engine's experts.
 
         Args:
             rotary: one for each of the model's rotary tables.

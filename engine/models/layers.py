@@ -59,7 +59,7 @@ class Norm(Module):
     def __init__(
         self, compute: Callable[[Tensor, Tensor, float], Tensor], weight: Tensor, eps: float
     ) -> None:
-        """Take the norm function, its weight and the epsilon."""
+        """Initialize from the norm function, its weight and the epsilon."""
         super().__init__()
         self.weight = weight_of(weight)
         self.eps = eps
@@ -136,7 +136,7 @@ class WidthNorm(Module):
     """A norm over all queries of a token together, and over all its keys."""
 
     def __init__(self, query: Tensor, key: Tensor, heads: int, eps: float) -> None:
-        """Take the query weights [heads * head_dim], `heads`, and the key weights."""
+        """Initialize from the query weights [heads * head_dim], `heads`, and the key weights."""
         super().__init__()
         self.query = weight_of(query)
         self.key = weight_of(key)
@@ -159,7 +159,7 @@ class Embedding(Module):
     """A table of embeddings."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Take a table [tokens, hidden]."""
+        """Initialize from a table [tokens, hidden]."""
         super().__init__()
         self.weight = weight_of(weight)
 

@@ -42,8 +42,7 @@ class Router(Module):
         normalize: bool,
         choose: ChooseExperts = choose_experts,
     ) -> None:
-        """Take a product whose first outputs are the scores, and the function that chooses by
-        them."""
+        """Initialize from a product whose first outputs are the scores, and their selection."""
         super().__init__()
         self.score = score
         self._num_experts = num_experts
@@ -69,7 +68,7 @@ class GroupRouter(Module):
     correction: Tensor | None
 
     def __init__(self, score: Rows, correction: Tensor | None, moe: MoeSpec) -> None:
-        """Take the product, and corrections [experts] in float32."""
+        """Initialize from the product, and corrections [experts] in float32."""
         super().__init__()
         self.score = score
         self.register_buffer("correction", correction)
@@ -108,7 +107,7 @@ class Expert(Module):
     """One expert: a gated MLP."""
 
     def __init__(self, gate_up: Rows, down: Rows, gated: Rows = swiglu) -> None:
-        """Take the products and the gated activation."""
+        """Initialize from the products and the gated activation."""
         super().__init__()
         self.gate_up_proj = gate_up
         self.down_proj = down
@@ -144,7 +143,7 @@ class KernelExperts(Module):
     """Experts computed by one kernel."""
 
     def __init__(self, experts: Experts, weights: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Take the kernel, and each expert's weights in the kernel's layout."""
+        """Initialize from the kernel, and each expert's weights in the kernel's layout."""
         super().__init__()
         self._experts = experts
         for number, (gate_up, down) in enumerate(weights):
@@ -168,7 +167,7 @@ class AllExperts(Module):
     """
 
     def __init__(self, gate_up: Rows, down: Rows, num_experts: int, gate: GateChosen) -> None:
-        """Take products [hidden] to [experts * 2 * inner] and [experts * inner] to [hidden]."""
+        """Initialize from products: hidden to experts * 2 * inner, experts * inner to hidden."""
         super().__init__()
         self.gate_up_proj = gate_up
         self.down_proj = down
@@ -189,7 +188,7 @@ class StackedExperts(Module):
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, gated: Rows = swiglu) -> None:
-        """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
+        """Initialize with gate_up [experts, 2 * inner, hidden], down [experts, inner, hidden]."""
         super().__init__()
         self.together = AllExperts(
             DenseLinear(gate_up.flatten(0, 1), None),
@@ -286,7 +285,7 @@ class SparseMlp(Module):
         *,
         scales_inputs: bool = False,
     ) -> None:
-        """Take the modules; `shared` is an MLP additionally applied to every token.
+        """Initialize from the modules; `shared` is an MLP additionally applied to every token.
 
         `own` applies a function to the tokens routed by this process, if those are not all;
         `scales_inputs` as in `MoeSpec`.

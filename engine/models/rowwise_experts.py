@@ -30,7 +30,7 @@ class RowwiseExperts(Module):
     """Experts in two matrices, in float32."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, gated: Rows) -> None:
-        """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
+        """Initialize with gate_up [experts, 2 * inner, hidden], down [experts, inner, hidden]."""
         super().__init__()
         self._gated = gated
         self.gate_up_proj = DenseLinear(gate_up.flatten(0, 1), None)

@@ -127,7 +127,7 @@ class Kernel:
     """A compiled function whose work is divided into shares."""
 
     def __init__(self, body: Callable[[Any], None], arguments: int) -> None:
-        """Take the source, which is compiled on first use.
+        """Initialize from the source, which is compiled on first use.
 
         Args:
             body: takes the pointer that `arguments_of` and `own_shares` read.

@@ -78,7 +78,7 @@ class CompiledProduct:
         inputs: int,
         bias: Tensor | None,
     ) -> None:
-        """Take weights [outputs, inputs] packed by `_reorder_linear_weight`.
+        """Initialize from weights [outputs, inputs] packed by `_reorder_linear_weight`.
 
         Raises:
             RuntimeError: they do not have the layout that the kernel reads.

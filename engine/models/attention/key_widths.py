@@ -28,7 +28,7 @@ class KeyWidths:
     """Key counts for which products sum in the same order."""
 
     def __init__(self, alike: list[int]) -> None:
-        """Take the interchangeable counts up to `TILE`, which must be among them."""
+        """Initialize from the interchangeable counts up to `TILE`, which must be among them."""
         self.alike = tuple(alike)
         self._is_alike = np.zeros(TILE, np.bool_)
         self._is_alike[[width % TILE for width in alike]] = True

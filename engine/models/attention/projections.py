@@ -40,7 +40,7 @@ class SelfAttention(Module):
     """[heads] float32: extra softmax scores without a value; None if the model has none."""
 
     def __init__(self, place: LayerPlace, kv_format: KvFormat, output: Rows) -> None:
-        """Take the output projection, [tokens, heads * head_dim] to [tokens, hidden]."""
+        """Initialize from the output projection, [tokens, heads * head_dim] to [tokens, hidden]."""
         super().__init__()
         self.place = place
         self._kv = kv_format
@@ -134,7 +134,7 @@ class HeadProjections(SelfAttention):
         qk_norm: Rows | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Take the layers; `qk_norm` normalizes [tokens, heads + kv_heads, head_dim].
+        """Initialize from the layers; `qk_norm` normalizes [tokens, heads + kv_heads, head_dim].
 
         Rotation and storing use a fused kernel if one supports the format.
         """
@@ -189,7 +189,7 @@ class LatentProjections(SelfAttention):
         output: Rows,
         kv_format: KvFormat,
     ) -> None:
-        """Take the layers; in a tensor-parallel process, those of its own heads.
+        """Initialize from the layers; in a tensor-parallel process, those of its own heads.
 
         Args:
             inputs: projects states to queries (or to the input of `queries`), latent and key.
@@ -238,7 +238,7 @@ class HeadwiseProduct(Module):
     """A per-head product, with separate weights for each head."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Take weights [heads, in, out]."""
+        """Initialize from weights [heads, in, out]."""
         super().__init__()
         self.weight = weight_of(weight)
 

@@ -20,7 +20,7 @@ class Rotary(Module):
     table: Tensor
 
     def __init__(self, table: Tensor, sections: Sequence[int] = ()) -> None:
-        """Take a table from `rotary_table`; `sections` as in `rotation`."""
+        """Initialize with a table from `rotary_table`; `sections` as in `rotation`."""
         super().__init__()
         self.register_buffer("table", table, persistent=False)
         self.sections = sections

@@ -23,7 +23,7 @@ class Builder:
     def __init__(
         self, tensors: Tensors, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
     ) -> None:
-        """Take tensors from `tensors`; if `batch_invariant`, no row depends on the others."""
+        """Read from `tensors`; if `batch_invariant`, no row depends on the others."""
         self.tensors = tensors
         self.dtype = dtype
         self.device = device

@@ -76,7 +76,7 @@ class EncoderLayer(Module):
         reach: int | None = None,
         grouping: int = 0,
     ) -> None:
-        """Take the modules.
+        """Initialize from the modules.
 
         Args:
             qkv: projects to queries, keys and values, concatenated.
@@ -155,7 +155,7 @@ class Encoder(Module, finds_hooks=True):
         layers: EncoderLayers,
         rotary: Iterable[Rotary] = (),
     ) -> None:
-        """Take the weights.
+        """Initialize from the weights.
 
         Args:
             embedding: [vocab, hidden]

@@ -24,7 +24,7 @@ class TransformersModel:
     """
 
     def __init__(self, model: Any) -> None:
-        """Take a model of transformers; replaces its core's `forward`."""
+        """Initialize from a model of transformers; replaces its core's `forward`."""
         self.whole = model
         """The complete transformers model."""
         self.core: Any = _core(model)
@@ -104,7 +104,7 @@ class FallbackDecoder(Decoder):
         types: ComputeTypes,
         device: torch.device,
     ) -> None:
-        """Take a model whose attention layers call `calls`."""
+        """Initialize from a model whose attention layers call `calls`."""
         vocabulary = spec.vocab_size
         super().__init__(
             spec,

@@ -48,7 +48,7 @@ class Config(dict[str, Any]):
     """The keys of a config.json, or their defaults."""
 
     def __init__(self, values: dict[str, Any], read: set[str] | None = None) -> None:
-        """Take the values; `read` collects the keys that are read."""
+        """Initialize from the values; `read` collects the keys that are read."""
         super().__init__(values)
         self.read_keys: set[str] = set() if read is None else read
 

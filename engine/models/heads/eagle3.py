@@ -245,7 +245,7 @@ class Eagle3Entry(Module):
     """Computes the layer's residual and attention inputs from embeddings and states."""
 
     def __init__(self, embedding_norm: Rows, state_norm: Rows, *, norms_residual: bool) -> None:
-        """Take the norms; `norms_residual`: whether the residual is the normalized state."""
+        """Initialize from the norms; with `norms_residual` the residual is normalized too."""
         super().__init__()
         self.input_layernorm = embedding_norm
         self.hidden_norm = state_norm

@@ -25,7 +25,7 @@ class DraftVocabulary(Module):
     token_ids: Tensor
 
     def __init__(self, token_ids: Tensor, size: int) -> None:
-        """Take the token id [tokens] of each of the head's logits, and the vocabulary size."""
+        """Initialize from the token id of each of the head's logits, and the vocabulary size."""
         super().__init__()
         self.register_buffer("token_ids", token_ids)
         self._size = size
@@ -56,7 +56,7 @@ class DraftHead(Module, finds_hooks=True):
         carries_normed: bool = False,
         num_logits: int | None = None,
     ) -> None:
-        """Take the layers.
+        """Initialize from the layers.
 
         Args:
             block: the decoder layer, without embedding, norm and LM head.

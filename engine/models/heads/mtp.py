@@ -110,7 +110,7 @@ class MtpEntry(Module):
     """Joins the embedding of a token and the previous state."""
 
     def __init__(self, embedding_norm: Rows, state_norm: Rows, joining: Tensor) -> None:
-        """Take the norms, and the weight [hidden, 2 * hidden] of the product."""
+        """Initialize from the norms, and the weight [hidden, 2 * hidden] of the product."""
         super().__init__()
         self.enorm = embedding_norm
         self.hnorm = state_norm

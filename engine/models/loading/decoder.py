@@ -95,7 +95,7 @@ class DecoderLoader:
         kernels: FusedKernels | None = None,
         first_key: int = 0,
     ) -> None:
-        """Prepare to load the whole model, or only the experts of `place`, `shard`'s part, or both.
+        """Prepare to load the whole model, only `place`'s experts, only `shard`'s part, or both.
 
         A pipeline `stage` restricts any of these to its own layers. `balance` specifies the experts
         of `place`, if not an even share. With fused `kernels`, kernels also compute products where

@@ -50,7 +50,7 @@ class MlpLoader:
         group: ExpertGroup | None,
         kernels: FusedKernels | None = None,
     ) -> None:
-        """Take the local spec, and the group over which experts are spread, if any."""
+        """Initialize from the local spec, and the group over which experts are spread, if any."""
         self._spec = spec
         self._gated = gated(spec, kernels)
         self._kernels = kernels

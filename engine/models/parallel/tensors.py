@@ -176,7 +176,7 @@ class CutEmbedding(Module):
     """Embeddings whose tokens are divided among the ranks."""
 
     def __init__(self, group: Group, embed: Rows, vocabulary: slice) -> None:
-        """Take the lookup of this rank's tokens, numbered from its first."""
+        """Initialize from the lookup of this rank's tokens, numbered from its first."""
         super().__init__()
         self._group = group
         self.base = embed

@@ -23,7 +23,7 @@ class ConvertedLinear(Module):
     """A matrix product whose 16-bit weights are converted on use."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take a dense [out, in] weight of 16-bit floats, stored unchanged."""
+        """Initialize from a dense [out, in] weight of 16-bit floats, stored unchanged."""
         super().__init__()
         self.weight = weight_of(weight)
         self.bias = None if bias is None else weight_of(bias)

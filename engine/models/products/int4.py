@@ -42,7 +42,7 @@ class ExpandedInt4:
     def __init__(
         self, packed: Tensor, scales: Tensor, block: int, compute_type: torch.dtype
     ) -> None:
-        """Take weights for which `packed_block` is `block`.
+        """Initialize from weights for which `packed_block` is `block`.
 
         Args:
             packed: output of `pack`.

@@ -39,7 +39,7 @@ class Int8WeightLinear(Module):
     _short_scales: Tensor
 
     def __init__(self, integers: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        """Take a weight: integers int8 [out, in], scales float32 [out]."""
+        """Initialize from a weight: integers int8 [out, in], scales float32 [out]."""
         super().__init__()
         self.register_buffer("weight", integers)
         self.register_buffer("scales", scales)

@@ -43,7 +43,7 @@ class InvariantLinear(Module):
     is_by_rows = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take the weights; larger row counts use larger tiles if these give the same bits.
+        """Compile the kernel; many rows use larger tiles if these give the same bits.
 
         Raises:
             UnsupportedModel: the kernel cannot be compiled here or computes wrong results.

@@ -46,7 +46,7 @@ class Mxfp4Linear(Module):
     """A matrix product with packed weights."""
 
     def __init__(self, weights: Mxfp4Weights, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """Take the weights, which are expanded to `dtype` in each product."""
+        """Initialize from the weights, which are expanded to `dtype` in each product."""
         super().__init__()
         self.register_buffer("blocks", weights.blocks)
         self.register_buffer("scales", weights.scales)

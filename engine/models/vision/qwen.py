@@ -59,7 +59,7 @@ class QwenVisionEncoder(Module, finds_hooks=True):
         merger: Rows,
         dtype: torch.dtype,
     ) -> None:
-        """Take the weights.
+        """Initialize from the weights.
 
         Args:
             patches: maps patches [patches, 3 * size * size] to hidden states.

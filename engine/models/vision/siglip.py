@@ -35,7 +35,7 @@ class SiglipEncoder(Module, finds_hooks=True):
         connector: Rows,
         dtype: torch.dtype,
     ) -> None:
-        """Take the weights.
+        """Initialize from the weights.
 
         Args:
             patches: maps patches [patches, 3 * size * size] to hidden states.
