@@ -192,7 +192,7 @@ def row_price(device: torch.device, *, in_16_bits: bool) -> float:
 
     A step of one token is bound by reading the weights. In that time devices can multiply them by
     hundreds of tokens, CPUs by several; products take as long for five tokens as for eight, so this
-    is a mean. Without 16-bit arithmetic, 16-bit weights are converted again for each token
+    is a mean. Without 16-bit arithmetic, 16-bit weights are multiplied again per token
     (`engine.models.products.blocked`).
     """
     if device.type != "cpu":

@@ -53,7 +53,7 @@ NO_TAPS = Taps(())
 
 
 class WholeImages(msgspec.Struct, frozen=True):
-    """Plans for image tokens that attend to their whole image; each image has all its queries."""
+    """Plans for image tokens that attend to their whole image, always with all its queries."""
 
     queries: Tensor
     """[queries] int64: indices into the step's tokens; arbitrary for tokens of earlier steps."""

@@ -20,7 +20,7 @@ from engine.kernels.cpu.arithmetic import (
 from engine.kernels.cpu.compiling import compiled, threads_for
 
 _SHARED_VALUES = 1 << 17
-"""Logits per thread below which another thread does not pay: about 20 us."""
+"""Minimum logits for which several threads are used; about 20 us for one thread."""
 _ZERO = np.float32(0)
 _LEAST = np.float32(-87)
 """Tokens whose logits are further below the largest have no weight."""

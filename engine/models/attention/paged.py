@@ -95,8 +95,7 @@ class PagedAttention:
         return self._planner.plan(rows, window)
 
     def plan_whole(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
-        """Plan rows whose tokens attend bidirectionally within the row, and to all earlier
-        tokens."""
+        """Plan rows whose tokens attend to the whole row, and to earlier tokens of the sequence."""
         return self._planner.plan_whole(rows, window)
 
     def attend(

@@ -51,7 +51,7 @@ class TokensOfRow(msgspec.Struct, frozen=True):
     first: int
     end: int
     blocks: Tensor
-    """Blocks of the row's last tokens; adjacent parts share the tensor."""
+    """Shared with other parts of the row that start at the same block."""
     mask: Tensor
     """[tokens, 1, 1, keys], added to the scores; or [queries, keys] for one product of all tokens,
     padded with copies of the last one."""
@@ -93,8 +93,8 @@ class AttentionPlanner:
         `token_by_token` makes each token's result depend only on its own position, keys and values,
         regardless of the rest of the step. The following preserve that: `one_product` allows one
         product of `TOKENS_AT_ONCE` tokens; `key_widths` allows products of any multiple of
-        `WHOLE_QUERIES` and lists the interchangeable key counts; `shares_calls` allows a
-        `PaddedGroup` per call. `has_chunks` is as in `ModelSpec`. Positions before `first_key` are
+        `WHOLE_QUERIES` and lists the interchangeable key counts; `shares_calls` allows one product
+        per `PaddedGroup`. `has_chunks` is as in `ModelSpec`. Positions before `first_key` are
         empty; all tokens come after them.
         """
         self._has_chunks = has_chunks
@@ -127,8 +127,7 @@ class AttentionPlanner:
         return plan
 
     def plan_whole(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
-        """Plan rows whose tokens attend bidirectionally within the row, and to all earlier
-        tokens."""
+        """Plan rows whose tokens attend to the whole row, and to earlier tokens of the sequence."""
         plan: AttentionPlan = []
         size = rows.block_size
         first_seen = self._first_seen(rows.starts, window)

@@ -47,7 +47,7 @@ class ProductLoader:
             dtype: of weights and activations.
             is_by_rows: whether no row may depend on others (`engine.models.products.row_blocks`).
             bank: adapters used by the products, if the model is served with any.
-            by_kernels: whether kernels of this package compute products where available.
+            by_kernels: whether kernels of `engine.kernels` compute products where available.
         """
         self.checkpoint = checkpoint
         self.device = device
@@ -88,7 +88,7 @@ class ProductLoader:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels of this package compute plain products; they compute rows separately."""
+        """Whether `engine.kernels` computes plain products, each row separately."""
         is_asked = self.device.type == "cpu" and self.is_plain and self._by_kernels
         return is_asked and registry.has_product_kernel()
 

@@ -135,7 +135,7 @@ def _make_room(
 
 
 def _renumbered(placed: Placement, before: Placement) -> Placement:
-    """Return the placement with ranks permuted to minimize loading."""
+    """Return the placement with ranks permuted to reduce loading."""
     kept = sorted(
         (-len(set(held) & set(had)), number, rank)
         for number, held in enumerate(placed)

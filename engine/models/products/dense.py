@@ -91,7 +91,7 @@ class PackedLinear(Module):
         )
 
     def use_kernel(self, weight: Tensor, *, by_rows: bool) -> None:
-        """Use a kernel of this package for the row counts at which it is faster.
+        """Use a kernel of `engine.kernels` for the row counts at which it is faster.
 
         With `by_rows` it is used for any row count, since it computes each row separately.
 
@@ -198,7 +198,7 @@ def prepare_linear(
 
     Args:
         by_rows: whether `RowBlocks` will search for row counts that give a row the same bits.
-        by_kernels: whether a kernel of this package can be used, if there is one.
+        by_kernels: whether a kernel of `engine.kernels` can be used, if there is one.
     """
     is_small = weight.dtype == torch.float32 and weight.numel() <= _UNPACKED_WEIGHTS
     if weight.device.type != "cpu" or is_small:
