@@ -164,8 +164,7 @@ def is_invariance_cheap() -> bool:
 
 
 def is_invariance_free() -> bool:
-    """Return whether kernels that compute rows separately are the fastest for any number of
-    rows."""
+    """Return whether row-wise kernels are the fastest for any number of rows."""
     return product_rows() == ALL_ROWS and kernel_attends_to_prompts()
 
 

@@ -101,8 +101,7 @@ class AdaptableModules:
                 self._aliases |= {f"{layer}{block}.{router}": known for router in _ROUTERS}
 
     def max_size(self, max_rank: int) -> int:
-        """Return the maximum bytes of an adapter of all modules, including copies that PEFT
-        saves."""
+        """Return the maximum bytes of an adapter, including copies that PEFT saves."""
         sizes = [each.inputs + each.outputs for each in self._modules.values()]
         if self._moe is not None:
             blocks = {id(each): each for each in self._all_experts.values()}.values()

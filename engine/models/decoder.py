@@ -99,8 +99,7 @@ class DecoderLayer(Module):
 
 
 class Followers(Protocol):
-    """The processes with the other shards or stages of the model; they run each part of a step
-    too."""
+    """The processes with the other parts of the model, which run each part of a step too."""
 
     def forward(self, step: StepTokens) -> None:
         """Run all layers on these tokens."""

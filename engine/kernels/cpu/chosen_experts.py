@@ -93,8 +93,7 @@ def _gather(own: Any, order: Any, first: int, rows: int, target: int) -> None:
 
 @compiled
 def _gate(own: Any, order: Any, first: int, rows: int, block: int, sums: int) -> None:
-    """Store silu(gate) * up * weight of some pairs, given the sums of one block of gates and
-    ups."""
+    """Store silu(gate) * up * weight of some pairs, from the sums of one block."""
     weights = float32s(own.weights, own.tokens * own.wanted)
     for row in range(rows):
         share = weights[order[first + row]]

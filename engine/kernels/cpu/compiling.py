@@ -56,8 +56,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def compiled_apart(function: _Function) -> _Function:
-    """Decorate a function that kernels call in several places; it is compiled once for all of
-    them."""
+    """Decorate a function that kernels call but do not inline; it is compiled once."""
     result: _Function = numba.njit(**_OPTIONS)(function)
     return result
 

@@ -41,8 +41,10 @@ def _largest(row: int, is_wide: int, vocab: int, chunk: Any, bits: Any) -> Any:
 
 @compiled
 def _first_above(values: Any, count: int, before: float, target: float) -> tuple[int, float]:
-    """Return the index at which the running sum passes a target, or else of the last positive
-    value; and the sum before it."""
+    """Return where the running sum passes a target, and the sum before that.
+
+    Otherwise the last positive value is taken.
+    """
     found, found_before = 0, before
     for i in range(count):
         if values[i] > _ZERO:

@@ -49,8 +49,7 @@ def _name(target: str) -> str:
 
 
 def _own_directory(path: Path, begin_with: Path) -> str:
-    """Create a directory; refuse one that other users can write to, since its content is
-    executed."""
+    """Create a directory whose content is executed; refuse one that others can write to."""
     if begin_with.is_dir() and not path.exists():
         _copy(begin_with, path)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

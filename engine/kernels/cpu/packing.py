@@ -70,8 +70,7 @@ def pack_keys(addresses: int, count: int, head_dim: int, packed: int) -> None:
 def pack_values(
     addresses: int, behind: int, count: int, room: int, head_dim: int, packed: int
 ) -> None:
-    """Interleave values, at `behind` bytes after keys, to [head_dim / WIDTH, room / 2, WIDTH,
-    2]."""
+    """Interleave values, `behind` bytes after keys: [head_dim / WIDTH, room / 2, WIDTH, 2]."""
     found = int64s(addresses, count + STRIP)
     for key in range(0, count, 2):
         one, other = found[key] + behind, found[key + 1] + behind

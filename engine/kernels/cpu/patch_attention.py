@@ -197,8 +197,10 @@ def _begin(at: Any, shape: Any, queries: int, stride: int, tokens: int, sinks: i
 
 @compiled
 def _weigh(at: Any, query: int, slot: int, first: int, end: int, scale: Any) -> None:
-    """Convert a query's scores for keys from `first` to `end` to weights; `slot` is its index in
-    the group."""
+    """Convert a query's scores for keys from `first` to `end` to weights.
+
+    `slot` is the query's index in its group.
+    """
     maximum, sums = at.maximums + LINE * query, at.sums + LINE * query
     scores, weights = at.scores + SUMS_BYTES * slot, at.weights + 2 * KEYS * slot
     lanes = float32s(at.lanes, LANES)
@@ -255,8 +257,7 @@ def _attend_patch(
     position: int,
     tokens: int,
 ) -> None:
-    """Process all tiles for the queries copied by `_begin`; `head` is the head's first key's
-    address."""
+    """Process all tiles for the queries copied by `_begin`; `head`: address of its first key."""
     end, rows = position + tokens, tokens * shape.group
     groups = (rows + GROUP - 1) // GROUP
     each = (rows + groups - 1) // groups

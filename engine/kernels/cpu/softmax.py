@@ -98,8 +98,10 @@ def settle_maximum(lanes: int, settled: int, sums: int, factor: int, scale: Any)
 def store_weights(
     scores: int, weights: int, settled: int, sums: int, scale: Any, first: int, end: int
 ) -> None:
-    """Convert a block's scores to bfloat16 weights, adding them to the sums before rounding; keys
-    outside of `first` to `end` have weight zero."""
+    """Convert a block's scores to bfloat16 weights, adding them to the sums before rounding.
+
+    Keys outside of `first` to `end` have weight zero.
+    """
     largest, total = floats_at(settled), floats_at(sums)
     for vector in range(_VECTORS):
         power = (floats_at(scores + LINE * vector) - largest) * spread(scale)

@@ -64,8 +64,10 @@ class BitComparison:
         self._dtype = dtype
 
     def key_widths(self) -> KeyWidths | None:
-        """Return the key counts for which tokens get the same bits alone and in one product of any
-        multiple of `WHOLE_QUERIES` queries; None if there are none."""
+        """Return the key counts for which products of several tokens give the bits of each alone.
+
+        The products have any multiple of `WHOLE_QUERIES` queries. None if there are no such counts.
+        """
         probe = self._probe(PROBED_KEYS)
         agrees = all(
             self._is_equal(probe, num_keys, count)
@@ -121,8 +123,7 @@ class BitComparison:
         return self._ways.by_token(probe.queries[positions], probe.kv[:num_keys], mask)
 
     def _is_equal(self, probe: _Probe, num_keys: int, count: int) -> bool:
-        """Return whether the last `count` tokens get the same bits in one product, separately, and
-        (the first of them) alone."""
+        """Return whether the last tokens get the same bits together, separately and alone."""
         positions = torch.arange(num_keys - count, num_keys)
         mask = self._mask(positions, num_keys)
         one = self._ways.in_one_product(probe.queries[positions], probe.kv[:num_keys], mask)
@@ -132,8 +133,10 @@ class BitComparison:
         )
 
     def _is_equal_in_rows(self, probe: _Probe, num_keys: int, count: int) -> bool:
-        """Return whether tokens at the start, middle and end get the same bits in three padded rows
-        as separately with more keys."""
+        """Return whether tokens in three padded rows get the same bits as separately.
+
+        The rows are at the start, middle and end; separately, tokens have more keys.
+        """
         each = torch.arange(count)
         positions = torch.cat((each, num_keys // 2 + each // 2, num_keys - count + each))
         kv = probe.kv[:num_keys].expand(3, -1, -1, -1, -1)

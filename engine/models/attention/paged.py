@@ -206,8 +206,10 @@ class PagedAttention:
         return self._unfolded(self._from_folded(folded, kv, spread, None), count)
 
     def _folded(self, queries: Tensor, rows: int) -> Tensor:
-        """Return [rows, kv_heads, group * queries, head_dim]: queries of heads that share a KV head
-        are adjacent, so no key is repeated."""
+        """Return [rows, kv_heads, group * queries, head_dim].
+
+        Queries of heads that share a KV head are adjacent, so no key is repeated.
+        """
         spread = queries.view(rows, -1, self._kv_heads, self._group, self._head_dim)
         return spread.permute(0, 2, 3, 1, 4).reshape(rows, self._kv_heads, -1, self._head_dim)
 
@@ -218,8 +220,10 @@ class PagedAttention:
         return spread.permute(0, 3, 1, 2, 4).reshape(len(out) * count, -1)
 
     def _whole(self, folded: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Convert queries [.., queries, head_dim] to the compute dtype, padding them and sinks [..,
-        queries] to a multiple of `WHOLE_QUERIES` if required."""
+        """Convert queries [.., queries, head_dim] to the compute dtype.
+
+        Queries and sinks [.., queries] are padded to a multiple of `WHOLE_QUERIES` if required.
+        """
         *others, count, dim = folded.shape
         added = -count % WHOLE_QUERIES if self._added_queries else 0
         if not added:
@@ -242,8 +246,11 @@ class PagedAttention:
     def _in_one_product(
         self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """Attend as `_by_token` does, with one product per head. Queries are padded to the length
-        of `mask`, since their count can determine the summation order."""
+        """Attend as `_by_token` does, with one product per head.
+
+        Queries are padded to the length of `mask`, since their count can determine the summation
+        order.
+        """
         count, shape = len(queries), (self._kv_heads, self._group, len(kv), self._head_dim)
         keys, values = (kv[:, i].transpose(0, 1).unsqueeze(1).expand(shape) for i in (0, -1))
         padded = F.pad(queries, (0, 0, 0, 0, 0, len(mask) - count))

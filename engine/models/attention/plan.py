@@ -160,8 +160,7 @@ class AttentionPlanner:
     def _key_blocks(
         self, positions: IntArray, block_size: int, step: int, window: int | None
     ) -> tuple[IntArray, IntArray]:
-        """Return the first block each position attends to, and the block count, a multiple of
-        `step`."""
+        """Return each position's first block, and its block count, a multiple of `step`."""
         first = self._first_seen(positions, window) // block_size
         return first, -(-(positions // block_size - first + 1) // step) * step
 
@@ -200,8 +199,10 @@ class AttentionPlanner:
     def _alike_rows(
         self, rows: AttentionRows, widths: KeyWidths, window: int | None
     ) -> tuple[IntArray, tuple[IntArray, IntArray]]:
-        """Return the short rows whose tokens all have interchangeable key counts; and for every row
-        the first block it attends to and its block count."""
+        """Return the short rows whose tokens all have interchangeable key counts.
+
+        Also returns the first block and the block count of every row.
+        """
         size = rows.block_size
         step = max(1, FINE_STEP // size)
         first, fewest = self._key_blocks(rows.starts, size, step, window)

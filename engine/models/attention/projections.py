@@ -63,8 +63,7 @@ class SelfAttention(Module):
     def forward(
         self, x: Tensor, cache: Tensor, context: ForwardContext, final: FinalTokens | None
     ) -> Tensor:
-        """Write keys and values, then attend; return [tokens, hidden], only final tokens if
-        given."""
+        """Write keys and values, and attend; return [tokens, hidden] (if given, final tokens)."""
         attended = self._attended(x, cache, context, final)
         return self.o_proj(attended) if attended.shape[0] else x[:0]
 

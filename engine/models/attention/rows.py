@@ -56,8 +56,7 @@ def parts_of(rows: AttentionRows, chosen: IntArray, tokens_each: int) -> IntArra
 
 
 def groups(rows: AttentionRows, num_blocks: IntArray, heads_per_kv: int) -> Iterator[IntArray]:
-    """Yield each group's rows (ascending): decodes by length, short rows by shape, long rows
-    alone."""
+    """Yield each group's rows: decodes by length, short rows by shape, long rows alone."""
     counts = rows.counts
     single = np.flatnonzero(counts == 1)
     if len(single):

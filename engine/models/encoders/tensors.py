@@ -75,8 +75,7 @@ class StoredTensors:
             )
 
     def fingerprint(self) -> str:
-        """Return a digest of the config and of each tensor's name, shape, dtype and a byte
-        sample."""
+        """Return a digest of the config and each tensor's name, shape, dtype and a byte sample."""
         return self._files.fingerprint((self._directory / "config.json").read_bytes())
 
 

@@ -96,8 +96,7 @@ class AttentionCalls:
         self._attention, self._kv, self._width, self._scale = attention, kv_format, width, scale
 
     def begin(self, tokens: StepTokens, cache: list[Tensor], groups: Sequence[int]) -> None:
-        """Begin a step over the cache, a tensor per layer; `groups` are the layers' cache
-        groups."""
+        """Begin a step; `cache` has a tensor per layer, `groups` the cache group of each."""
         parts: tuple[StepTokens | GroupTokens, ...] = (tokens, *tokens.others)
         self._step, self._next = _Step([parts[group] for group in groups], cache), 0
 

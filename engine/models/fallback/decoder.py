@@ -40,8 +40,7 @@ class TransformersModel:
         return "position_ids" in inspect.signature(self._states_of).parameters
 
     def states(self, token_ids: Tensor, positions: Tensor | None) -> Tensor:
-        """Return states [tokens, hidden] of consecutive tokens; without positions, of a whole
-        sequence."""
+        """Return states [tokens, hidden] of tokens; without positions, of a whole sequence."""
         told = {} if positions is None else {"position_ids": positions.unsqueeze(0)}
         out = self.core(input_ids=token_ids.unsqueeze(0), use_cache=False, return_dict=True, **told)
         self._made_of = type(out)
@@ -49,8 +48,7 @@ class TransformersModel:
         return states[0]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits [rows, vocab] of states [rows, hidden]; `states` must have been called
-        before."""
+        """Return logits [rows, vocab] of states [rows, hidden]; call `states` before."""
         assert self._made_of is not None, "states come first"
         self._given = states.unsqueeze(0)
         try:

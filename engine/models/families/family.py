@@ -12,8 +12,7 @@ __all__ = ["Config", "Family"]
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """Models whose configs and tensors are read alike; block differences are data of their
-    specs."""
+    """Models whose configs and tensors are read alike; their specs describe differences."""
 
     architectures: tuple[str, ...]
     """Values of `architectures` in config.json."""

@@ -160,8 +160,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return source.read(self._whole(source.name))
 
     def mxfp4(self, name: str) -> Mxfp4Weights | None:
-        """Return the MXFP4 blocks and scales of a weight, as views if possible; None if not
-        MXFP4."""
+        """Return a weight's MXFP4 blocks and scales, as views if possible; None if not MXFP4."""
         source = self._weights[name]
         stored = self._quantized.get(source.name)
         if stored is None or "blocks" not in stored.names:
@@ -202,8 +201,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return name in self._weights
 
     def fingerprint(self) -> str:
-        """Return a digest of the config and of each tensor's name, shape, dtype and a byte
-        sample."""
+        """Return a digest of the config and each tensor's name, shape, dtype and a byte sample."""
         return self._files.fingerprint(self._config)
 
 

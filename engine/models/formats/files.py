@@ -87,8 +87,7 @@ class TensorFiles:
         return _DTYPES[stored]
 
     def fingerprint(self, config: bytes) -> str:
-        """Return a digest of the config and of each tensor's name, shape, dtype and a byte
-        sample."""
+        """Return a digest of the config and each tensor's name, shape, dtype and a byte sample."""
         described = {name: f"{shape} {self.types[name]}" for name, shape in self.shapes.items()}
         return weights_fingerprint(config, described, self.tensor)
 

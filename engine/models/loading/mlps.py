@@ -83,8 +83,7 @@ class MlpLoader:
         return Expert(gate_up, down, products.by_rows(Chain(gate), 2 * inner))
 
     def sparse(self, prefix: str, layer: int) -> SparseMlp:
-        """Return a layer's mixture of experts: all of them, or this engine's in the expert
-        group."""
+        """Return a layer's mixture of experts, with this engine's share if they are spread."""
         moe = self._spec.moe
         assert moe is not None
         router, shared = self._router(moe, prefix), None

@@ -94,14 +94,15 @@ class ProductLoader:
 
     @property
     def splits_experts(self) -> bool:
-        """Whether experts and router are made row-wise separately, instead of the sparse block as a
-        whole: kernels are row-wise, and float32 products support almost any number of rows."""
+        """Whether experts and router are each made row-wise, not the sparse block as a whole.
+
+        Kernels are row-wise, and float32 products support almost any number of rows.
+        """
         in_parts = self.by_kernels or (self.is_plain and self.dtype == torch.float32)
         return self.is_by_rows and in_parts
 
     def linear(self, *names: str, bias: list[str] | None = None) -> Rows:
-        """Return the product with some weights concatenated along the outputs, plus their
-        biases."""
+        """Return the product with some weights concatenated by outputs, plus their biases."""
         added = self.fused(bias) if bias else None
         if self._quantization != "int8":
             packed = self._stored_mxfp4(list(names))

@@ -86,8 +86,7 @@ def _copies_of_each(tokens: Sequence[int], before: Placement) -> list[int]:
 
 
 def _pack(tokens: Sequence[int], copies: Sequence[int], before: Placement) -> Placement:
-    """Return the ranks of all copies; among equally loaded ranks, prefer one that has the
-    expert."""
+    """Return the ranks of all copies; among equal loads, prefer ranks that have the expert."""
     room = [len(held) for held in before]
     placed: list[set[int]] = [set() for _ in before]
     loads = [0.0] * len(before)

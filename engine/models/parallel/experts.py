@@ -274,8 +274,7 @@ class ExpertGroup:
 
     @property
     def sends_everything(self) -> bool:
-        """Whether every rank receives all tokens in one message, without exchanging counts
-        first."""
+        """Whether every rank receives all tokens in one message, without exchanging counts."""
         if max(self.counts) <= self.rule.few_tokens:
             return True
         return 1 - (1 - 1 / self.group.size) ** self._per_token >= self.rule.max_needed

@@ -127,8 +127,7 @@ class PackedLinear(Module):
 
 
 def _kernel(name: str, weight: Tensor, bias: Tensor | None) -> tuple[Hashable, ...]:
-    """Return what determines a product's summation order: see
-    `engine.models.products.row_blocks`."""
+    """Return what determines a product's summation order: see `products.row_blocks`."""
     layout = (weight.dtype, weight.shape, weight.stride(), bias is None)
     return (name, *layout, weight.numel())
 

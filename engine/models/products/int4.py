@@ -88,8 +88,10 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def packed_block(outputs: int) -> int | None:
-    """Return the number of outputs that torch packs together here; None if it does not divide
-    `outputs` or the packing is unknown."""
+    """Return the number of outputs that torch packs together here.
+
+    None if it does not divide `outputs` or the packing is unknown.
+    """
     block = _block()
     return block if block is not None and outputs % block == 0 else None
 

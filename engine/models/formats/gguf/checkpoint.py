@@ -178,8 +178,7 @@ def _divided(expected: Layout, heads: int, latent: LatentSpec) -> Layout:
 
 
 def _sources(spec: ModelSpec, kind: str) -> WeightMap:
-    """Map the decoder's tensors to the file's; as in the family's map except for names and
-    stacks."""
+    """Locate the decoder's tensors: as in the family's map except for names and stacks."""
     (number,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(number, spec.num_layers)
     others = family_of(spec.architecture).weights(spec)

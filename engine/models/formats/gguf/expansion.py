@@ -61,8 +61,7 @@ def _by_parts(blocks: Tensor, values: Tensor) -> Tensor:
 
 
 def _parts_of_nibbles(packed: Tensor) -> Tensor:
-    """Return [blocks, 8, 32] from 128 bytes: each 32 bytes hold one part low and the next one
-    high."""
+    """Return [blocks, 8, 32] from 128 bytes; each 32 hold one part low and the next high."""
     return _nibbles(packed.reshape(-1, _PARTS // 2, 32)).view(-1, _PARTS, 32)
 
 
@@ -73,8 +72,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    """Expand two halves of 128 elements, each with four rows of 32 sharing bytes of low and high
-    bits."""
+    """Expand two halves of 128 elements: four rows of 32 share bytes of low and high bits."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
