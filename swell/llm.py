@@ -69,7 +69,8 @@ class AsyncLLM:
     def __init__(self, app: FastAPI, engine: LocalEngine, tasks: tuple[str, ...]) -> None:
         self.supported_tasks = tasks
         """The model's task, in vLLM's terms: generate, embed or classify."""
-        self._app = app
+        self.app = app
+        """The endpoints."""
         self._engine = engine
         self._room = asyncio.Semaphore(MAX_CONCURRENCY)
 
@@ -96,7 +97,8 @@ class AsyncLLM:
         config = settings.load(ServeConfig, options, {})
         defaults = defaults_for(config, num_cuda_devices())
         config = settings.load(ServeConfig, options, {}, defaults=defaults)
-        _check_alone(config)
+        if reason := why_not_here(config):
+            raise settings.SettingsError(reason)
         directory = await asyncio.to_thread(
             model_directory, config.model, weights=config.model.load_format != "dummy"
         )
@@ -220,7 +222,7 @@ class AsyncLLM:
         async def serve() -> None:
             ended = Exception("the endpoint sent no answer")
             try:
-                await self._app(scope, receive, parts.put)
+                await self.app(scope, receive, parts.put)
             except Exception as error:
                 ended = error
             await parts.put(ended)
@@ -339,19 +341,23 @@ class LLM:
         self._loop.close()
 
 
-def _check_alone(config: ServeConfig) -> None:
-    """Reject settings that need several processes."""
-    parallel = config.parallel
+def why_not_here(config: ServeConfig) -> str | None:
+    """Return why these settings need `swell serve`; None if they work in a program."""
+    parallel, cache = config.parallel, config.cache
     if parallel.data_parallel_size > 1 or parallel.processes > 1:
-        raise settings.SettingsError(
+        return (
             "data_parallel_size, tensor_parallel_size and pipeline_parallel_size have to be 1 in a "
             "program: use swell serve for several engines or processes"
         )
-    if config.lora.enable_lora:
-        raise settings.SettingsError("enable_lora is for swell serve, whose coordinator loads them")
-    cache = config.cache
-    if cache.kv_role or cache.prefill_engines or cache.kv_transfer_config:
-        raise settings.SettingsError(
-            "kv_role, prefill_engines and kv_transfer_config are for several engines: use swell "
-            "serve"
-        )
+    others = {
+        "enable_lora": config.lora.enable_lora,
+        "engine_backend": config.executor.engine_backend != "swell",
+        "kv_role": cache.kv_role,
+        "prefill_engines": cache.prefill_engines,
+        "kv_transfer_config": cache.kv_transfer_config,
+        "kv_events_config": cache.kv_events_config,
+        "kv_memory_tier_bytes": cache.kv_memory_tier_bytes,
+        "kv_disk_tier_dir": cache.kv_disk_tier_dir,
+    }
+    found = next((name for name, value in others.items() if value), None)
+    return found and f"{found} is for swell serve"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from engine.core.halting import FLEET
 from engine.scheduler.outputs import Outputs
 from engine.shared.image_window import IMAGE_WINDOW_BYTES, ImageWindow
 from engine.shared.messages import (
@@ -162,7 +163,8 @@ class FrontEnds:
         return bool(self._outputs or self.results or self._blocks)
 
     def collect(self, outputs: Outputs) -> None:
-        """Add all outputs of a step."""
+        """Add all outputs of a step, except for those without a recipient."""
+        outputs.pop(FLEET, None)
         if not self._outputs:
             self._outputs = outputs
             return

@@ -11,16 +11,19 @@ from msgspec.structs import replace
 from engine.batch.executor import CannotDo, Executor
 from engine.core.extensions import Extensions
 from engine.core.front_ends import FrontEnds
-from engine.core.halting import Halting
+from engine.core.halting import FLEET, Halting
 from engine.core.held_adapters import HeldAdapters
 from engine.core.steps import Steps
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.messages import (
     ASLEEP_TAGS,
     PUSHED,
+    AddRequest,
     EngineSetup,
     EngineStats,
     PauseMode,
+    PoolingParams,
+    SamplingParams,
     SleepMode,
     WeightsSource,
 )
@@ -68,6 +71,25 @@ class Operations:
     def is_paused(self) -> bool:
         """Whether nothing runs until `resume`."""
         return self.halting.is_paused or not (self.scheduler.admits or self.scheduler.runs_any)
+
+    def execute_dummy_batch(self) -> int:
+        """Have a step of one token computed next, in a group by all of its engines, though nobody
+        waits for the token; return how many steps were computed before.
+
+        An engine with requests computes steps anyway, and gets none.
+
+        Raises:
+            CannotDo: it is paused or sleeps.
+        """
+        if self.is_paused or self.halting.is_halted:
+            raise CannotDo("the engine is paused or sleeps: resume it, or wake it up, first")
+        if not self.scheduler.has_work:
+            pooling = PoolingParams() if self.executor.info.pools else None
+            sampling = SamplingParams(max_tokens=1, seed=0)
+            self.scheduler.add(
+                AddRequest(-1, "dummy-batch", FLEET, 0, [0], sampling, pooling=pooling)
+            )
+        return self.steps.count
 
     def pause(self, mode: PauseMode) -> None:
         """Launch no steps, or with `wait` start no requests: the pause begins once running ones

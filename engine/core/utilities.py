@@ -277,6 +277,8 @@ def _collective_rpc(engine: Operations, method: str, args: str, kwargs: str) -> 
 
 
 _READINGS: dict[str, Callable[[Operations], Answer]] = {
+    "execute_dummy_batch": lambda engine: {"step": engine.execute_dummy_batch()},
+    "get_supported_tasks": lambda engine: {"tasks": engine.executor.info.task},
     "is_sleeping": lambda engine: {"is_sleeping": engine.halting.is_sleeping},
     "list_loras": lambda engine: dict(engine.adapters.versions()),
     "reset_encoder_cache": lambda engine: {"images_forgotten": engine.scheduler.encoder.reset()},

@@ -95,12 +95,9 @@ class VllmCore:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         known = frozenset(field.name for field in dataclasses.fields(EngineArgs))
         arguments = engine_arguments(config, known)
-        # After each part of a prompt vLLM sets a seed's generator back, which those of CPUs cannot.
-        if current_platform.is_cpu() and arguments.setdefault("enable_chunked_prefill", False):
-            raise ValueError(
-                "--engine-args: enable_chunked_prefill: on CPUs a request with a seed would end "
-                "vLLM's engine core; leave it out"
-            )
+        if current_platform.is_cpu():
+            # After each part of a prompt vLLM rewinds a seed's generator, which CPUs' cannot do.
+            arguments["enable_chunked_prefill"] = False
         self._config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
         if model.runner_type != "generate":

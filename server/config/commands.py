@@ -136,9 +136,13 @@ def defaults_for(config: ServeConfig | EngineConfig, num_devices: int) -> dict[s
         num_devices: CUDA devices visible to engines on this node.
     """
     on_cpu = config.model.device == "cpu" or config.executor.executor == "simulated"
+    found = {} if on_cpu or not num_devices else dict(_CUDA)
+    longest = config.model.max_model_len
+    if longest is not None and not config.scheduler.enable_chunked_prefill:
+        usual = SchedulerConfig().max_num_batched_tokens
+        found["max_num_batched_tokens"] = max(longest, found.get("max_num_batched_tokens", usual))
     if on_cpu or not num_devices:
-        return {}
-    found = dict(_CUDA)
+        return found
     parallel = config.parallel
     is_one_node = (
         isinstance(config, ServeConfig)

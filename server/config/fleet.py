@@ -29,6 +29,11 @@ class SupervisorConfig(Section, frozen=True, kw_only=True):
         "Seconds without progress of its main loop after which an API server or the coordinator is "
         "replaced; engines have --step-timeout.",
     ] = 30.0
+    usage_report: Annotated[
+        str | None,
+        "File for a report of what this node serves, written at the start and at the end. Nothing "
+        "is sent anywhere; default: none.",
+    ] = None
 
 
 class NodesConfig(Section, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ from server.fleet.node_link import NodeLink
 from server.fleet.node_resources import engine_capacity, visible_devices
 from server.fleet.places import control_address, coordinator_role, front_end_roles
 from server.fleet.scaling import EngineScaler, NodeApiServers
+from server.fleet.usage_report import begin_usage_report, end_usage_report
 
 if TYPE_CHECKING:
     from server.fleet.ray.backend import RayBackend
@@ -390,8 +391,11 @@ def run(config: ServeConfig) -> int:
 
     try:
         # Missing files of a hub model are downloaded here, with a progress display.
-        model_directory(config.model, weights=needs_weights)
-        return asyncio.run(serve())
+        directory = model_directory(config.model, weights=needs_weights)
+        report = begin_usage_report(config, directory)
+        code = asyncio.run(serve())
+        end_usage_report(config, report, code)
+        return code
     # Printed after all processes have exited, so that it is the last output.
     except (OSError, BadNode, CannotServe, ModelNotFound, StartupFailed) as error:
         text = f"[bold red]swell cannot start:[/] {escape(str(error))}"

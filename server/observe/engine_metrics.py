@@ -38,6 +38,11 @@ _ENGINE_GAUGES: tuple[tuple[str, str, _EngineValue], ...] = (
         "Prompt tokens received and not yet computed.",
         lambda stats: stats.queued_prefill_tokens,
     ),
+    (
+        "kv_transfer_offered_bytes",
+        "Memory taken by copies of KV blocks that others are to read.",
+        lambda stats: stats.counters.kv_transfer_offered_bytes,
+    ),
 )
 
 _PROCESS_GAUGES: tuple[tuple[str, str, Callable[[ProcessUse], float]], ...] = (

@@ -17,8 +17,15 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "Maximum sequences that run at once in one engine; default with CUDA devices: 256.",
     ] = 128
     max_num_batched_tokens: Annotated[
-        PositiveInt, "Token budget of one step; default with CUDA devices: 8192."
+        PositiveInt,
+        "Token budget of one step; default with CUDA devices: 8192; with "
+        "--no-enable-chunked-prefill at least a given --max-model-len.",
     ] = 2048
+    enable_chunked_prefill: Annotated[
+        bool,
+        "Compute long prompts in several steps, beside decodes. Without it each prompt is computed "
+        "in one step, and --max-num-batched-tokens has to be at least --max-model-len.",
+    ] = True
     max_num_encoder_tokens: Annotated[
         PositiveInt | None,
         "Image tokens that are encoded in one step, at least those of one image (or tile). Lower "
@@ -127,6 +134,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is not None and longest is not None and shortest > longest:
             raise ValueError(f"prompt_lookup_min is {shortest}: more than prompt_lookup_max")
+        parts = ("long_prefill_token_threshold", "max_num_encoder_tokens")
+        if not self.enable_chunked_prefill and (given := [n for n in parts if getattr(self, n)]):
+            raise ValueError(f"{given[0]} divides prompts: it needs enable_chunked_prefill")
         if 0 < self.max_slowdown < 1:
             raise ValueError(f"max_slowdown is {self.max_slowdown}: it has to be 0 or at least 1")
 
@@ -138,6 +148,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     @property
     def encoder_budget(self) -> int:
         """Maximum image tokens encoded in one step."""
+        if not self.enable_chunked_prefill:
+            return self.max_num_batched_tokens
         return self.max_num_encoder_tokens or self.max_num_batched_tokens // 16
 
     @property

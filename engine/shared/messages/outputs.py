@@ -222,6 +222,8 @@ class EngineCounters(msgspec.Struct, array_like=True):
             "KV blocks offered to other engines that did not fit, or were not read.",
         ),
     ] = 0
+    kv_transfer_offered_bytes: int = 0
+    """Of copies that wait for their readers now, or did within the last second."""
 
     def count_sleep(self, seconds: float) -> None:
         """Count a sleep that took `seconds`."""
