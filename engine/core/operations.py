@@ -73,13 +73,13 @@ class Operations:
         return self.halting.is_paused or not (self.scheduler.admits or self.scheduler.runs_any)
 
     def execute_dummy_batch(self) -> int:
-        """Have a step of one token computed next, in a group by all of its engines, though nobody
-        waits for the token; return how many steps were computed before.
+        """Schedule a one-token step whose output is discarded (in a group: on all engines); return
+        the number of steps launched so far.
 
-        An engine with requests computes steps anyway, and gets none.
+        Does nothing if there are requests, which cause steps anyway.
 
         Raises:
-            CannotDo: it is paused or sleeps.
+            CannotDo: the engine is paused or asleep.
         """
         if self.is_paused or self.halting.is_halted:
             raise CannotDo("the engine is paused or sleeps: resume it, or wake it up, first")

@@ -40,7 +40,7 @@ _ENGINE_GAUGES: tuple[tuple[str, str, _EngineValue], ...] = (
     ),
     (
         "kv_transfer_offered_bytes",
-        "Memory taken by copies of KV blocks that others are to read.",
+        "Bytes of copies of KV blocks waiting to be read.",
         lambda stats: stats.counters.kv_transfer_offered_bytes,
     ),
 )

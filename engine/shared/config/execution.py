@@ -23,8 +23,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = 2048
     enable_chunked_prefill: Annotated[
         bool,
-        "Compute long prompts in several steps, beside decodes. Without it each prompt is computed "
-        "in one step, and --max-num-batched-tokens has to be at least --max-model-len.",
+        "Prefill long prompts in several steps, batched with decodes. Without it each prompt is "
+        "computed in one step, and --max-num-batched-tokens has to be at least --max-model-len.",
     ] = True
     max_num_encoder_tokens: Annotated[
         PositiveInt | None,

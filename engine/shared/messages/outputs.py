@@ -223,7 +223,7 @@ class EngineCounters(msgspec.Struct, array_like=True):
         ),
     ] = 0
     kv_transfer_offered_bytes: int = 0
-    """Of copies that wait for their readers now, or did within the last second."""
+    """Bytes of copies that wait for readers now, or did within the last second."""
 
     def count_sleep(self, seconds: float) -> None:
         """Count a sleep that took `seconds`."""
