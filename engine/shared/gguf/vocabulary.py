@@ -78,7 +78,7 @@ def _strings(metadata: Json, name: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise BadGguf(f"the file has no tokenizer.ggml.{name}: it holds no tokenizer")
     if not found or len(found) > _MAX_TOKENS:
-        raise BadGguf(f"{len(found)} tokenizer.ggml.{name} are out of range")
+        raise BadGguf(f"the number of tokenizer.ggml.{name}, {len(found)}, is out of range")
     return found
 
 
