@@ -416,14 +416,14 @@ def test_newcomers_and_front_ends_of_an_older_version_get_whole_views(cluster: C
     assert only(cluster.stats(0, 10, 3, running=2), PublishView)[0].change is not None
 
 
-def test_a_thousand_joins_are_not_told_one_by_one(cluster: Cluster) -> None:
+def test_many_joins_are_not_told_one_by_one(cluster: Cluster) -> None:
     cluster.front_end(0, 50)
     published = []
-    for rank in range(1000):
+    for rank in range(300):
         cluster.now += 0.001
         cluster.hello(rank, 1000 + rank)
         published += only(cluster.ready(rank, 1000 + rank), PublishView)
-    assert len(published) < 150
+    assert len(published) < 45
     published += only(cluster.send(Tick(), after=0.1), PublishView)
-    assert len(published[-1].view.engines) == 1000
+    assert len(published[-1].view.engines) == 300
     assert published[-1].change is not None
