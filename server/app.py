@@ -19,8 +19,7 @@ from server.api.responses import stored
 from server.api.services import Services
 from server.api.vectors import endpoint as vectors
 from server.errors import ApiError
-from server.http.call import foreseen
-from server.http.errors import no_such_path
+from server.http.errors import foreseen, no_such_path
 from server.http.middleware import LoadHeader, RequestIdMiddleware, add_own
 from server.observe.access_log import AccessLog
 from server.observe.engine_metrics import engine_load

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from server.api.compatibility import refuse_unserved
 from server.api.services import Services, services_of
 from server.errors import invalid, too_complex
-from server.http.call import Call, CancelOnDisconnect, ClientDisconnected, foreseen
-from server.http.errors import invalid_body
+from server.http.call import Call, ClientDisconnected
+from server.http.errors import foreseen, invalid_body
 from server.json_price import TooCostly, checked_parts, costly_field
 from server.limits import MAX_PROMPTS, MAX_TOKENS
 from server.schema.body import RequestBody
@@ -150,6 +150,8 @@ class ApiRoute(APIRoute):
     has them; other dependencies are not solved, which would take a tenth of a millisecond.
     """
 
+    needs_model = False
+
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **{**options, "response_class": Response})
         if self.body_field is None:
@@ -171,7 +173,15 @@ class ApiRoute(APIRoute):
         call = Call(scope, receive, send, services.body_limits)
         try:
             await call.read()
-            await self.answer(call, services)
+            if not self.needs_model or not await _is_forwarded(call, services):
+                body = await read_body(await self.body_type(call, services), call.content)
+                given = {self._body_name: body, **call.path_params}
+                if self._call_name is not None:
+                    given[self._call_name] = call
+                for name in self._services_names:
+                    given[name] = services
+                response: Response = await self.endpoint(**given)
+                await response(call.scope, call.receive, call.send)
         except ClientDisconnected:
             name = call.request_id
             logger.debug("request %s: the client hung up", name, extra={"request_id": name})
@@ -184,39 +194,29 @@ class ApiRoute(APIRoute):
         if call.status is not None:
             services.metrics.count("http_requests", self.path, call.status)
 
-    async def answer(self, call: Call, services: Services) -> None:
-        """Answer a call whose bytes have been read."""
-        given = {self._body_name: await self.read(call, services), **call.path_params}
-        if self._call_name is not None:
-            given[self._call_name] = call
-        for name in self._services_names:
-            given[name] = services
-        response: Response = await self.endpoint(**given)
-        await response(call.scope, call.receive, call.send)
-
-    async def read(self, call: Call, services: Services) -> RequestBody:
-        """Return the validated body of a call.
-
-        Raises:
-            ApiError: it is wrong.
-        """
-        body: RequestBody = await read_body(self._body_type, call.content)
-        return body
+    async def body_type(self, call: Call, services: Services) -> type[RequestBody]:
+        """Return what the body of a call is."""
+        found: type[RequestBody] = self._body_type
+        return found
 
 
 class ModelRoute(ApiRoute):
     """An operation that needs the model: another server answers what is for its models."""
 
-    async def answer(self, call: Call, services: Services) -> None:
-        if not services.client.reaches_engines:
-            with CancelOnDisconnect(call.receive):
-                await services.client.wait_for_engines()
-        forwarder = services.forwarder
-        model = None if forwarder is None else forwarder.remote_model(call, services.own_models)
-        if forwarder is None or model is None:
-            await super().answer(call, services)
-        else:
-            await forwarder.forward(call, model)
+    needs_model = True
+
+
+async def _is_forwarded(call: Call, services: Services) -> bool:
+    """Wait until engines are known; return whether another server has answered the call."""
+    if not services.client.reaches_engines:
+        with call:
+            await services.client.wait_for_engines()
+    forwarder = services.forwarder
+    model = None if forwarder is None else forwarder.remote_model(call, services.own_models)
+    if forwarder is None or model is None:
+        return False
+    await forwarder.forward(call, model)
+    return True
 
 
 def json_response(payload: msgspec.Struct) -> Response:

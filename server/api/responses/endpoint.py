@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import msgspec
 from fastapi import APIRouter, Response
+from starlette.types import Message
 
-from server.access.tenants import SCOPE_KEY
 from server.api.generation import Generation
 from server.api.growing import GrowingBody, event_frames
 from server.api.openapi import (
@@ -31,7 +31,8 @@ from server.api.services import Services, ServicesDep
 from server.api.tokenize import count_tokens_of
 from server.errors import invalid_field, unavailable
 from server.generate.request import GenerationRequest
-from server.http.call import Call, CancelOnDisconnect, Pushed, foreseen
+from server.http.call import Call, Pushed
+from server.http.errors import foreseen
 from server.store.records import StoreFull, TooLong
 from server.store.service import ResponseStore, StoreUnavailable
 from server.text.detokenizer import TokenTable
@@ -167,7 +168,12 @@ async def _answer_at_once(
         raise unavailable("The response could not be stored; try again later.") from error
     parsed = partial(parse, earlier=earlier)
     journal = Journal(store, owner, response.id) if request.stream else None
-    detached = _detached(call, journal)
+
+    async def store_events(message: Message) -> None:
+        if journal is not None and message["type"] == "http.response.body":
+            await journal.add(message["body"])
+
+    detached = call.detached(store_events)
     making = Generation(detached, services, request, parsed, keeping.renderer, keeping.keep)
     made = _make(detached, making.generate(), keeping, response, journal)
     store.jobs.begin(response.id, owner, made)
@@ -179,7 +185,7 @@ async def _answer_at_once(
 
 async def _send(call: Call, frames: AsyncIterator[bytes]) -> None:
     """Send a client events until there are no more, or the client disconnects."""
-    with CancelOnDisconnect(call.receive):
+    with call:
         async for each in frames:
             await call.send_events(each, more=True)
         await call.send_events(b"", more=False)
@@ -215,26 +221,3 @@ async def _make(
 
 def _failed(begun: items.Response, code: str, message: str) -> items.Response:
     return msgspec.structs.replace(begun, status="failed", error=items.ResponseError(code, message))
-
-
-def _detached(call: Call, journal: Journal | None) -> Call:
-    """Return a copy of a call whose client never hangs up and whose answer is stored.
-
-    It keeps only the headers for tracing and for the choice of an engine.
-    """
-    never = asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        await never.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        if journal is not None and message["type"] == "http.response.body":
-            await journal.add(message["body"])
-
-    headers = call.lasting_headers
-    scope = {"type": "http", "path": call.path, "headers": headers, SCOPE_KEY: call.key}
-    detached = Call(scope, receive, send, call.limits)
-    detached.has_client = False
-    call.hand_over(detached)
-    return detached
