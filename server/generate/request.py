@@ -176,18 +176,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
         return self.num_prompts * self.n
 
     @property
-    def priority(self) -> int:
-        return self.fields.priority or 0
-
-    @property
     def names_ids(self) -> bool:
         """Whether scores name tokens by their ids, not their texts."""
         return bool(self.fields.return_tokens_as_token_ids)
-
-    @property
-    def prompt_field(self) -> str:
-        """The field that the prompts came in."""
-        return "messages" if self.conversations else "prompt"
 
     @property
     def conversation(self) -> Conversation | None:
@@ -223,7 +214,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
             wave=0,
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
-            priority=self.priority,
+            priority=self.fields.priority or 0,
             tenant=self.tenant,
             cache_root=self.cache_root,
             group=group,

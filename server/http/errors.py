@@ -16,11 +16,11 @@ from starlette.exceptions import HTTPException
 from engine.shared.fair_threads import QueueFull
 from server.access.admission import Overloaded
 from server.errors import (
-    RETRY_AFTER_SECONDS,
     ApiError,
     internal,
     invalid,
     kills_engines,
+    rate_limited,
     unavailable,
 )
 from server.generate.fold import NoRoomInEngine, RequestRefused
@@ -47,18 +47,10 @@ def foreseen(error: Exception, request_id: str) -> ApiError:
         case KillsEngines():
             known = kills_engines(str(error))
         case Overloaded():
-            known = ApiError(
-                429,
-                str(error),
-                kind="tokens" if "tokens" in error.what else "requests",
-                code="rate_limit_exceeded",
-                headers=(("retry-after", str(error.retry_after)),),
-            )
+            kind = "tokens" if "tokens" in error.what else "requests"
+            known = rate_limited(str(error), kind=kind, retry_after=error.retry_after)
         case QueueFull():
-            known = ApiError(
-                429, str(error), kind="requests", code="rate_limit_exceeded",
-                headers=(("retry-after", str(RETRY_AFTER_SECONDS)),),
-            )  # fmt: skip
+            known = rate_limited(str(error), kind="requests")
         case ReaderTooSlow():
             known = ApiError(408, str(error), code="client_too_slow")
         case RequestValidationError():

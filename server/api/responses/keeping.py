@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from server.api.responses import schema
 from server.api.responses.items import Response
 from server.api.responses.render import ResponseRenderer, renderer
-from server.errors import ApiError, invalid, invalid_field, unavailable
+from server.errors import ApiError, invalid, invalid_field, rate_limited, unavailable
 from server.generate.request import GenerationRequest
 from server.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.schema.answer import Usage
@@ -27,11 +27,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _TOO_LARGE = invalid("It is too large to be stored.", code="too_large")
-TOO_MANY_IN_BACKGROUND = ApiError(
-    429,
-    "Too many background responses are being generated or followed; try again later.",
-    code="rate_limit_exceeded",
-    headers=(("retry-after", "1"),),
+TOO_MANY_IN_BACKGROUND = rate_limited(
+    "Too many background responses are being generated or followed; try again later."
 )
 
 ITEMS = TypeAdapter(list[schema.InputItem])
