@@ -22,19 +22,25 @@ from server.api.openapi import (
 from server.api.responses import items
 from server.api.responses.events import ResponseEvent, ResponseFailed
 from server.api.responses.journal import Journal, told
-from server.api.responses.keeping import TOO_MANY_IN_BACKGROUND, Keeping, item_of, now, own_items
+from server.api.responses.keeping import (
+    NOT_KEPT,
+    TOO_MANY_IN_BACKGROUND,
+    Keeping,
+    item_of,
+    now,
+    own_items,
+)
 from server.api.responses.parse import parse, parse_count
-from server.api.responses.render import begun_response, growing_response, renderer
-from server.api.responses.schema import ItemReference, MessageItem, ResponsesRequest
+from server.api.responses.render import begun_response, growing_response
+from server.api.responses.schema import MessageItem, ResponsesRequest
 from server.api.route import ModelRoute, json_response
 from server.api.services import Services, ServicesDep
 from server.api.tokenize import count_tokens_of
-from server.errors import invalid_field, unavailable
+from server.errors import unavailable
 from server.generate.request import GenerationRequest
 from server.http.call import Call, Pushed
 from server.http.errors import foreseen
-from server.store.records import StoreFull, TooLong
-from server.store.service import ResponseStore, StoreUnavailable
+from server.store.service import Jobs
 from server.text.detokenizer import TokenTable
 
 RESPONSE_RESPONSES = event_responses(items.Response, get_args(ResponseEvent), *MODEL_ERRORS)
@@ -47,10 +53,6 @@ _ASKED = (
 _LEFT_OUT = ("tools", "tool_choice", "text", "structured_outputs", "stream", "store", "background")
 """Fields that are about an answer, not about the conversation."""
 
-_UNKEPT = "nothing is stored between requests: the server runs with --response-store none"
-
-_NOT_KEPT = (StoreFull, StoreUnavailable, TooLong)
-
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=ModelRoute)
 
@@ -58,10 +60,7 @@ router = APIRouter(route_class=ModelRoute)
 @router.post("/v1/responses", responses=RESPONSE_RESPONSES, openapi_extra=REQUEST_HEADERS)
 async def create_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
     """Answer a list of items with more items."""
-    if services.store is None:
-        _refuse_kept(body)
-        return Generation(call, services, body, parse, renderer)
-    keeping = _keeping(call, services, services.store, body)
+    keeping = Keeping(call, services, body)
     whole, earlier = await keeping.whole_request()
     if body.background:
         return await _answer_at_once(call, services, keeping, whole, earlier)
@@ -72,7 +71,7 @@ async def create_response(body: ResponsesRequest, call: Call, services: Services
 @router.post("/v1/responses/compact", responses=json_responses(items.Compaction, *MODEL_ERRORS))
 async def compact_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
     """Replace a list of items with a shorter one, which later requests can continue."""
-    whole, earlier = await _whole_request(body, call, services)
+    whole, earlier = await Keeping(call, services, body).whole_request()
     asked = [*own_items(whole), MessageItem(role="user", content=_ASKED)]
     changed: dict[str, Any] = {**dict.fromkeys(_LEFT_OUT), "input": asked, "truncation": "auto"}
     asking = whole.model_copy(update=changed)
@@ -110,36 +109,10 @@ def _compaction(
 async def count_input_tokens(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
     """Count the tokens that a response's input would have."""
     services.asked_model(body.model)
-    whole, earlier = await _whole_request(body, call, services)
+    whole, earlier = await Keeping(call, services, body).whole_request()
     source, blame = parse_count(whole, earlier)
     count = await count_tokens_of(source, services, "input", blame)
     return json_response(items.InputTokens(count))
-
-
-async def _whole_request(
-    body: ResponsesRequest, call: Call, services: Services
-) -> tuple[ResponsesRequest, int]:
-    """Return a request with all items that it continues, and how many these are."""
-    if services.store is None:
-        _refuse_kept(body)
-        return body, 0
-    return await _keeping(call, services, services.store, body).whole_request()
-
-
-def _keeping(
-    call: Call, services: Services, store: ResponseStore, body: ResponsesRequest
-) -> Keeping:
-    not_kept = partial(services.metrics.count, "responses_not_kept")
-    return Keeping(store, str(call.tenant.id), body, not_kept)
-
-
-def _refuse_kept(request: ResponsesRequest) -> None:
-    for name in ("previous_response_id", "conversation", "store", "background"):
-        if getattr(request, name):
-            raise invalid_field(name, _UNKEPT)
-    for index, item in enumerate(own_items(request)):
-        if isinstance(item, ItemReference):
-            raise invalid_field(f"input[{index}]", _UNKEPT)
 
 
 # -- requests with `background`: answered at once, while responses are generated and stored -------
@@ -156,15 +129,15 @@ async def _answer_at_once(
     """
     model, _ = services.asked_model(request.model)
     services.tenancy.check(request.priority, pins_rank=call.pinned_rank is not None)
-    store, owner = keeping.store, keeping.owner
+    store, owner = services.store, str(call.tenant.id)
+    assert store is not None, "background is refused without it"
     if store.jobs.is_full_for(owner):
         raise TOO_MANY_IN_BACKGROUND
     response = begun_response(request, keeping.name, now(), model)
     response.store = True
     try:
         await keeping.put(response, begins=True)
-    except _NOT_KEPT as error:
-        keeping.not_kept()
+    except NOT_KEPT as error:
         raise unavailable("The response could not be stored; try again later.") from error
     parsed = partial(parse, earlier=earlier)
     journal = Journal(store, owner, response.id) if request.stream else None
@@ -175,7 +148,7 @@ async def _answer_at_once(
 
     detached = call.detached(store_events)
     making = Generation(detached, services, request, parsed, keeping.renderer, keeping.keep)
-    made = _make(detached, making.generate(), keeping, response, journal)
+    made = _make(detached, making, keeping, response, journal, store.jobs)
     store.jobs.begin(response.id, owner, made)
     if request.stream:
         frames = told(store, owner, response.id, services.config.http.sse_keep_alive)
@@ -192,17 +165,22 @@ async def _send(call: Call, frames: AsyncIterator[bytes]) -> None:
 
 
 async def _make(
-    call: Call, making: Any, keeping: Keeping, begun: items.Response, journal: Journal | None
+    call: Call,
+    making: Generation[ResponsesRequest],
+    keeping: Keeping,
+    begun: items.Response,
+    journal: Journal | None,
+    jobs: Jobs,
 ) -> None:
     """Wait for a response; record how it ended if it was not completed."""
     ended = _failed(begun, "server_error", "The generation was aborted.")
     try:
-        await making
+        await making.generate()
         if keeping.ended:
             return
     except asyncio.CancelledError:
         ended = msgspec.structs.replace(begun, status="cancelled")
-        if keeping.store.jobs.closing:
+        if jobs.closing:
             ended = _failed(begun, "server_error", "The server ended before the response did.")
     except Exception as error:
         known = foreseen(error, call.request_id)
@@ -214,8 +192,7 @@ async def _make(
         await journal.add(event_frames([event]))
     try:
         await keeping.put(ended)
-    except _NOT_KEPT:
-        keeping.not_kept()
+    except NOT_KEPT:
         logger.warning("response %s could not be stored as %s", ended.id, ended.status)
 
 

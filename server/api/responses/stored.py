@@ -18,9 +18,10 @@ from server.api.responses.journal import as_failed, told
 from server.api.responses.keeping import (
     ID_PREFIXES,
     TOO_MANY_IN_BACKGROUND,
+    item_of,
     kept,
-    kept_item,
     now,
+    part_of,
 )
 from server.api.route import ApiRoute, json_response
 from server.api.services import Services, ServicesDep
@@ -254,7 +255,7 @@ def _kept_items(items: Sequence[schema.InputItem]) -> list[Part]:
         if isinstance(item, schema.ItemReference):
             field = f"items[{index}]"
             raise invalid_field(field, "an item of a conversation cannot be a reference")
-    return [kept_item(item) for item in items]
+    return [part_of(item_of(item)) for item in items]
 
 
 def _shown(record: Record) -> Conversation:
