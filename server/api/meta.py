@@ -98,27 +98,16 @@ _READINESS = json_responses(HealthResponse, 503)
 @router.get("/v1/models", responses=json_responses(ModelList, 401))
 async def list_models(services: ServicesDep) -> Response:
     """List the names by which the model may be called, and the models of other servers."""
-    names, served = services.names, services.client.adapters.served
-    adapters = [_model(services, name, path) for name, path in served.items() if name not in names]
-    here = [_model(services, name) for name in names] + adapters
-    known = {each.id for each in here}
-    elsewhere = [each for each in _elsewhere(services) if each.id not in known]
-    return json_response(ModelList(here + elsewhere))
+    return json_response(ModelList(list(_models(services).values())))
 
 
 @router.get("/v1/models/{model_id:path}", responses=json_responses(Model, 401, 404))
 async def retrieve_model(model_id: str, services: ServicesDep) -> Response:
     """Show one served name."""
-    if model_id in services.names:
-        return json_response(_model(services, model_id))
-    path = services.client.adapters.served.get(model_id)
-    if path is not None:
-        return json_response(_model(services, model_id, path))
-    for model in _elsewhere(services):
-        if model.id == model_id:
-            return json_response(model)
-    elsewhere = {model.id for model in _elsewhere(services)}
-    raise model_not_found(model_id, services.own_models | elsewhere)
+    models = _models(services)
+    if model_id not in models:
+        raise model_not_found(model_id, models)
+    return json_response(models[model_id])
 
 
 @router.get("/health", responses=json_responses(HealthResponse))
@@ -193,11 +182,14 @@ async def engine_metrics(rank: int, services: ServicesDep) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-def _elsewhere(services: Services) -> list[Model]:
-    """Return what is shown of the models of other servers."""
-    forwarder = services.forwarder
-    names = forwarder.models if forwarder is not None else ()
-    return [Model(name, services.created, "swell", name, None) for name in names]
+def _models(services: Services) -> dict[str, Model]:
+    """Return what is shown of the model, of adapters and of other servers' models, by name."""
+    found = {name: _model(services, name) for name in services.names}
+    for name, path in services.client.adapters.served.items():
+        found.setdefault(name, _model(services, name, path))
+    for name in services.forwarder.models if services.forwarder is not None else ():
+        found.setdefault(name, Model(name, services.created, "swell", name, None))
+    return found
 
 
 def _model(services: Services, name: str, path: str | None = None) -> Model:

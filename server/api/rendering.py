@@ -192,8 +192,9 @@ MIN_LOGPROB = -9999.0
 """JSON has no infinity; this is what clients of such servers know as "impossible"."""
 
 
-def token_names(table: TokenTable, *, ids: bool) -> Callable[[int], str]:
-    """Return what names tokens: as their ids if a client wants to tell all of them apart."""
+def token_names(request: GenerationRequest, table: TokenTable) -> Callable[[int], str]:
+    """Return what names tokens: as their ids if the client wants to tell all of them apart."""
+    ids = request.fields.return_tokens_as_token_ids
     return "token_id:{}".format if ids else table.name_of
 
 
@@ -225,24 +226,27 @@ def _entry(token_id: int, logprob: float, rank: int, table: TokenTable) -> Promp
 
 
 def chat_logprobs(
-    tokens: Sequence[ScoredToken] | None, request: GenerationRequest, table: TokenTable
+    tokens: Sequence[ScoredToken] | None,
+    request: GenerationRequest,
+    table: TokenTable,
+    *,
+    whole: bool = False,
 ) -> ChatLogprobs | None:
-    """Return the log probabilities of tokens as chat completions show them."""
-    return None if tokens is None else ChatLogprobs(list(_shown(tokens, request, table)))
+    """Return the log probabilities of tokens as chat completions show them.
 
-
-def whole_logprobs(
-    tokens: Sequence[ScoredToken] | None, request: GenerationRequest, table: TokenTable
-) -> ChatLogprobs | None:
-    """Return the same as JSON already."""
-    return None if tokens is None else ChatLogprobs(encoded_list(_shown(tokens, request, table)))
+    Those of a `whole` answer are JSON already.
+    """
+    if tokens is None:
+        return None
+    shown = _shown(tokens, request, table)
+    return ChatLogprobs(encoded_list(shown) if whole else list(shown))
 
 
 def _shown(
     tokens: Sequence[ScoredToken], request: GenerationRequest, table: TokenTable
 ) -> Iterator[ChatLogprob]:
     alternatives = request.sampling.logprobs or 0
-    name_of = token_names(table, ids=request.names_ids)
+    name_of = token_names(request, table)
     for token in tokens:
         scores = token.logprob
         assert scores is not None, "only a prompt's first token has no log probability"

@@ -176,11 +176,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
         return self.num_prompts * self.n
 
     @property
-    def names_ids(self) -> bool:
-        """Whether scores name tokens by their ids, not their texts."""
-        return bool(self.fields.return_tokens_as_token_ids)
-
-    @property
     def conversation(self) -> Conversation | None:
         """What says how answers are read, if the prompts are conversations: the first of them."""
         return self.conversations[0] if self.conversations else None

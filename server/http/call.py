@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
@@ -16,7 +15,6 @@ from server.access.admission import Reservation
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.errors import ApiError, invalid, timed_out, unavailable
 from server.http.body_budget import BodyBudget, NoRoomForBody
-from server.http.middleware import REQUEST_ID
 
 _RANK = re.compile(rb"[0-9]{1,6}")
 _JSON = (b"content-type", b"application/json")
@@ -97,13 +95,12 @@ class Call(Request):
         for name, value in scope["headers"]:
             if name == b"content-type":
                 self._content_type = value
-            elif name == b"x-request-id" and REQUEST_ID.fullmatch(value):
+            elif name == b"x-request-id":  # every request has one (`RequestIdMiddleware`)
                 self.request_id = value.decode()
             elif name == b"x-data-parallel-rank":
                 self._pinned_rank = value
             elif name == b"content-length":
                 self._declared = int(value)
-        self.request_id = self.request_id or secrets.token_hex(16)
 
     @property
     def trace_context(self) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Records of the store: responses, and the conversations that they belong to, each of a tenant."""
 
+import time
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -102,3 +103,8 @@ CREATE TABLE IF NOT EXISTS parts (
 );
 """
 """Texts of any length are in `parts`, as every change of a row writes all of it."""
+
+
+def since_boot() -> float:
+    """Return seconds that no change of the clock affects, the same in all processes."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

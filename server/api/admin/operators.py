@@ -88,17 +88,15 @@ async def sleep(
     rank: Rank = None,
 ) -> Response:
     """Give memory back: at level 1 the KV cache, at 2 the weights too, at 0 nothing."""
-    if mode == "wait":
-        await _pause(services, "wait", rank)
+    waits = mode == "wait"
+    if waits:
+        await _pause(services, mode, rank)
         mode = "keep"
-        waited = True
-    else:
-        waited = False
     if rank is None:
         await _order(services, FleetWish(_ticket(), "sleep", mode, level))
     else:
         await _call(services, rank, "sleep", level=level, mode=mode)
-    if waited:
+    if waits:
         await resume(services, rank)
     return json_response(schema.Done(f"The engines sleep at level {level}."))
 

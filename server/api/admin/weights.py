@@ -92,16 +92,14 @@ class Update:
 
     async def _replace_in(self, rank: int, *, alone: bool) -> None:
         """Replace the weights of one engine, whose requests go to the others meanwhile."""
-        [info] = results_of(await self._client.call_utility(rank, "info", {}), self._field)
+        info = await self._ask(rank, "info")
         halts = not alone and not info["is_paused"] and not info["is_sleeping"]
         if halts:
-            results_of(
-                await self._client.call_utility(rank, "pause", {"mode": "move"}), self._field
-            )
+            await self._ask(rank, "pause", mode="move")
         try:
             until = time.monotonic() + HAND_OVER_SECONDS
             while halts and time.monotonic() < until:
-                [info] = results_of(await self._client.call_utility(rank, "info", {}), self._field)
+                info = await self._ask(rank, "info")
                 if not info["running"] and not info["waiting"]:
                     break
                 await asyncio.sleep(_LOOK_INTERVAL)
@@ -109,6 +107,13 @@ class Update:
         finally:
             if halts:
                 await asyncio.shield(self._client.call_utility(rank, "resume", {}))
+
+    async def _ask(
+        self, rank: int, name: str, **arguments: UtilityValue
+    ) -> dict[str, UtilityValue]:
+        answers = await self._client.call_utility(rank, name, arguments)
+        [result] = results_of(answers, self._field)
+        return result
 
     async def _load(self, rank: int, source: WeightsSource) -> list[UtilityResult]:
         arguments: dict[str, UtilityValue] = {

@@ -33,7 +33,6 @@ from server.api.rendering import (
     prompt_scores,
     timing_shown,
     transfer_shown,
-    whole_logprobs,
 )
 from server.generate.fold import Delta, FinishReason
 from server.generate.request import GenerationRequest
@@ -88,7 +87,7 @@ class ChatBody(WholeBody):
         choice = ChatChoice(
             index,
             message,
-            whole_logprobs(answer.logprobs, self._request, self._table),
+            chat_logprobs(answer.logprobs, self._request, self._table, whole=True),
             _finish_reason(answer.finish_reason, reader, plan),
             answer.stop_reason,
         )

@@ -104,7 +104,7 @@ def _choice(
 ) -> CompletionChoice:
     logprobs = None
     if part.logprobs is not None:
-        logprobs = _logprobs(part.logprobs, token_names(table, ids=request.names_ids))
+        logprobs = _logprobs(part.logprobs, token_names(request, table))
     choice = CompletionChoice(index, part.text, logprobs, part.finish_reason, part.stop_reason)
     if request.fields.return_token_ids:
         choice.prompt_token_ids = request.prompts[index // request.n].token_ids

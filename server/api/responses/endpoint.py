@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, get_args
@@ -91,7 +92,7 @@ def _compaction(
         packed = {
             "type": "compaction",
             "id": response.id.replace("resp_", "cmp_"),
-            "encrypted_content": items.packed_summary(summary),
+            "encrypted_content": b64encode(items.SUMMARY_MARK + summary.encode()).decode(),
         }
         return items.Compaction(
             id=response.id,
