@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from fastapi import APIRouter, Response
 
 from server.api.chat.endpoint import CHAT_RESPONSES, create_chat_completion
@@ -48,7 +49,7 @@ class InvocationRoute(ModelRoute):
         raise invalid("one of messages, prompt and input is needed", "messages")
 
 
-_OPERATIONS: dict[type[RequestBody], Callable[..., Awaitable[Response]]] = {
+_OPERATIONS: dict[type[RequestBody], Callable[..., Awaitable[Response | msgspec.Struct]]] = {
     ChatCompletionRequest: create_chat_completion,
     CompletionRequest: create_completion,
     ResponsesRequest: create_response,
@@ -66,7 +67,7 @@ router = APIRouter(route_class=InvocationRoute)
     responses=any_of(CHAT_RESPONSES, COMPLETION_RESPONSES, RESPONSE_RESPONSES),
     openapi_extra=REQUEST_HEADERS,
 )
-async def invoke(body: AnyRequest, call: Call, services: ServicesDep) -> Response:
+async def invoke(body: AnyRequest, call: Call, services: ServicesDep) -> Response | msgspec.Struct:
     """Answer as the endpoint does whose request it is: messages, a prompt, or input.
 
     Of a model that makes vectors: input, a query with documents, or pairs.

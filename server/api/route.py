@@ -1,6 +1,8 @@
 """Path operations whose bodies are read under the server's limits."""
 
 import asyncio
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Set
 from contextlib import suppress
@@ -13,8 +15,9 @@ from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
 from server.api.compatibility import refuse_unserved
+from server.api.openapi import described, json_responses
 from server.api.services import Services, services_of
-from server.errors import invalid, too_complex
+from server.errors import ErrorResponse, invalid, too_complex
 from server.http.call import Call, ClientDisconnected
 from server.http.errors import foreseen, invalid_body
 from server.json_price import TooCostly, checked_parts, costly_field
@@ -142,7 +145,10 @@ logger = logging.getLogger(__name__)
 
 
 class ApiRoute(APIRoute):
-    """A path operation that returns a `Response`; a JSON body is read under the server's limits.
+    """A path operation that returns a Struct or a `Response`; a body is read under limits.
+
+    What it answers is documented by its return annotation, or in `responses`; errors are those of
+    its class, and others that `responses` names (`server.api.openapi.errors`).
 
     FastAPI matches and documents all of them and serves those without a body. The bytes of a body
     are counted and priced here before anything is made of them. Such an operation is passed its
@@ -151,9 +157,23 @@ class ApiRoute(APIRoute):
     """
 
     needs_model = False
+    errors: tuple[int, ...] = ()
+    error_body: type[msgspec.Struct] = ErrorResponse
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **{**options, "response_class": Response})
+        @functools.wraps(endpoint)
+        async def answer(**given: Any) -> Response:
+            return _response(await endpoint(**given))
+
+        own = {"response_class": Response, "response_model": None}
+        super().__init__(path, answer, **{**options, **own})
+        answered = inspect.signature(endpoint).return_annotation
+        if isinstance(answered, type) and issubclass(answered, msgspec.Struct):
+            self.responses |= json_responses(answered)
+        with_body = () if self.body_field is None else (413, 415, 500)
+        statuses = {*self.errors, *with_body, *(int(each) for each in self.responses)} - {200}
+        self.responses |= described(sorted(statuses), self.error_body)
+        self._operation = endpoint
         if self.body_field is None:
             return
         dependant = self.dependant
@@ -180,7 +200,7 @@ class ApiRoute(APIRoute):
                     given[self._call_name] = call
                 for name in self._services_names:
                     given[name] = services
-                response: Response = await self.endpoint(**given)
+                response = _response(await self._operation(**given))
                 await response(call.scope, call.receive, call.send)
         except ClientDisconnected:
             name = call.request_id
@@ -204,6 +224,13 @@ class ModelRoute(ApiRoute):
     """An operation that needs the model: another server answers what is for its models."""
 
     needs_model = True
+    errors = (400, 401, 404, 500, 503)
+
+
+class OperatorRoute(ApiRoute):
+    """An operation behind the admin key."""
+
+    errors = (400, 403, 500, 503)
 
 
 async def _is_forwarded(call: Call, services: Services) -> bool:
@@ -219,6 +246,7 @@ async def _is_forwarded(call: Call, services: Services) -> bool:
     return True
 
 
-def json_response(payload: msgspec.Struct) -> Response:
-    """Return a success with a Struct."""
-    return Response(msgspec.json.encode(payload), media_type="application/json")
+def _response(answer: msgspec.Struct | Response) -> Response:
+    if isinstance(answer, Response):
+        return answer
+    return Response(msgspec.json.encode(answer), media_type="application/json")

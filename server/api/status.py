@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from engine.shared.messages import AbsenceReason, EngineEntry
 from engine.shared.pooling import Task, TokenTask
 from engine.shared.version import SWELL_VERSION
-from server.api.openapi import json_responses
+from server.api.openapi import errors, json_responses
 from server.api.route import ApiRoute
 from server.api.services import ServicesDep
 
@@ -158,7 +158,7 @@ def _engine(entry: EngineEntry, stats_age: float | None) -> EngineOverview:
     )
 
 
-@router.get("/status.json", responses=json_responses(StatusResponse, 401, 404))
+@router.get("/status.json", responses=json_responses(StatusResponse) | errors(401, 404))
 async def status(services: ServicesDep) -> Response:
     """Show engines, wave and front ends as the front end that answers sees them."""
     view, ages = services.client.view, services.client.stats_age

@@ -13,13 +13,7 @@ from starlette.types import Message
 
 from server.api.generation import Generation
 from server.api.growing import GrowingBody, event_frames
-from server.api.openapi import (
-    ENGINE_ERRORS,
-    MODEL_ERRORS,
-    REQUEST_HEADERS,
-    event_responses,
-    json_responses,
-)
+from server.api.openapi import QUEUED, REQUEST_HEADERS, event_responses, json_responses
 from server.api.responses import items
 from server.api.responses.events import ResponseEvent, ResponseFailed
 from server.api.responses.journal import Journal, told
@@ -34,7 +28,7 @@ from server.api.responses.keeping import (
 from server.api.responses.parse import parse, parse_count
 from server.api.responses.render import begun_response, growing_response
 from server.api.responses.schema import MessageItem, ResponsesRequest
-from server.api.route import ModelRoute, json_response
+from server.api.route import ModelRoute
 from server.api.services import Services, ServicesDep
 from server.api.tokenize import count_tokens_of
 from server.errors import unavailable
@@ -44,7 +38,7 @@ from server.http.errors import foreseen
 from server.store.service import Jobs
 from server.text.detokenizer import TokenTable
 
-RESPONSE_RESPONSES = event_responses(items.Response, get_args(ResponseEvent), *MODEL_ERRORS)
+RESPONSE_RESPONSES = event_responses(items.Response, get_args(ResponseEvent))
 
 _ASKED = (
     "Summarize the conversation so far for an assistant that goes on with it and sees nothing "
@@ -59,7 +53,9 @@ router = APIRouter(route_class=ModelRoute)
 
 
 @router.post("/v1/responses", responses=RESPONSE_RESPONSES, openapi_extra=REQUEST_HEADERS)
-async def create_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
+async def create_response(
+    body: ResponsesRequest, call: Call, services: ServicesDep
+) -> Response | items.Response:
     """Answer a list of items with more items."""
     keeping = Keeping(call, services, body)
     whole, earlier = await keeping.whole_request()
@@ -69,7 +65,7 @@ async def create_response(body: ResponsesRequest, call: Call, services: Services
     return Generation(call, services, whole, parsed, keeping.renderer, keeping.keep)
 
 
-@router.post("/v1/responses/compact", responses=json_responses(items.Compaction, *MODEL_ERRORS))
+@router.post("/v1/responses/compact", responses=json_responses(items.Compaction) | QUEUED)
 async def compact_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
     """Replace a list of items with a shorter one, which later requests can continue."""
     whole, earlier = await Keeping(call, services, body).whole_request()
@@ -104,16 +100,15 @@ def _compaction(
     return GrowingBody(growing_response(body, request, table, None), show)
 
 
-@router.post(
-    "/v1/responses/input_tokens", responses=json_responses(items.InputTokens, *ENGINE_ERRORS)
-)
-async def count_input_tokens(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(
+    body: ResponsesRequest, call: Call, services: ServicesDep
+) -> items.InputTokens:
     """Count the tokens that a response's input would have."""
     services.asked_model(body.model)
     whole, earlier = await Keeping(call, services, body).whole_request()
     source, blame = parse_count(whole, earlier)
-    count = await count_tokens_of(source, services, "input", blame)
-    return json_response(items.InputTokens(count))
+    return items.InputTokens(await count_tokens_of(source, services, "input", blame))
 
 
 # -- requests with `background`: answered at once, while responses are generated and stored -------
@@ -121,7 +116,7 @@ async def count_input_tokens(body: ResponsesRequest, call: Call, services: Servi
 
 async def _answer_at_once(
     call: Call, services: Services, keeping: Keeping, request: ResponsesRequest, earlier: int
-) -> Response:
+) -> Response | items.Response:
     """Begin a response and answer with what it is before there is any output, or its events.
 
     Raises:
@@ -154,7 +149,7 @@ async def _answer_at_once(
     if request.stream:
         frames = told(store, owner, response.id, services.config.http.sse_keep_alive)
         return Pushed(partial(_send, call, frames))
-    return json_response(msgspec.structs.replace(response, status="queued"))
+    return msgspec.structs.replace(response, status="queued")
 
 
 async def _send(call: Call, frames: AsyncIterator[bytes]) -> None:
