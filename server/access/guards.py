@@ -7,7 +7,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -295,10 +295,9 @@ class Guard:
         self._hosts = hosts
         self._metrics = metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         self._doors.look(time.monotonic())
         refusal = None if self._hosts is None else unknown_host(self._hosts, scope)
         is_known, path = refusal is None, scope["path"]
@@ -307,15 +306,14 @@ class Guard:
             if keys := self._doors.api:  # for the application, and the threads that serve it
                 tenant = scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
                 tenant_id.set(tenant.id)
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         label = "/*"  # clients do not make names of series
         if is_known and path.startswith((API_PREFIX, ADMIN_PREFIX)):
             label = f"/{path.split('/')[1]}/*"
         elif is_known and (path in _DOCS or path in (_STATUS, _METRICS)):
             label = path
         self._metrics.count("http_requests", label, refusal.status)
-        await refusal.send(path, send)
+        return refusal.send(path, send)
 
 
 def _without_key(message: str) -> ApiError:

@@ -194,17 +194,19 @@ class Generation(Response, Generic[B]):
                 await call.send_json(200, renderer.finish(usage))
 
 
-async def in_time(call: Call, services: Services, running: Awaitable[T]) -> T:
+def in_time(call: Call, services: Services, running: Awaitable[T]) -> Awaitable[T]:
     """Return what comes within `--request-timeout` of a call's arrival.
 
     Raises:
         ApiError: it took longer.
     """
     seconds = services.config.guards.request_timeout
-    if seconds is None:
-        return await running
+    return running if seconds is None else _limited(running, seconds, call.arrived)
+
+
+async def _limited(running: Awaitable[T], seconds: float, arrived: float) -> T:
     try:
-        async with asyncio.timeout(call.arrived + seconds - time.monotonic()):
+        async with asyncio.timeout(arrived + seconds - time.monotonic()):
             return await running
     except TimeoutError:
         raise timed_out(f"The request took longer than {seconds:g} s.") from None

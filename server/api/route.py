@@ -44,11 +44,7 @@ async def read_body(model: type[Body], body: bytes) -> Body:
         ApiError: it is no JSON, too many things, not what `model` says, or asks for what is not
             served.
     """
-    try:
-        # Before anything is made of it: what it would cost is not in its size.
-        await _check_price(body)
-    except TooCostly as error:
-        raise too_complex(error, costly_field(body)) from error
+    await _check_price(body)
     given = None
     if len(body) >= LARGE:
         with suppress(ValueError, RecursionError):  # pydantic says what is wrong
@@ -66,8 +62,12 @@ async def read_body(model: type[Body], body: bytes) -> Body:
 
 
 async def _check_price(body: bytes) -> None:
-    for _ in checked_parts(body):
-        await asyncio.sleep(0)
+    """Check what a body would cost, which is not in its size, before anything is made of it."""
+    try:
+        for _ in checked_parts(body):
+            await asyncio.sleep(0)
+    except TooCostly as error:
+        raise too_complex(error, costly_field(body)) from error
 
 
 async def _read_large(model: type[Body], given: dict[str, msgspec.Raw]) -> Body:
@@ -132,11 +132,9 @@ async def fields_of(body: bytes) -> Set[str]:
     Raises:
         ApiError: it is no JSON object, or too many things.
     """
+    await _check_price(body)
     try:
-        await _check_price(body)
         return _fields.decode(body).keys()
-    except TooCostly as error:
-        raise too_complex(error, costly_field(body)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"The body is not a valid JSON object: {error}.", code="bad_json") from error
 

@@ -317,6 +317,7 @@ class Call(Request):
         for ended in (self._watch, self._timer, self._sign):
             if ended is not None:
                 ended.cancel()
+        self._watch = self._timer = self._sign = None  # or they would keep each other
         if self._hung_up and owner is not None and owner.uncancel() == 0:
             raise ClientDisconnected from error
 
