@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import psycopg
 
-from server.store.records import TABLES, BackendFailed, Rows, since_boot
+from server.store.records import TABLES, BackendFailed, since_boot
 
 _WAIT = 10
 """Seconds for which a front end waits for a connection, a lock or a statement."""
@@ -62,8 +63,8 @@ class PostgresDatabase:
         """Always true: the database's operator looks after its disk."""
         return True
 
-    def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
-        """Execute a statement whose values are `?`.
+    def execute(self, statement: str, values: Sequence[object] = ()) -> Any:
+        """Execute a statement whose values are `?`; return the library's cursor.
 
         Outside a transaction that is done on a new connection if this one is lost.
         """

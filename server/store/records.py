@@ -1,7 +1,7 @@
 """Records of the store: responses, and the conversations that they belong to, each of a tenant."""
 
 import time
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -75,14 +75,6 @@ class BackendFailed(Exception):
 
 class DiskFull(BackendFailed):
     """The file system of the database has no room."""
-
-
-class Rows(Protocol):
-    """The result of a statement, of either library."""
-
-    def fetchone(self) -> Any: ...
-
-    def fetchall(self) -> list[Any]: ...
 
 
 TABLES = """

@@ -8,8 +8,9 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from server.store.records import TABLES, BackendFailed, DiskFull, Rows, since_boot
+from server.store.records import TABLES, BackendFailed, DiskFull, since_boot
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class SqliteDatabase:
         reserved = min(disk.f_blocks // _RESERVED_SHARE * disk.f_frsize, _MOST_RESERVED)
         return disk.f_bavail * disk.f_frsize > size + reserved
 
-    def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
+    def execute(self, statement: str, values: Sequence[object] = ()) -> Any:
         """Execute a statement whose values are `?`, in the transaction if there is one."""
         try:
             return self._connected().execute(statement, tuple(values))
