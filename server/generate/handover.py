@@ -29,7 +29,7 @@ def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allo
     Raises:
         ApiError: it is not allowed, or cannot be.
     """
-    asked = request.kv_transfer
+    asked = request.fields.kv_transfer_params
     if asked is None:
         return
     if not allowed:

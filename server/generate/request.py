@@ -20,7 +20,7 @@ from server.generate.beams import Beams
 from server.schema.answer import PromptTokensDetails, Usage
 from server.schema.body import JsonObject
 from server.schema.fields import SamplingFields
-from server.schema.kv_transfer import KvHandedOn, KvTransferParams
+from server.schema.kv_transfer import KvHandedOn
 from server.schema.messages import ChatMessage
 from server.schema.tools import Tool, ToolChoice
 
@@ -116,8 +116,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     """The field that an error about `max_tokens` names; the next two are for scores."""
     scores_field: str = "logprobs"
     prompt_scores_field: str = "prompt_logprobs"
-    kv_transfer: KvTransferParams | None = None
-    """What is asked for of KV blocks; see `server.generate.handover`."""
     blame: Callable[[ApiError], ApiError] | None = None
     """Turns an error about these fields into one about those that the client wrote."""
 

@@ -15,6 +15,7 @@ from server.schema.support import (
     LABELS,
     MEDIA,
     NO_BUDGET,
+    NO_KV_TRANSFER,
     NO_MEDIA,
     TOP_LOGPROBS,
     UNSERVED,
@@ -383,6 +384,7 @@ class ResponsesRequest(DrawingFields):
 
     undeclared: ClassVar[Rows] = {
         **UNSERVED,
+        **NO_KV_TRANSFER,
         **NO_BUDGET,
         **{name: row for name, row in LABELS.items() if name != "metadata"},
         **NO_MEDIA,
