@@ -1,1 +1,1 @@
-"""The endpoints: a folder each, over what all of them share."""
+"""HTTP endpoints: one folder per API family, plus the modules that they share."""

@@ -1,8 +1,8 @@
-"""What happens to each field that clients of OpenAI-compatible servers send.
+"""Treatment of every request field that clients of OpenAI-compatible servers send.
 
-Supported fields are honoured. Unsupported fields that would change what a request means are refused
-by name. Others, which do not change the answer, are ignored, as are unknown fields. The bodies say
-which are which (`server.schema.support`).
+Supported fields are honoured. Unsupported fields that would change the meaning of a request are
+refused by name. Other fields that do not affect the answer, and unknown ones, are ignored. Each
+request body declares which of its fields are which (`server.schema.support`).
 """
 
 import logging
@@ -27,11 +27,11 @@ _WRITING: dict[str, type[RequestBody]] = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
 }
-"""Endpoints that generate text: a field of one of them is not ignored by another."""
+"""Endpoints that generate text: none silently ignores a field of another."""
 
 _UNKNOWN_HERE = "no field of this endpoint"
 _HARMLESS = {"user", "stream_options"}
-"""Fields of others that change no answer: who asks, and usage where it is told in any case."""
+"""Fields of other endpoints that do not affect the answer."""
 _ON_BY_ITSELF = {
     "add_generation_prompt", "include_reasoning", "parallel_tool_calls", "skip_special_tokens"
 }  # fmt: skip
@@ -41,9 +41,9 @@ _NUMBERS_BY_THEMSELVES = {
 }  # fmt: skip
 
 _LONGEST_NEUTRAL = 32
-"""Bytes of a value that may ask for nothing."""
+"""Maximum bytes of a value that is checked for being a no-op."""
 _MAX_LOGGED = 256
-"""Unknown names that are logged."""
+"""Maximum number of unknown field names that are logged."""
 _LOGGABLE = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ _body = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @cache
 def rows_of(model: type[BaseModel]) -> Rows:
-    """Return how each field of a body is treated, by its name."""
+    """Return the treatment of each field of a body, by name."""
     rows = _own_rows(model)
     if issubclass(model, (*_WRITING.values(), BatchChatRequest)):
         rows |= _foreign(rows)
@@ -76,7 +76,7 @@ def _own_rows(model: type[BaseModel]) -> Rows:
 
 
 def _foreign(rows: Rows) -> Rows:
-    """Return rows for fields that other endpoints have."""
+    """Return rows for fields of other endpoints."""
     found: Rows = {}
     for path, model in _WRITING.items():
         for name, row in _own_rows(model).items():
@@ -95,13 +95,13 @@ def _foreign(rows: Rows) -> Rows:
 
 
 def refuse_unserved(model: type[BaseModel], body: bytes | dict[str, msgspec.Raw]) -> None:
-    """Check that a body, which is valid otherwise, has no field that cannot be ignored.
+    """Refuse an otherwise valid body with fields that cannot be ignored.
 
     Args:
-        body: its text, or its fields.
+        body: raw JSON, or its top-level fields.
 
     Raises:
-        ApiError: it has one; `param` names it.
+        ApiError: there is such a field; `param` names it.
     """
     rows = rows_of(model)
     try:
@@ -117,7 +117,7 @@ def refuse_unserved(model: type[BaseModel], body: bytes | dict[str, msgspec.Raw]
 
 
 def _log_unknown(name: str) -> None:
-    """Say once that a field was ignored because this server has never heard of it."""
+    """Log once per name that an unknown field was ignored."""
     if name in _logged or len(_logged) >= _MAX_LOGGED or not _LOGGABLE.fullmatch(name):
         return
     _logged.add(name)

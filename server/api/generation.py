@@ -1,8 +1,8 @@
-"""What the endpoints that generate have in common: the way from a body to the engines, and back.
+"""Shared path of all generating endpoints, from a request body to the engines and back.
 
 A body is parsed into a request (`server.generate.request`), which is admitted, completed with
-prompts and sampling parameters, and run. Its outputs are folded into deltas, which a renderer
-shows.
+prompts and sampling parameters, and run. Its outputs are merged into deltas, which a renderer
+turns into bytes for the client.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ T = TypeVar("T")
 
 
 class Generation(Response, Generic[B]):
-    """A response for which text is generated while it is sent, everything new in one send.
+    """A response whose text is generated while it is sent; each send has all that is new.
 
     An error before the headers are sent is an ordinary error response, a later one is an event.
-    Headers are sent with the first delta, or before it (`Call.keep_alive`).
+    Headers are sent with the first delta, or earlier (`Call.keep_alive`).
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class Generation(Response, Generic[B]):
         renderer: Callable[[B, GenerationRequest, TokenTable], Renderer],
         before_end: BeforeEnd | None = None,
     ) -> None:
-        """Nothing happens before the response is sent.
+        """Store the arguments; work starts when the response is sent.
 
         Args:
-            call: the request over HTTP.
+            call: the HTTP request.
             services: of this process.
-            body: what was sent.
-            parse: makes a request of a body, for a model and its maximum length in tokens.
-            renderer: makes what shows the answers as the endpoint does.
-            before_end: awaited when everything has been generated, before the client is told so.
+            body: the validated request body.
+            parse: converts the body, given the model and its maximum length in tokens.
+            renderer: creates the endpoint's renderer.
+            before_end: awaited after generation, before the end is sent to the client.
         """
         self._call = call
         self._services = services
@@ -83,10 +83,10 @@ class Generation(Response, Generic[B]):
         """Generate, and send the answer over the call.
 
         Raises:
-            ApiError: the request is wrong, or time was up before an answer had begun.
+            ApiError: the request is invalid, or timed out before an answer started.
             ClientDisconnected: everything was aborted.
-            Overloaded: there is no room for it.
-            GenerationFailed, NoEngineAvailable: before an answer has begun.
+            Overloaded: the queue is full.
+            GenerationFailed, NoEngineAvailable: before an answer started.
         """
         call, services = self._call, self._services
         request = await self._admitted()
@@ -126,7 +126,7 @@ class Generation(Response, Generic[B]):
                     services.tracer.record(_ended(call, services, request, run))
 
     async def _admitted(self) -> GenerationRequest:
-        """Return the request, complete, with a place in the queue that the call holds."""
+        """Return the completed request, with a queue place that the call holds."""
         call, services, body = self._call, self._services, self._body
         call.request_id = body.request_id or call.request_id
         model, adapter = services.asked_model(body.model)
@@ -171,7 +171,7 @@ class Generation(Response, Generic[B]):
         return request
 
     async def _show(self, run: Run | BeamRun, renderer: Renderer) -> None:
-        """Send what is generated: a stream as it comes, a whole answer at its end."""
+        """Send the output: a stream incrementally, a whole answer at the end."""
         call = self._call
         while not run.finished:
             deltas = await run.next()
@@ -195,10 +195,10 @@ class Generation(Response, Generic[B]):
 
 
 def in_time(call: Call, services: Services, running: Awaitable[T]) -> Awaitable[T]:
-    """Return what comes within `--request-timeout` of a call's arrival.
+    """Limit an awaitable to `--request-timeout` seconds after the call's arrival.
 
     Raises:
-        ApiError: it took longer.
+        ApiError: it timed out.
     """
     seconds = services.config.guards.request_timeout
     return running if seconds is None else _limited(running, seconds, call.arrived)
@@ -220,15 +220,15 @@ def admit(
     copies: int,
     image_bytes: int = 0,
 ) -> bytes:
-    """Reserve a place for a call until it ends; return its cache root.
+    """Reserve queue space for a call until it ends; return its cache root.
 
-    It has `copies` sequences of each of its prompts. Of its body `image_bytes` are images, whose
-    tokens count when they are known. The cache root sets its cached prefixes apart
+    Each prompt has `copies` sequences. `image_bytes` of the body are images, whose tokens are
+    counted once they are known. The cache root isolates its cached prefixes
     (`engine.shared.messages.AddRequest`).
 
     Raises:
-        ApiError: it asks for what the operator does not allow.
-        NoEngineAvailable: nothing can serve now.
+        ApiError: the request exceeds the operator's limits.
+        NoEngineAvailable: no engine can serve now.
         Overloaded: the queue is full.
     """
     tenancy = services.tenancy
@@ -279,7 +279,7 @@ _SERVES = {
 
 
 def unsuitable(name: str, lacks: str, pooling: PoolingModel) -> ApiError:
-    """Return the error for a model of vectors that is asked for something else."""
+    """Return the error for a request that a pooling model cannot serve."""
     return invalid_field(
         "model", f"{name!r} {lacks}; it serves {_SERVES[pooling.spec.task]}", "model_not_suitable"
     )

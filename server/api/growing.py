@@ -1,4 +1,4 @@
-"""Answers of typed items, as responses and messages are: they grow with each delta, and say how."""
+"""Answers of typed items (responses and messages), which grow with each delta and emit events."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -21,25 +21,25 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Growing(ABC, Generic[Answer, Item, Event]):
-    """Fills an answer from deltas, and shows how it grows as a stream of events.
+    """Builds an answer from deltas and renders its growth as a stream of events.
 
-    A state machine without I/O. One item is open at a time; what it says is put into it when it
-    ends.
+    A state machine without I/O. One item is open at a time; its text is stored in it when it
+    closes.
     """
 
     streams, large = True, False
 
     def __init__(self, answer: Answer, plan: AnswerPlan) -> None:
-        """`answer` is what it is before there is any output."""
+        """Start with `answer` as it is before any output."""
         self.answer = answer
         self.items: list[Item] = []
         self._reader = plan.reader()
         self._new_call_id = plan.new_call_id
         self._open: Item | None = None
         self._text: list[str] = []
-        """What has come of the open item."""
+        """Text of the open item so far."""
         self._last: list[Event] | None = None
-        """What there is to tell of the end of the answer, once it is complete."""
+        """Closing events of the last item, once the answer is complete."""
         self._begun = False
         self._finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -52,31 +52,31 @@ class Growing(ABC, Generic[Answer, Item, Event]):
         return self.frames(told)
 
     def complete(self, usage: Usage) -> Answer:
-        """Return the whole answer, of which no more will come."""
+        """Return the complete answer; no further deltas may follow."""
         if self._last is None:
             self._last = self._complete(usage)
         return self.answer
 
     def finish(self, usage: Usage) -> bytes:
-        """Return the frames behind those of the last delta."""
+        """Return the frames that follow the last delta."""
         self.complete(usage)
         return self.frames([*(self._last or ()), *self._end()])
 
     def error(self, error: ApiError) -> bytes:
-        """Return the last frame of a stream in which something went wrong."""
+        """Return the last frame of a stream that failed."""
         return self.frames([self._failed(error)])
 
     def whole(self, usage: Usage, delta: Delta) -> Answer:
-        """Return the answer that is one delta."""
+        """Return the answer that consists of one delta."""
         self._grow(delta)
         return self.complete(usage)
 
     def frames(self, told: Sequence[Event]) -> bytes:
-        """Return what shows the next events of the stream."""
+        """Return the frames of the next events of the stream."""
         return event_frames(told)
 
     def _grow(self, delta: Delta) -> list[Event]:
-        """Add what is new of the answer; return what there is to tell."""
+        """Add a delta to the answer; return the events that describe it."""
         self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
         return [event for part in self._taken_apart(delta) for event in self._add(part)]
 
@@ -86,27 +86,27 @@ class Growing(ABC, Generic[Answer, Item, Event]):
 
     @abstractmethod
     def _end(self) -> list[Event]:
-        """Return the last events of a stream, behind those of the last item."""
+        """Return the last events of a stream, after those of the last item."""
 
     @abstractmethod
     def _failed(self, error: ApiError) -> Event:
-        """Return the last event of a stream in which something went wrong."""
+        """Return the last event of a stream that failed."""
 
     @abstractmethod
     def _add(self, part: Part) -> list[Event]:
-        """Add a part of the answer; return what there is to tell."""
+        """Add a part of the answer; return the events that describe it."""
 
     @abstractmethod
     def _opened(self, index: int, item: Item) -> Event:
-        """Return what tells that an item begins."""
+        """Return the event for the start of an item."""
 
     @abstractmethod
     def _closed(self, index: int, item: Item, text: str) -> list[Event]:
-        """Fill an item with all that it says; return what there is to tell."""
+        """Store an item's full text in it; return the events that close it."""
 
     @abstractmethod
     def _complete(self, usage: Usage) -> list[Event]:
-        """End the open item and fill the answer; return what there is to tell of the item."""
+        """Close the open item and complete the answer; return the item's closing events."""
 
     def _taken_apart(self, piece: Delta) -> list[Part]:
         if self._reader is None:
@@ -115,7 +115,7 @@ class Growing(ABC, Generic[Answer, Item, Event]):
         return parts if piece.finish_reason is None else parts + self._reader.finish()
 
     def _switch(self, item: Item) -> list[Event]:
-        """Begin an item, and end the one before it."""
+        """Close the open item and open this one."""
         told = self._close_item()
         self._open = item
         self.items.append(item)
@@ -130,7 +130,7 @@ class Growing(ABC, Generic[Answer, Item, Event]):
 
 
 def event_frames(events: Iterable[msgspec.Struct]) -> bytes:
-    """Return the frames of typed events, which are named by their tags."""
+    """Return the frames of typed events; the event name is the tag."""
     frames = []
     for event in events:
         tag = str(event.__struct_config__.tag).encode()
@@ -139,25 +139,25 @@ def event_frames(events: Iterable[msgspec.Struct]) -> bytes:
 
 
 class GrowingBody(WholeBody, Generic[Answer]):
-    """Shows the sum of deltas as one answer."""
+    """Renders accumulated deltas as one answer."""
 
     def __init__(
         self,
         growing: Growing[Answer, Any, Any],
         show: Callable[[Answer], msgspec.Struct] = lambda answer: answer,
     ) -> None:
-        """`show` makes the body of the answer."""
+        """`show` converts the answer to the response body."""
         super().__init__(1)
         self._growing = growing
         self._show = show
         self._answer: Answer | None = None
 
     def complete(self, usage: Usage) -> Answer:
-        """Return the whole answer, of which no more will come."""
+        """Return the complete answer; no further deltas may follow."""
         if self._answer is None:
             self._answer = self._growing.whole(usage, self.answers()[0])
         return self._answer
 
     def finish(self, usage: Usage) -> bytes:
-        """Return the body."""
+        """Return the response body."""
         return _encode(self._show(self.complete(usage)))

@@ -1,4 +1,4 @@
-"""POST /invocations: what hosts of models call, whatever they want of it."""
+"""POST /invocations: the single endpoint that model hosting platforms call for any operation."""
 
 from collections.abc import Awaitable, Callable
 
@@ -29,10 +29,10 @@ AnyRequest = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 
 
 class InvocationRoute(ModelRoute):
-    """An operation whose body is that of the endpoint whose fields it has."""
+    """An operation whose body type is determined by the fields of the body."""
 
     async def body_type(self, call: Call, services: Services) -> type[RequestBody]:
-        """Return what the body of a call is, by its fields and by what the model does."""
+        """Return the body type for a call, from its fields and the model's task."""
         fields, pooling = await fields_of(call.content), services.model.pooling
         if pooling is not None:
             if "query" in fields:
@@ -68,8 +68,8 @@ router = APIRouter(route_class=InvocationRoute)
     openapi_extra=REQUEST_HEADERS,
 )
 async def invoke(body: AnyRequest, call: Call, services: ServicesDep) -> Response | msgspec.Struct:
-    """Answer as the endpoint does whose request it is: messages, a prompt, or input.
+    """Dispatch to the endpoint that the body belongs to: messages, a prompt, or input.
 
-    Of a model that makes vectors: input, a query with documents, or pairs.
+    For a pooling model: input, a query with documents, or pairs.
     """
     return await _OPERATIONS[type(body)](body, call, services)

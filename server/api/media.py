@@ -1,4 +1,4 @@
-"""The images of a conversation, fetched and prepared before it is rendered."""
+"""Images of a conversation, fetched and preprocessed before it is rendered."""
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ _OF_TOOLS = ("tool", "function")
 
 
 def image_bytes(request: GenerationRequest) -> int:
-    """Return the bytes of a request's body that are of images, and thus no text of a prompt."""
+    """Return the bytes of a request's body that are images, not prompt text."""
     source = request.conversation
     if source is None or request.is_batch:
         return 0
@@ -26,10 +26,10 @@ def image_bytes(request: GenerationRequest) -> int:
 
 
 async def prepare_images(request: GenerationRequest, call: Call, services: Services) -> None:
-    """Give a request its images as engines take them; the call holds them until it ends.
+    """Attach preprocessed images to a request; the call holds them until it ends.
 
     Raises:
-        ApiError: one is not taken, or there is no room for them.
+        ApiError: an image is refused, or there is no memory for them.
     """
     source, images = request.conversation, services.model.images
     if images is None or source is None or request.is_batch:
@@ -44,17 +44,17 @@ async def prepare_images(request: GenerationRequest, call: Call, services: Servi
         raise invalid_field("truncate_prompt_tokens", "a prompt with images is not cut")
     held = images.hold(call.tenant.id)
     call.on_release.append(held.release)
-    # Of a conversation that is shortened images may be left out again.
+    # Shortening a conversation can drop images again.
     longest = MAX_TOKENS if source.shortened else request.max_model_len
     prepared = await images.prepare(sources, held, max_model_len=longest, copies=request.best_of)
     request.conversations = [_shown(source, prepared)]
 
 
 async def with_counted_images(source: Conversation, services: Services) -> Conversation:
-    """Return a conversation with its images as they count in the prompt.
+    """Return a conversation with image placeholders as they count in the prompt.
 
     Raises:
-        ApiError: there are too many, or one is not taken.
+        ApiError: there are too many images, or one is refused.
     """
     images = services.model.images
     sources = _sources(source, services)
@@ -68,7 +68,7 @@ async def with_counted_images(source: Conversation, services: Services) -> Conve
 
 
 def _sources(source: Conversation, services: Services) -> "list[ImageSource]":
-    """Return the images of a conversation; none if nothing here can see them."""
+    """Return the images of a conversation; none if the model takes no images."""
     if services.model.images is None:
         return []
     from server.media.images import ImageSource

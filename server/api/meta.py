@@ -1,4 +1,4 @@
-"""Models, health, version and metrics: what the server tells about itself."""
+"""Models, health, version and metrics: information about the server."""
 
 import asyncio
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from server.observe.metrics import CONTENT_TYPE
 
 
 class Model(msgspec.Struct):
-    """A name by which the served model may be called."""
+    """A name that the served model answers to."""
 
     id: str
     created: int
@@ -29,7 +29,7 @@ class Model(msgspec.Struct):
     max_model_len: int | None
     parent: str | None = None
     tool_call_parser: str | None = None
-    """The format in which the model's tool calls are read; None for models of other servers."""
+    """Format in which the model's tool calls are parsed; None for models of other servers."""
     reasoning_parser: str | None = None
     object: Literal["model"] = "model"
 
@@ -42,30 +42,30 @@ class ModelList(msgspec.Struct):
 
 
 class HealthResponse(msgspec.Struct):
-    """This process lives, or takes traffic."""
+    """Liveness or readiness status."""
 
     status: str
 
 
 class LoadResponse(msgspec.Struct):
-    """How much the front ends of this node have taken on, as vLLM's servers tell it."""
+    """Load accepted by the front ends of this node, in the shape of vLLM's servers."""
 
     server_load: int
-    """Sequences that have not ended."""
+    """Unfinished sequences."""
     server_load_tokens: int
-    """Prompt tokens of them that have not been computed."""
+    """Their prompt tokens that have not been computed."""
 
 
 class ServerInfo(msgspec.Struct):
-    """What the server runs with."""
+    """The server's effective configuration."""
 
     version: str
     config: dict[str, Any]
-    """Settings by section; what is secret is not shown."""
+    """Settings by section, without secrets."""
 
 
 class TokenizerInfo(msgspec.Struct):
-    """What there is to know of the served tokenizer."""
+    """Properties of the served tokenizer."""
 
     vocab_size: int
     eos_token_ids: list[int]
@@ -73,35 +73,35 @@ class TokenizerInfo(msgspec.Struct):
     chat_template: str | None
     max_model_len: int | None
     tokenizer_class: str = "PreTrainedTokenizerFast"
-    """What transformers calls a tokenizer that is read from tokenizer.json, as all are here."""
+    """Class name in transformers for a tokenizer loaded from tokenizer.json, as all here are."""
 
 
 class VersionResponse(msgspec.Struct):
-    """Version of the distribution, and of the messages that its processes exchange."""
+    """Versions of the distribution and of the message protocol between its processes."""
 
     version: str
     protocol: int
 
 
 WITHIN = 1.0
-"""Seconds that a scrape waits for the supervisor."""
+"""Seconds that a scrape waits for the supervisor's response."""
 
 router = APIRouter(route_class=ApiRoute)
 tokenizer_router = APIRouter(route_class=ApiRoute)
-"""What is there with --enable-tokenizer-info-endpoint."""
+"""Mounted with --enable-tokenizer-info-endpoint."""
 settings_router = APIRouter(route_class=OperatorRoute)
-"""What is there with an admin key."""
+"""Mounted if an admin key is set."""
 
 
 @router.get("/v1/models", responses=errors(401))
 async def list_models(services: ServicesDep) -> ModelList:
-    """List the names by which the model may be called, and the models of other servers."""
+    """List the served model's names, adapters, and the models of other servers."""
     return ModelList(list(_models(services).values()))
 
 
 @router.get("/v1/models/{model_id:path}", responses=errors(401, 404))
 async def retrieve_model(model_id: str, services: ServicesDep) -> Model:
-    """Show one served name."""
+    """Show one model name."""
     models = _models(services)
     if model_id not in models:
         raise model_not_found(model_id, models)
@@ -110,20 +110,20 @@ async def retrieve_model(model_id: str, services: ServicesDep) -> Model:
 
 @router.get("/health")
 async def health() -> HealthResponse:
-    """Say that this process lives."""
+    """Report that this process is alive."""
     return HealthResponse("ok")
 
 
 @router.get("/ping", responses=errors(503))
 @router.post("/ping", responses=errors(503))
 async def ping(services: ServicesDep) -> HealthResponse:
-    """Say whether at least one engine can serve, where hosts of models ask."""
+    """Report whether at least one engine is ready, under the path that model hosts probe."""
     return await ready(services)
 
 
 @router.get("/ready", responses=errors(503))
 async def ready(services: ServicesDep) -> HealthResponse:
-    """Say whether at least one engine can serve."""
+    """Report whether at least one engine is ready."""
     if not services.client.ready:
         raise unavailable("No engine is ready to serve.")
     return HealthResponse("ready")
@@ -131,27 +131,27 @@ async def ready(services: ServicesDep) -> HealthResponse:
 
 @router.get("/version")
 async def version() -> VersionResponse:
-    """Tell the version of Swell."""
+    """Return the version of Swell."""
     return VersionResponse(SWELL_VERSION, PROTOCOL_VERSION)
 
 
 @router.get("/load", responses=errors(401))
 async def load(services: ServicesDep) -> LoadResponse:
-    """Tell how much the front ends of this node have taken on."""
+    """Return the load that the front ends of this node have accepted."""
     totals = services.admission.table.totals()
     return LoadResponse(totals.requests, totals.tokens)
 
 
 @settings_router.get("/server_info")
 async def server_info(services: ServicesDep) -> ServerInfo:
-    """Show the settings that this front end runs with."""
+    """Show the settings of this front end."""
     settings = without_secrets(msgspec.to_builtins(services.config))
     return ServerInfo(SWELL_VERSION, settings)
 
 
 @tokenizer_router.get("/tokenizer_info", responses=errors(401))
 async def tokenizer_info(services: ServicesDep) -> TokenizerInfo:
-    """Show the special tokens, the vocabulary's size and the chat template."""
+    """Show the special tokens, the vocabulary size and the chat template."""
     tokenizer = services.model.tokenizer
     template = tokenizer.chat_template
     return TokenizerInfo(
@@ -165,14 +165,14 @@ async def tokenizer_info(services: ServicesDep) -> TokenizerInfo:
 
 @router.get("/metrics", responses=text_responses() | errors(401))
 async def metrics(services: ServicesDep) -> Response:
-    """Show the node's metrics in Prometheus text format."""
+    """Return the node's metrics in Prometheus text format."""
     text, waiting = await asyncio.gather(services.scrape.result(), waiting_engines(services))
     return Response(text + waiting, media_type=CONTENT_TYPE)
 
 
 @router.get("/metrics/engine/{rank}", responses=text_responses() | errors(400, 401, 404))
 async def engine_metrics(rank: int, services: ServicesDep) -> Response:
-    """Show the metrics of one engine alone."""
+    """Return the metrics of a single engine."""
     text = services.metrics.render_engine(services.client, rank)
     if text is None:
         raise ApiError(404, f"There is no engine {rank}.", param="rank", code="not_found")
@@ -180,7 +180,7 @@ async def engine_metrics(rank: int, services: ServicesDep) -> Response:
 
 
 def _models(services: Services) -> dict[str, Model]:
-    """Return what is shown of the model, of adapters and of other servers' models, by name."""
+    """Return the entries for the model, adapters and other servers' models, by name."""
     found = {name: _model(services, name) for name in services.names}
     for name, path in services.client.adapters.served.items():
         found.setdefault(name, _model(services, name, path))
@@ -190,7 +190,7 @@ def _models(services: Services) -> dict[str, Model]:
 
 
 def _model(services: Services, name: str, path: str | None = None) -> Model:
-    """Return what is shown of the model, or of an adapter at this path."""
+    """Return the entry for the model, or for an adapter at `path`."""
     return Model(
         id=name,
         created=services.created,
@@ -204,9 +204,9 @@ def _model(services: Services, name: str, path: str | None = None) -> Model:
 
 
 async def waiting_engines(services: Services) -> bytes:
-    """Return the metric of engines that wait for resources of a cluster; empty if none does.
+    """Return the metric of engines that wait for cluster resources; empty if none does.
 
-    Only the supervisor knows of engines that have not been started yet.
+    Only the supervisor knows about engines that have not started yet.
     """
     control = services.control
     if control is None or not control.engines_may_wait:

@@ -17,7 +17,7 @@ from server.observe.shared_work import SharedWork
 
 _REF = "#/components/schemas/{name}"
 _documented: dict[str, type[msgspec.Struct]] = {}
-"""The Structs that operations answer with, by name."""
+"""Response Structs of the operations, by name."""
 
 _ERRORS = {
     401: "The API key is missing or wrong.",
@@ -61,7 +61,7 @@ def _reference(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def json_responses(success: type[msgspec.Struct]) -> Responses:
-    """Return the documentation of a success with a Struct."""
+    """Return the documentation of a success response with a Struct."""
     return {
         200: {
             "description": (success.__doc__ or "").strip(),
@@ -71,7 +71,7 @@ def json_responses(success: type[msgspec.Struct]) -> Responses:
 
 
 def stream_responses(success: type[msgspec.Struct], chunk: type[msgspec.Struct]) -> Responses:
-    """The same of an operation that is queued, and can also answer with a stream of chunks."""
+    """Like `json_responses`, for a queued operation that can also stream chunks."""
     text = (
         "Events `data: CHUNK`, the last one `data: [DONE]`. An error after the headers comes as "
         "the last event, with an error body."
@@ -82,7 +82,7 @@ def stream_responses(success: type[msgspec.Struct], chunk: type[msgspec.Struct])
 def event_responses(
     success: type[msgspec.Struct], kinds: Sequence[type[msgspec.Struct]]
 ) -> Responses:
-    """The same of one that can also answer with a stream of typed events."""
+    """Like `json_responses`, for a queued operation that can also stream typed events."""
     text = (
         "Events `event: TYPE` and `data: EVENT`. An error after the first comes as an event of "
         "type error."
@@ -98,7 +98,7 @@ def _with_stream(success: type[msgspec.Struct], text: str, parts: dict[str, Any]
 
 
 def any_of(*answers: Responses) -> Responses:
-    """Return the documentation of an operation that answers as one of several others do."""
+    """Return the documentation of an operation that responds in one of several ways."""
     first, contents = answers[0], [answer[200]["content"] for answer in answers]
     bodies = [content["application/json"]["schema"] for content in contents]
     content = {**contents[0], "application/json": {"schema": {"anyOf": bodies}}}
@@ -106,12 +106,12 @@ def any_of(*answers: Responses) -> Responses:
 
 
 def text_responses(kind: str = CONTENT_TYPE, text: str = "Prometheus text format.") -> Responses:
-    """Return the documentation of a success with text, of metrics or of a `kind`."""
+    """Return the documentation of a text response; by default of metrics."""
     return {200: {"description": text, "content": {kind: {"schema": {"type": "string"}}}}}
 
 
 def errors(*statuses: int) -> Responses:
-    """Name errors of an operation besides those of its kind of route, which describes them."""
+    """Declare errors of an operation in addition to those of its route class."""
     return {status: {} for status in statuses}
 
 
@@ -119,7 +119,7 @@ QUEUED = errors(429)
 
 
 def described(statuses: Iterable[int], body: type[msgspec.Struct]) -> Responses:
-    """Return the documentation of errors with this body."""
+    """Return the documentation of error responses with this body."""
     content = {"application/json": {"schema": _reference(body)}}
     responses: Responses = {
         status: {"description": _ERRORS[status], "content": content} for status in statuses
@@ -132,7 +132,7 @@ def described(statuses: Iterable[int], body: type[msgspec.Struct]) -> Responses:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return the document of an app whose routes were documented with the functions above."""
+    """Return the OpenAPI document of an app whose routes use the functions above."""
     if app.openapi_schema is None:
         schema = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
@@ -150,14 +150,14 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 
 def serve_document(app: FastAPI, root: str) -> None:
-    """Have an app's document made in a thread when it is first read.
+    """Build an app's document in a thread when it is first read.
 
-    It takes a third of a second, which must not delay the start or other requests. Its text is
-    kept: to write it again for each reader would hold the event loop up for milliseconds.
+    Building takes about 0.3 s, which must not delay startup or other requests. The serialized text
+    is cached, because serializing it again would block the event loop for milliseconds.
 
     Args:
-        app: whose routes were documented with the functions above.
-        root: path of a proxy below which the app is; empty for none.
+        app: its routes are documented with the functions above.
+        root: path prefix added by a proxy in front of the app; empty for none.
     """
     app.openapi = functools.partial(document, app)  # type: ignore[method-assign]
 
@@ -174,14 +174,14 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/openapi.json")
 async def openapi(request: Request) -> Response:
-    """Send the document."""
+    """Serve the OpenAPI document."""
     document: SharedWork[bytes] = request.app.state.document
     return Response(await document.result(), media_type="application/json")
 
 
 @router.get("/docs")
 async def page(request: Request) -> Response:
-    """Show the API's document."""
+    """Serve the documentation page."""
     root = request.scope.get("root_path", "").rstrip("/")
     return get_swagger_ui_html(
         openapi_url=f"{root}/openapi.json",
@@ -196,6 +196,6 @@ async def page(request: Request) -> Response:
 @router.get("/docs/swagger-ui.css")
 @router.get("/docs/favicon.png")
 async def file(request: Request) -> Response:
-    """Send a file of the page."""
+    """Serve a static file of the documentation page."""
     folder = Path(str(files("fastapi_offline"))) / "static"
     return FileResponse(folder / Path(request.url.path).name)

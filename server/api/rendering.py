@@ -1,4 +1,4 @@
-"""What the renderers of all endpoints do, and what they have in common."""
+"""Base classes and helpers of the renderers of all endpoints."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ _AT_ONCE = 256
 
 
 def encoded_list(items: Iterable[T]) -> list[T]:
-    """Return what encodes to the list of these items, which are made and dropped in parts."""
+    """Return the JSON list of these items, encoded in chunks so that few are alive at once."""
     parts, rest = [], iter(items)
     while part := list(islice(rest, _AT_ONCE)):
         parts.append(_encode(part)[1:-1])
@@ -35,17 +35,17 @@ def encoded_list(items: Iterable[T]) -> list[T]:
 
 
 def encoded_each(items: Sequence[T], show: Callable[[int, T], S]) -> list[S]:
-    """Return what encodes to what `show` makes of each item, given with its index."""
+    """Return the list of `show(index, item)` results, each already encoded as JSON."""
     shown = [msgspec.Raw(_encode(show(index, item))) for index, item in enumerate(items)]
     return cast("list[S]", shown)
 
 
 _LARGE = 2000
-"""Tokens and scores of answers from which on JSON is made beside the event loop."""
+"""Total tokens and scores from which on JSON is encoded off the event loop."""
 
 
 def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | UnsetType:
-    """Return how long the whole answer took, if that is shown and an engine has said so."""
+    """Return the timing of the answer if it is enabled and an engine has reported it."""
     timing, tokens = request.timing, usage.completion_tokens
     if timing is None or not request.shows_timing:
         return UNSET
@@ -60,25 +60,25 @@ def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | U
 
 
 def transfer_shown(request: GenerationRequest) -> KvHandedOn | UnsetType | None:
-    """Return what the answer says of KV blocks that are offered, if that was asked for."""
+    """Return the answer's KV transfer parameters, if requested."""
     return UNSET if request.handed_on is None else request.handed_on()
 
 
 class Renderer(Protocol):
-    """Shows the answers to one request, as a stream of events or as one body.
+    """Renders the answers to one request, as a stream of events or as one body.
 
-    A state machine without I/O: deltas go in, bytes for the client come out. That of a whole answer
-    returns nothing until its end.
+    A state machine without I/O: deltas go in, bytes for the client come out. A renderer of whole
+    answers returns nothing before the end.
     """
 
     @property
     def streams(self) -> bool:
-        """Whether this is a stream."""
+        """Whether the response is a stream."""
         ...
 
     @property
     def large(self) -> bool:
-        """Whether `finish` takes more than a moment."""
+        """Whether `finish` is too slow for the event loop."""
         ...
 
     def push(self, index: int, delta: Delta) -> bytes:
@@ -86,35 +86,35 @@ class Renderer(Protocol):
         ...
 
     def finish(self, usage: Usage) -> bytes:
-        """End: return the last frames, or the whole body."""
+        """Return the last frames, or the whole body."""
         ...
 
     def error(self, error: ApiError) -> bytes:
-        """Return the last frames of a stream in which something went wrong."""
+        """Return the last frames of a stream that failed."""
         ...
 
 
 class WholeBody:
-    """What renderers of whole answers have in common: the sums of all sequences of a request."""
+    """Base of renderers of whole answers: accumulates the deltas of each sequence."""
 
     streams = False
 
     def __init__(self, count: int) -> None:
-        """Sum up the deltas of `count` sequences."""
+        """Accumulate the deltas of `count` sequences."""
         self._sums = [DeltaSum() for _ in range(count)]
 
     def push(self, index: int, delta: Delta) -> bytes:
-        """Add a delta of a sequence; there is nothing to show of it yet."""
+        """Add a delta of a sequence; always returns empty bytes."""
         self._sums[index].add(delta)
         return b""
 
     @property
     def large(self) -> bool:
-        """Whether `finish` takes more than a moment."""
+        """Whether `finish` is too slow for the event loop."""
         return sum([one.size for one in self._sums]) > _LARGE
 
     def answers(self) -> list[Delta]:
-        """Return all answers in order, and forget them."""
+        """Return all answers in order, and release them."""
         sums, self._sums = self._sums, []
         return [one.whole() for one in sums]
 
@@ -126,19 +126,19 @@ class WholeBody:
 DONE = b"data: [DONE]\n\n"
 
 ShownChoice = ChatChunkChoice | CompletionChoice
-"""What a chunk shows of a choice."""
+"""A choice in a chunk."""
 
 
 class ChunkStream:
-    """What renderers of streams of chunks have in common.
+    """Base of renderers of chunk streams.
 
-    Only the choice of a chunk is encoded, what surrounds it is ready bytes.
+    Only the choice of a chunk is encoded; the bytes around it are precomputed.
     """
 
     streams, large = True, False
 
     def __init__(self, kind: str, id_: str, request: GenerationRequest, table: TokenTable) -> None:
-        """`kind` is the type of the chunks, `id_` the answer's."""
+        """`kind` is the `object` type of the chunks, `id_` the ID of the answer."""
         self._request = request
         self._table = table
         self._show_ids = bool(request.fields.return_token_ids)
@@ -148,7 +148,7 @@ class ChunkStream:
         tells_each = options is not None and bool(options.continuous_usage_stats)
         tells_each &= self._include_usage
         self._counts: Counter[int] | None = Counter() if tells_each else None
-        """Tokens of each choice, added before they are shown, if every chunk tells them."""
+        """Tokens per choice, updated before each chunk, if every chunk reports usage."""
         head = {"id": id_, "object": kind, "created": request.created, "model": request.model}
         self._prefix = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
@@ -160,7 +160,7 @@ class ChunkStream:
         return self._prefix + _encode(choice) + self._suffix
 
     def _first_chunk(self, choice: ShownChoice, prompt_token_ids: Sequence[int]) -> bytes:
-        """Return the same with the prompt beside it."""
+        """Like `_chunk`, with the token IDs of the prompt."""
         more: dict[str, object] = {"prompt_token_ids": prompt_token_ids}
         if self._counts is not None:
             more["usage"] = self._usage(self._counts, choice.index)
@@ -176,7 +176,7 @@ class ChunkStream:
         return self._prefix + _encode(choice) + b"]," + _encode(more)[1:] + b"\n\n"
 
     def finish(self, usage: Usage) -> bytes:
-        """Return the last frames; a chunk without choices has the usage if that is wanted."""
+        """Return the last frames, with a choiceless usage chunk if requested."""
         if not self._include_usage:
             return DONE
         metrics = timing_shown(self._request, usage)
@@ -184,16 +184,16 @@ class ChunkStream:
         return self._prefix + b'],"usage":' + _encode(usage) + timed + b"}\n\n" + DONE
 
     def error(self, error: ApiError) -> bytes:
-        """Return the last frames after an error: `[DONE]` is for whole answers."""
+        """Return the last frames after an error, without `[DONE]`."""
         return b"data: " + error.body() + b"\n\n"
 
 
 MIN_LOGPROB = -9999.0
-"""JSON has no infinity; this is what clients of such servers know as "impossible"."""
+"""Stands for -inf, which JSON lacks; clients of compatible servers know this value."""
 
 
 def token_names(request: GenerationRequest, table: TokenTable) -> Callable[[int], str]:
-    """Return what names tokens: as their ids if the client wants to tell all of them apart."""
+    """Return a function that names tokens: by text, or as IDs if the client wants unique names."""
     ids = request.fields.return_tokens_as_token_ids
     return "token_id:{}".format if ids else table.name_of
 
@@ -201,12 +201,12 @@ def token_names(request: GenerationRequest, table: TokenTable) -> Callable[[int]
 def prompt_scores(
     token_ids: Sequence[int], scores: Sequence[TokenLogprob], table: TokenTable
 ) -> PromptLogprobs:
-    """Return one entry per token of the prompt, as JSON already.
+    """Return one entry per prompt token, already encoded as JSON.
 
     Args:
         token_ids: the prompt.
-        scores: of every token but the first.
-        table: names tokens.
+        scores: of every token except the first.
+        table: maps token IDs to names.
     """
 
     def entries() -> Iterator[dict[str, PromptLogprob] | None]:
@@ -232,9 +232,9 @@ def chat_logprobs(
     *,
     whole: bool = False,
 ) -> ChatLogprobs | None:
-    """Return the log probabilities of tokens as chat completions show them.
+    """Return log probabilities of tokens in the shape of chat completions.
 
-    Those of a `whole` answer are JSON already.
+    For a `whole` answer the entries are already encoded as JSON.
     """
     if tokens is None:
         return None

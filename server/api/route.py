@@ -1,4 +1,4 @@
-"""Path operations whose bodies are read under the server's limits."""
+"""Path operations whose bodies are read subject to the server's limits."""
 
 import asyncio
 import functools
@@ -27,9 +27,9 @@ from server.schema.body import RequestBody
 Body = TypeVar("Body", bound=RequestBody)
 
 LARGE = 1 << 16
-"""Bytes of a body, and of a list in it, from which on it matters how they are read."""
+"""Bytes from which on a body, or a list in it, is parsed in parts."""
 _PART_BYTES = 1 << 15
-"""Of a list that are read in one go, about half a millisecond."""
+"""Bytes of a list parsed without yielding, about 0.5 ms."""
 
 _ids = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]])
 _values = msgspec.json.Decoder(list[msgspec.Raw])
@@ -38,16 +38,16 @@ _OF_IDS = b"[]0123456789, \t\r\n"
 
 
 async def read_body(model: type[Body], body: bytes) -> Body:
-    """Validate a body; others have their turn between the parts of a large one.
+    """Validate a body; yields to the event loop between the parts of a large one.
 
     Raises:
-        ApiError: it is no JSON, too many things, not what `model` says, or asks for what is not
-            served.
+        ApiError: it is not JSON, has too many elements, does not match `model`, or requests
+            something unsupported.
     """
     await _check_price(body)
     given = None
     if len(body) >= LARGE:
-        with suppress(ValueError, RecursionError):  # pydantic says what is wrong
+        with suppress(ValueError, RecursionError):  # pydantic reports the error
             given = _fields.decode(body)
     try:
         if given is None:
@@ -62,7 +62,7 @@ async def read_body(model: type[Body], body: bytes) -> Body:
 
 
 async def _check_price(body: bytes) -> None:
-    """Check what a body would cost, which is not in its size, before anything is made of it."""
+    """Check the cost of parsing a body, which its size does not bound, before parsing it."""
     try:
         for _ in checked_parts(body):
             await asyncio.sleep(0)
@@ -71,13 +71,13 @@ async def _check_price(body: bytes) -> None:
 
 
 async def _read_large(model: type[Body], given: dict[str, msgspec.Raw]) -> Body:
-    """Validate a large body of these fields.
+    """Validate a large body, given its fields.
 
-    Pydantic makes objects of all that it is shown in one go, while nothing else moves. So it is
-    shown neither fields that are not known nor long lists of token ids, which are read in parts.
+    Pydantic converts all of its input in one call, which blocks the event loop. So it gets neither
+    unknown fields nor long lists of token IDs, which are parsed in parts.
 
     Raises:
-        pydantic.ValidationError: it is not what `model` says.
+        pydantic.ValidationError: the body does not match `model`.
     """
     ids: dict[str, list[int] | list[list[int]]] = {}
     shown: list[bytes] = []
@@ -98,7 +98,7 @@ async def _read_large(model: type[Body], given: dict[str, msgspec.Raw]) -> Body:
 
 
 async def _read_ids(text: bytes) -> list[int] | list[list[int]] | None:
-    """Read a list of token ids, or of lists of them; None if it is anything else, or wrong."""
+    """Parse a list of token IDs, or of such lists; None if it is malformed or anything else."""
     depth = text.count(b"[")
     if not text.startswith(b"[") or text.translate(None, _OF_IDS) or depth > MAX_PROMPTS + 1:
         return None
@@ -112,7 +112,7 @@ async def _read_ids(text: bytes) -> list[int] | list[list[int]] | None:
 
 
 async def _read_list(text: bytes) -> list[int]:
-    """Read a list of token ids in parts."""
+    """Parse a list of token IDs in parts."""
     if not text.startswith(b"["):
         raise ValueError("no list")
     found: list[int] = []
@@ -130,7 +130,7 @@ async def fields_of(body: bytes) -> Set[str]:
     """Return the names of a body's fields.
 
     Raises:
-        ApiError: it is no JSON object, or too many things.
+        ApiError: it is not a JSON object, or has too many elements.
     """
     await _check_price(body)
     try:
@@ -143,15 +143,15 @@ logger = logging.getLogger(__name__)
 
 
 class ApiRoute(APIRoute):
-    """A path operation that returns a Struct or a `Response`; a body is read under limits.
+    """A path operation that returns a Struct or a `Response`; its body is read subject to limits.
 
-    What it answers is documented by its return annotation, or in `responses`; errors are those of
-    its class, and others that `responses` names (`server.api.openapi.errors`).
+    The return annotation or `responses` documents its responses; its errors are those of the class
+    plus any in `responses` (`server.api.openapi.errors`).
 
-    FastAPI matches and documents all of them and serves those without a body. The bytes of a body
-    are counted and priced here before anything is made of them. Such an operation is passed its
-    body, the `Call`, `ServicesDep` and the parameters of its path, which are texts, as far as it
-    has them; other dependencies are not solved, which would take a tenth of a millisecond.
+    FastAPI matches and documents all operations and serves those without a body. Operations with a
+    body are handled here, because its size and cost have to be checked before it is parsed. They
+    receive the body, the `Call`, `ServicesDep` and path parameters (as strings), as far as they
+    declare them; other dependencies are not resolved, which would take about 0.1 ms.
     """
 
     needs_model = False
@@ -213,13 +213,13 @@ class ApiRoute(APIRoute):
             services.metrics.count("http_requests", self.path, call.status)
 
     async def body_type(self, call: Call, services: Services) -> type[RequestBody]:
-        """Return what the body of a call is."""
+        """Return the body type of a call."""
         found: type[RequestBody] = self._body_type
         return found
 
 
 class ModelRoute(ApiRoute):
-    """An operation that needs the model: another server answers what is for its models."""
+    """An operation that needs the model; requests for other servers' models are forwarded."""
 
     needs_model = True
     errors = (400, 401, 404, 500, 503)
@@ -232,7 +232,7 @@ class OperatorRoute(ApiRoute):
 
 
 async def _is_forwarded(call: Call, services: Services) -> bool:
-    """Wait until engines are known; return whether another server has answered the call."""
+    """Wait for engines to register; return whether another server has answered the call."""
     if not services.client.reaches_engines:
         with call:
             await services.client.wait_for_engines()

@@ -1,4 +1,4 @@
-"""What endpoints are served with, made once per process."""
+"""Shared services of the endpoints, created once per process."""
 
 import time
 from functools import partial
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a front end that endpoints use."""
+    """The components of a front end that endpoints use."""
 
     config: FrontEndConfig
     names: tuple[str, ...]
-    """By which clients may call the model, the preferred one first."""
+    """Names of the model, the preferred one first."""
     client: GenerationClient
     model: ServedModel
     table: TokenTable
@@ -54,36 +54,36 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     scrape: SharedWork[bytes]
     """Reads the metrics of the node's processes."""
     first_token_times: SharedWork[tuple[float, int]]
-    """Reads how long the node's requests waited for their first token, and how many there were."""
+    """Reads the sum (seconds) and count of the node's times to first token."""
     created: int
-    """Unix time at which this process began to serve."""
+    """Unix time at which this process started to serve."""
     control: SupervisorControl | None
-    """Reaches the node's supervisor, if it has one."""
+    """Connection to the node's supervisor, if there is one."""
     tracer: RequestTracer | None
-    """Makes a span of each request, if there is one."""
+    """Creates a span for each request, if tracing is enabled."""
     store: ResponseStore | None
-    """Where responses are kept, if they are."""
+    """Storage for responses, if enabled."""
     forwarder: "Forwarder | None"
-    """Serves the models of other servers, if there are any."""
+    """Forwards requests for models of other servers, if there are any."""
 
     @property
     def own_models(self) -> set[str]:
-        """The names that this server answers to, those of adapters included."""
+        """Names that this server answers to, including adapters."""
         return {*self.names, *self.client.adapters.served}
 
     @property
     def known_max_model_len(self) -> int | None:
-        """The longest sequence that the engines take; None before the first has joined."""
+        """Maximum sequence length of the engines; None before the first has registered."""
         try:
             return self.client.max_model_len
         except NoEngineAvailable:
             return None
 
     def asked_model(self, asked: str | None) -> tuple[str, str]:
-        """Return the name to answer with, and the version of the adapter that it means, if any.
+        """Return the name to answer with, and the version of the adapter it names, if any.
 
         Raises:
-            ApiError: 404, neither a served model nor an adapter has that name.
+            ApiError: 404, no served model or adapter has that name.
         """
         if asked is None or asked in self.names:
             return asked or self.names[0], ""
@@ -93,7 +93,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
         return asked, version
 
     def model_name(self, asked: str | None) -> str:
-        """Return the name to answer with, where adapters make no difference or are not served.
+        """Return the name to answer with, for endpoints that do not serve adapters.
 
         Raises:
             ApiError: 404, no served model has that name.
@@ -120,17 +120,17 @@ def make_services(
     forwarder: "Forwarder | None" = None,
     elsewhere: TenantsElsewhere | None = None,
 ) -> Services:
-    """Return what the endpoints of a front end are served with.
+    """Create the services of a front end.
 
     Args:
-        table: where the front ends of a node count what they have taken on; None for one alone.
-        pooling: how the model makes vectors, if it does.
-        processor: how it takes images, if it does.
-        elsewhere: what tenants hold in other nodes, where limits for them are set.
+        table: shared load counters of the node's front ends; None for a single front end.
+        pooling: the pooling model, if it is one.
+        processor: image processing of the model, if it takes images.
+        elsewhere: tenants' usage on other nodes, if there are limits across nodes.
 
     Raises:
         BadFormats: settings contradict each other.
-        BadGuards: there is no key where one is said to be.
+        BadGuards: a configured key is missing.
     """
     access, by_user = PathAccess(config.guards), config.tenants.tenant_by == "user"
     admission = Admission(
@@ -200,13 +200,13 @@ def _images(
         raise TokenizerError(
             f"the tokenizer has no token {processor.token}, which stands for images"
         )
-    from server.media.images import Images  # with Pillow, which only such models need
+    from server.media.images import Images  # imports Pillow, which only models with images need
 
     return Images(processor, token_id, config.media, metrics)
 
 
 def services_of(request: Request) -> Services:
-    """Return the services of the application that a request came to."""
+    """Return the services of the application that a request belongs to."""
     services: Services = request.app.state.services
     return services
 

@@ -15,13 +15,13 @@ from server.api.services import ServicesDep
 
 
 class EngineCounts(msgspec.Struct):
-    """What an engine last reported; names ending in `_total` count since its process began."""
+    """Last report of an engine; names ending in `_total` count from the start of its process."""
 
     step: int
     waiting: int
     running: int
     kv_usage: float
-    """Share of KV blocks in use, 0 to 1."""
+    """Fraction of KV blocks in use, 0 to 1."""
     queued_prefill_tokens: int
     prompt_tokens_total: int
     generation_tokens_total: int
@@ -32,11 +32,11 @@ class EngineCounts(msgspec.Struct):
 
 
 class EngineOverview(msgspec.Struct):
-    """One engine."""
+    """State of one engine."""
 
     rank: int
     incarnation: int
-    """Random number of its process: counts of another one cannot be compared."""
+    """Random number of its process: counters of different incarnations are not comparable."""
     host: str
     ready: bool
     restarts: int
@@ -44,62 +44,62 @@ class EngineOverview(msgspec.Struct):
     block_size: int | None
     max_model_len: int | None
     stats_age: float | None
-    """Seconds since the newest stats arrived."""
+    """Age of the newest stats in seconds."""
     counts: EngineCounts | None
     halted: bool = False
     """Paused or asleep by an operator's order."""
     draining: bool = False
-    """It finishes what it has and ends."""
+    """Whether it finishes its requests and then exits."""
     batch_invariant: bool | None = None
-    """Whether no token depends on what shares its step."""
+    """Whether its tokens are independent of the composition of the batch."""
 
 
 class MissingOverview(msgspec.Struct):
-    """An engine that there shall be and is not."""
+    """An expected engine that is missing."""
 
     rank: int
     reason: AbsenceReason
-    """not_joined: it has never come; died: it said so, or its supervisor saw it; silent: it was
-    not heard for too long; drained: it left by order; refused: it holds other weights than the
-    others."""
+    """not_joined: it never registered; died: it or its supervisor reported its end; silent: it
+    timed out; drained: it left by order; refused: its weights differ from those of the other
+    engines."""
     age: float
-    """Seconds for which it has been missed."""
+    """Seconds since it went missing."""
 
 
 class FirstTokenTimes(msgspec.Struct):
-    """Times to first token of all streams on this node since it began, in seconds."""
+    """Sum and count of times to first token of this node's streams since it started, in seconds."""
 
     sum: float
     count: int
 
 
 class StatusResponse(msgspec.Struct):
-    """The cluster as one front end sees it: engines, wave, front ends."""
+    """The cluster as seen by one front end: engines, wave, front ends."""
 
     version: str
     models: list[str]
     has_chat_template: bool
-    """Whether chat completions can be asked for."""
+    """Whether chat completions are available."""
     takes_images: bool
-    """Whether they may show images."""
+    """Whether they accept images."""
     pooling_task: Task | TokenTask | None
-    """What a model that makes vectors does; None if the model generates text."""
+    """Task of a pooling model; None if the model generates text."""
     time: float
-    """Unix time of this answer."""
+    """Unix time of this response."""
     started: int
-    """Unix time at which the answering front end began to serve."""
+    """Unix time at which this front end started to serve."""
     ready: bool
-    """Whether at least one engine can serve."""
+    """Whether at least one engine is ready."""
     wave: int
     running: bool
-    """Whether the engines run; false while all are paused."""
+    """Whether the engines are stepping; false while all are paused."""
     num_front_ends: int
     wakeups_total: dict[str, int]
-    """How often paused engines were woken, by source."""
+    """Number of wake-ups of paused engines, by source."""
     first_token_times: FirstTokenTimes
     engines: list[EngineOverview]
     num_expected: int = 0
-    """How many engines there shall be."""
+    """Target number of engines."""
     missing: list[MissingOverview] = []
 
 
@@ -160,7 +160,7 @@ def _engine(entry: EngineEntry, stats_age: float | None) -> EngineOverview:
 
 @router.get("/status.json", responses=json_responses(StatusResponse) | errors(401, 404))
 async def status(services: ServicesDep) -> Response:
-    """Show engines, wave and front ends as the front end that answers sees them."""
+    """Show engines, wave and front ends as seen by this front end."""
     view, ages = services.client.view, services.client.stats_age
     pooling = services.model.pooling
     shown = StatusResponse(

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, and how many tokens a conversation has as the model reads it."""
+"""POST /tokenize and /detokenize, and token counts of conversations."""
 
 from collections.abc import Callable
 from typing import Annotated, ClassVar
@@ -26,7 +26,7 @@ from server.text.tokenizer import check_vocabulary
 
 
 class TokenizeRequest(RequestBody):
-    """Token ids of a text or of a conversation; exactly one of `prompt` and `messages`."""
+    """Tokenize a text or a conversation; exactly one of `prompt` and `messages` is set."""
 
     model: Name | None = None
     prompt: str | None = None
@@ -51,7 +51,7 @@ class TokenizeRequest(RequestBody):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """Token ids and, if asked for, the vocabulary's strings for them."""
+    """Token IDs and, if requested, their vocabulary strings."""
 
     count: int
     max_model_len: int | None
@@ -60,7 +60,7 @@ class TokenizeResponse(msgspec.Struct):
 
 
 class DetokenizeRequest(RequestBody):
-    """Text of token ids."""
+    """Decode token IDs to text."""
 
     id_fields: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
@@ -82,7 +82,7 @@ router = APIRouter(route_class=ModelRoute)
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, services: ServicesDep) -> TokenizeResponse:
-    """Show the token ids that a prompt or a conversation has."""
+    """Return the token IDs of a prompt or a conversation."""
     services.asked_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("exactly one of prompt and messages must be given", "prompt")
@@ -111,7 +111,7 @@ async def tokenize(body: TokenizeRequest, services: ServicesDep) -> TokenizeResp
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, services: ServicesDep) -> DetokenizeResponse:
-    """Show the text of token ids."""
+    """Return the text of token IDs."""
     services.asked_model(body.model)
     check_vocabulary(body.tokens, services.model.tokenizer.vocab_size, "tokens")
     text = await services.model.tokenizer.decode_async(
@@ -123,10 +123,10 @@ async def detokenize(body: DetokenizeRequest, services: ServicesDep) -> Detokeni
 async def count_tokens_of(
     source: Conversation, services: Services, field: str, blame: Callable[[ApiError], ApiError]
 ) -> int:
-    """Return the number of tokens of a conversation, which the field of the request has.
+    """Return the number of tokens of a conversation, which `field` of the request contains.
 
     Raises:
-        ApiError: the conversation is wrong, or too long to be counted, as `blame` tells it.
+        ApiError: the conversation is invalid, or too long to count; rewritten by `blame`.
     """
     try:
         source = await with_counted_images(source, services)
@@ -139,10 +139,10 @@ async def count_tokens_of(
 async def tokenized(
     text: str, services: Services, field: str, *, add_special_tokens: bool
 ) -> list[int]:
-    """Return the token ids of a text, which the field of the request has.
+    """Return the token IDs of a text, which `field` of the request contains.
 
     Raises:
-        ApiError: it is too long to be counted.
+        ApiError: it is too long to count.
     """
     longest = max(MAX_COUNTED_TOKENS, services.known_max_model_len or 0)
     try:

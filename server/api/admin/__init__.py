@@ -1,1 +1,1 @@
-"""Paths for operators, behind the admin key: ours, and vLLM's under their own names."""
+"""Operator endpoints behind the admin key: Swell's own, and vLLM's under their own names."""

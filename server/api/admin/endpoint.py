@@ -1,6 +1,6 @@
-"""GET and POST /admin/*: for people who run the server, behind the admin key.
+"""GET and POST /admin/*: operator endpoints, behind the admin key.
 
-What changes the number of engines is asked of the supervisor, and goes on after the answer.
+Requests that change the number of engines go to the supervisor and continue after the response.
 """
 
 import msgspec
@@ -41,33 +41,33 @@ async def list_engines(services: ServicesDep) -> schema.EngineList:
 async def reset_prefix_cache(
     services: ServicesDep, rank: int | None = None
 ) -> schema.UtilityAnswers:
-    """Make one engine, or all, forget the prompts that they have computed."""
+    """Clear the prefix cache of one engine, or of all."""
     results = await services.client.call_utility(rank, "reset_prefix_cache", {})
     return _answers(results)
 
 
 @router.post("/admin/utilities")
 async def call_utility(body: schema.UtilityRequest, services: ServicesDep) -> schema.UtilityAnswers:
-    """Call a utility of one engine, or of all, by its name."""
+    """Call a utility of one engine, or of all, by name."""
     results = await services.client.call_utility(body.rank, body.name, body.arguments)
     return _answers(results)
 
 
 @router.get("/admin/scale")
 async def scale_status(services: ServicesDep) -> schema.ScaleStatus:
-    """Show how many engines there are, shall be, and what each is doing."""
+    """Show the current and target number of engines and the phase of each."""
     return _scale_status(await ask(services, ControlQuery()))
 
 
 @router.post("/admin/restart")
 async def restart(services: ServicesDep) -> schema.ScaleStatus:
-    """Replace every engine, one after the other, while the others serve."""
+    """Replace the engines one at a time while the rest keep serving."""
     return _scale_status(await ask(services, RestartEngines()))
 
 
 @router.post("/admin/scale")
 async def scale(body: schema.ScaleRequest, services: ServicesDep) -> schema.ScaleStatus:
-    """Run this number of engines from now on."""
+    """Set the target number of engines."""
     return _scale_status(await ask(services, ScaleEngines(body.data_parallel_size)))
 
 
@@ -99,10 +99,10 @@ def _status(entry: EngineEntry, stats_age: float | None) -> schema.EngineStatus:
 
 
 async def ask(services: Services, request: ControlRequest) -> ControlStatus:
-    """Return what the supervisor answers.
+    """Send a control request to the supervisor and return its response.
 
     Raises:
-        ApiError: there is none, or it does not answer.
+        ApiError: there is no supervisor, or it does not respond.
     """
     if services.control is None:
         raise invalid(

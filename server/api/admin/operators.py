@@ -1,11 +1,10 @@
-"""vLLM's paths for operators, under their own names and with their defaults.
+"""vLLM's operator endpoints, under their own names and with their defaults.
 
-Without `rank` an order is for all engines of this server's group, those that are still to come
-included, and outlives restarts of engines and of the coordinator. With `rank` it is for one engine
+Without `rank` an order applies to all engines of this server's group, including ones that start
+later, and survives restarts of engines and of the coordinator. With `rank` it applies to one engine
 process.
 
-Adapters are loaded and unloaded when the answer comes: one that is loaded can be named at every
-front end at once, and one that was unloaded at none.
+Load and unload requests for adapters return once they have taken effect on every front end.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ Rank = Annotated[int | None, Query(ge=0, le=MAX_TOKENS)]
 Tag = Literal["weights", "kv_cache", "scheduling"]
 
 _LOOK_INTERVAL = 0.2
-"""Seconds between two looks at whether it is done."""
+"""Seconds between polls for completion."""
 
 router = APIRouter(route_class=OperatorRoute)
 _CHANGED = text_responses("text/plain; charset=utf-8", "It is done.") | errors(404)
@@ -50,7 +49,7 @@ _CHANGED = text_responses("text/plain; charset=utf-8", "It is done.") | errors(4
 async def pause(
     services: ServicesDep, mode: PauseMode = "abort", clear_cache: bool = True, rank: Rank = None
 ) -> schema.PauseStatus:
-    """Launch no further step; `mode` says what happens to requests."""
+    """Stop launching steps; `mode` selects what happens to running requests."""
     await _pause(services, mode, rank)
     if clear_cache and mode in ("abort", "wait"):
         await _call(services, rank, "reset_prefix_cache")
@@ -69,7 +68,7 @@ async def resume(services: ServicesDep, rank: Rank = None) -> schema.PauseStatus
 
 @router.get("/is_paused")
 async def is_paused(services: ServicesDep) -> schema.IsPaused:
-    """Say whether all engines are paused or asleep."""
+    """Return whether all engines are paused or asleep."""
     infos = await _call(services, None, "info")
     return schema.IsPaused(all(each["is_paused"] or each["is_sleeping"] for each in infos))
 
@@ -81,7 +80,7 @@ async def sleep(
     mode: PauseMode = "abort",
     rank: Rank = None,
 ) -> schema.Done:
-    """Give memory back: at level 1 the KV cache, at 2 the weights too, at 0 nothing."""
+    """Release memory: at level 1 the KV cache, at level 2 the weights too, at level 0 nothing."""
     waits = mode == "wait"
     if waits:
         await _pause(services, mode, rank)
@@ -101,7 +100,7 @@ async def wake_up(
     tags: Annotated[list[Tag] | None, Query(max_length=3)] = None,
     rank: Rank = None,
 ) -> schema.Done:
-    """Have memory back: all of it, or what `tags` name, weights first."""
+    """Reallocate memory: all of it, or only what `tags` name, weights first."""
     if rank is None:
         await _order(services, FleetWish(_ticket(), "wake_up", tags=list(tags or ())))
     else:
@@ -111,14 +110,14 @@ async def wake_up(
 
 @router.get("/is_sleeping")
 async def is_sleeping(services: ServicesDep) -> schema.IsSleeping:
-    """Say whether all engines are asleep."""
+    """Return whether all engines are asleep."""
     infos = await _call(services, None, "info")
     return schema.IsSleeping(all(each["is_sleeping"] for each in infos))
 
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(services: ServicesDep, rank: Rank = None) -> schema.Done:
-    """Forget the prompts that engines have computed."""
+    """Clear the prefix caches of the engines."""
     answers = await _call(services, rank, "reset_prefix_cache")
     blocks = sum(int(each["blocks_forgotten"] or 0) for each in answers)
     return schema.Done(f"{blocks} blocks were forgotten.")
@@ -127,7 +126,7 @@ async def reset_prefix_cache(services: ServicesDep, rank: Rank = None) -> schema
 @router.post("/reset_mm_cache")
 @router.post("/reset_encoder_cache")
 async def reset_encoder_cache(services: ServicesDep, rank: Rank = None) -> schema.Done:
-    """Forget what engines have encoded of images, but for those that are being computed."""
+    """Clear the encoder caches of the engines, except for images that are being encoded."""
     answers = await _call(services, rank, "reset_encoder_cache")
     images = sum(int(each["images_forgotten"] or 0) for each in answers)
     return schema.Done(f"{images} images were forgotten.")
@@ -135,21 +134,21 @@ async def reset_encoder_cache(services: ServicesDep, rank: Rank = None) -> schem
 
 @router.post("/start_profile")
 async def start_profile(services: ServicesDep, rank: Rank = None) -> schema.Done:
-    """Begin to record what steps do."""
+    """Start profiling steps."""
     answers = await _call(services, rank, "start_profile")
     return schema.Done(f"Traces will be in {answers[0]['directory']}.")
 
 
 @router.post("/stop_profile")
 async def stop_profile(services: ServicesDep, rank: Rank = None) -> schema.Done:
-    """End the recordings and write their traces."""
+    """Stop profiling and write the traces."""
     answers = await _call(services, rank, "stop_profile")
     return schema.Done(", ".join(str(each["trace"]) for each in answers))
 
 
 @router.post("/scale_elastic_ep")
 async def scale(body: schema.ScaleEpRequest, services: ServicesDep) -> schema.Done:
-    """Run this number of engines; answer when they run, or after `drain_timeout`."""
+    """Scale to this number of engines; return once they run, or after `drain_timeout`."""
     size, until = body.new_data_parallel_size, time.monotonic() + body.drain_timeout
     status = await ask(services, ScaleEngines(size))
     while status.busy or status.data_parallel_size != size:
@@ -166,13 +165,13 @@ async def scale(body: schema.ScaleEpRequest, services: ServicesDep) -> schema.Do
 
 @router.post("/is_scaling_elastic_ep")
 async def is_scaling(services: ServicesDep) -> schema.IsScaling:
-    """Say whether engines are being added, retired or replaced."""
+    """Return whether engines are being added, retired or replaced."""
     return schema.IsScaling((await ask(services, ControlQuery())).busy)
 
 
 @router.get("/v1/fault_tolerance/status")
 async def faults(services: ServicesDep) -> schema.FaultStatus:
-    """Say which engines serve, which do not yet or not any more, and which are missing."""
+    """Report which engines are healthy, unhealthy, or missing."""
     view = services.client.view
     if view is None:
         return schema.FaultStatus([], 0)
@@ -189,7 +188,7 @@ async def faults(services: ServicesDep) -> schema.FaultStatus:
 
 @router.post("/collective_rpc")
 async def collective_rpc(body: schema.RpcRequest, services: ServicesDep) -> schema.RpcResults:
-    """Call a method of a worker extension in one engine, or in all."""
+    """Call a worker extension method in one engine, or in all."""
     arguments: dict[str, UtilityValue] = {
         "method": body.method,
         "args": msgspec.json.encode(body.args).decode(),
@@ -202,7 +201,7 @@ async def collective_rpc(body: schema.RpcRequest, services: ServicesDep) -> sche
 
 @router.post("/v1/load_lora_adapter", responses=_CHANGED)
 async def load_lora_adapter(body: schema.LoadLoraRequest, services: ServicesDep) -> Response:
-    """Have all engines load an adapter; then requests may name it as their model."""
+    """Load an adapter in all engines; after that requests can name it as their model."""
     name = body.lora_name
     if name in services.names:
         raise invalid_field("lora_name", f"{name!r} is the name of the model itself")
@@ -216,7 +215,7 @@ async def load_lora_adapter(body: schema.LoadLoraRequest, services: ServicesDep)
 
 @router.post("/v1/unload_lora_adapter", responses=_CHANGED)
 async def unload_lora_adapter(body: schema.UnloadLoraRequest, services: ServicesDep) -> Response:
-    """Stop taking requests for an adapter; those that run end with it."""
+    """Stop accepting requests for an adapter; running ones finish with it."""
     name = body.lora_name
     outcome = await services.client.change_adapter(name)
     return _changed(outcome, f"Success: LoRA adapter '{name}' removed successfully.", "lora_name")
@@ -262,7 +261,7 @@ async def _call(
 
 
 def _result(answer: UtilityResult) -> dict[str, UtilityValue]:
-    """Return what an engine answered."""
+    """Return the result of a utility call to an engine."""
     if answer.error is not None or not isinstance(answer.result, dict):
         raise invalid(f"Engine {answer.rank}: {answer.error}", code="utility_failed")
     return answer.result

@@ -1,4 +1,4 @@
-"""Paths for operators, ours and vLLM's: requests and answers."""
+"""Requests and responses of the operator endpoints, Swell's and vLLM's."""
 
 import sys
 from typing import Annotated, Any, Literal
@@ -26,20 +26,20 @@ class EngineStatus(msgspec.Struct):
     running: int
     waiting: int
     kv_usage: float
-    """Share of KV blocks in use, 0 to 1."""
+    """Fraction of KV blocks in use, 0 to 1."""
     queued_prefill_tokens: int
     stats_age: float | None
-    """Seconds since the newest stats came; null before the first."""
+    """Age of the newest stats in seconds; null before the first."""
     num_kv_blocks: int | None = None
     max_num_seqs: int | None = None
     halted: bool = False
-    """Paused or asleep by an operator's order: nothing new is routed to it."""
+    """Paused or asleep by an operator's order: no new requests are routed to it."""
     weight_version: str = ""
-    """What its weights are called; empty for those of the settings."""
+    """Version of its weights; empty for those from the settings."""
 
 
 class EngineList(msgspec.Struct):
-    """All engines, by rank, and the state that they share."""
+    """All engines, by rank, and their shared state."""
 
     engines: list[EngineStatus]
     wave: int
@@ -52,7 +52,7 @@ _Number = Annotated[float, Field(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 
 class UtilityRequest(RequestBody):
-    """A utility of the engines, by name."""
+    """A call of an engine utility, by name."""
 
     name: str = Field(min_length=1, max_length=100)
     arguments: dict[str, str | _Integer | _Number | bool | None] = Field(default_factory=dict)
@@ -60,7 +60,7 @@ class UtilityRequest(RequestBody):
 
 
 class UtilityAnswer(msgspec.Struct):
-    """What one engine answered."""
+    """The result from one engine."""
 
     rank: int
     result: UtilityValue | dict[str, UtilityValue]
@@ -68,13 +68,13 @@ class UtilityAnswer(msgspec.Struct):
 
 
 class UtilityAnswers(msgspec.Struct):
-    """What the engines answered, by rank."""
+    """Results of the engines, by rank."""
 
     answers: list[UtilityAnswer]
 
 
 class ScaleRequest(RequestBody):
-    """How many engines there shall be: on the node, or on all nodes that can join each other."""
+    """Target number of engines: on this node, or in total over all joined nodes."""
 
     data_parallel_size: int = Field(ge=1, le=1024)
 
@@ -83,41 +83,41 @@ class NodeScale(msgspec.Struct):
     """The engines of one node."""
 
     data_parallel_size: int
-    """How many there shall be."""
+    """Target number of engines."""
     capacity: int
-    """How many there can be."""
+    """Maximum number of engines."""
     engines: dict[str, str]
-    """Phase of each by its number on the node."""
+    """Phase of each engine by its number on the node."""
     busy: bool
     error: str | None
 
 
 class ScaleStatus(msgspec.Struct):
-    """The engines as the node's supervisor sees them."""
+    """State of the engines as seen by the node's supervisor."""
 
     data_parallel_size: int
-    """How many engines there shall be."""
+    """Target number of engines."""
     engines: dict[str, str]
-    """Phase of each engine: "ready", "retiring", or what it does while it starts.
+    """Phase of each engine: "ready", "retiring", or its current startup phase.
 
-    By rank, or, where other nodes can join, as NODE/NUMBER of all nodes.
+    Keys are ranks, or NODE/NUMBER for the engines of all nodes if other nodes can join.
     """
     busy: bool
     """Whether engines are being added, retired or replaced."""
     error: str | None
-    """Why the last change was not carried out."""
+    """Why the last change failed."""
     nodes: dict[str, NodeScale] = {}
-    """Each node by name; empty where no other can join."""
+    """Each node by name; empty if no other node can join."""
     hosts: dict[str, str] = {}
-    """The node of each engine that runs on another than the supervisor's; keys as in `engines`."""
+    """Node of each engine that is not on the supervisor's node; keys as in `engines`."""
     waiting: dict[str, str] = {}
-    """The resources that a cluster lacks for an engine, e.g. `CPU, GPU`; keys as in `engines`."""
+    """Resources that the cluster lacks for an engine, e.g. `CPU, GPU`; keys as in `engines`."""
     api_servers: dict[str, str] = {}
-    """Phase of each API server by name, where the supervisor has them on several nodes."""
+    """Phase of each API server by name, if the supervisor runs them on several nodes."""
 
 
 class WeightsRequest(RequestBody):
-    """Weights that all engines shall compute with."""
+    """Weights for all engines to load."""
 
     model: str = Field(
         min_length=1, max_length=1000, description="Directory below --weights-dir, or a hub id."
@@ -137,7 +137,7 @@ class WeightsRequest(RequestBody):
 
 
 class WeightsStatus(msgspec.Struct):
-    """All engines compute with these weights."""
+    """The weights that all engines now use."""
 
     weight_version: str
     engines: list[int]
@@ -155,7 +155,7 @@ WeightVersion = Annotated[
 
 
 class InitInfo(RequestBody):
-    """Where the trainer waits."""
+    """Address of the trainer's rendezvous."""
 
     master_address: str = Field(min_length=1, max_length=255)
     master_port: int = Field(ge=1, le=65535)
@@ -169,13 +169,13 @@ class InitInfo(RequestBody):
 
 
 class InitTransferRequest(RequestBody):
-    """A trainer that will send weights."""
+    """Request to join a trainer that will send weights."""
 
     init_info: InitInfo
 
 
 class UpdateInfo(RequestBody):
-    """Tensors as they will come, one broadcast each: as in the model's checkpoint."""
+    """The tensors to be broadcast, in order, named and shaped as in the model's checkpoint."""
 
     names: list[Name] = Field(min_length=1)
     dtype_names: list[Name] = Field(description="Such as `bfloat16`.")
@@ -184,26 +184,26 @@ class UpdateInfo(RequestBody):
 
 
 class UpdateWeightsRequest(RequestBody):
-    """Weights, or a part of them, that the trainer is about to send."""
+    """Weights, or a part of them, that the trainer is about to broadcast."""
 
     update_info: UpdateInfo
     weight_version: WeightVersion = None
 
 
 class FinishUpdateRequest(RequestBody):
-    """All parts have been sent."""
+    """End of a weight update: all parts have been sent."""
 
     weight_version: WeightVersion = None
 
 
 class WorldSize(msgspec.Struct):
-    """How many processes join a trainer."""
+    """Number of processes that join a trainer."""
 
     world_size: int
 
 
 class LoadLoraRequest(RequestBody):
-    """An adapter to serve beside the model."""
+    """An adapter to load and serve."""
 
     lora_name: str = Field(min_length=1, max_length=MAX_NAME_SIZE)
     lora_path: str = Field(
@@ -218,13 +218,13 @@ class LoadLoraRequest(RequestBody):
 
 
 class UnloadLoraRequest(RequestBody):
-    """An adapter that shall not be served any more."""
+    """An adapter to unload."""
 
     lora_name: str = Field(min_length=1, max_length=MAX_NAME_SIZE)
 
 
 class PauseStatus(msgspec.Struct):
-    """It is done."""
+    """Confirmation of a pause or resume."""
 
     status: Literal["paused", "resumed"]
 
@@ -242,13 +242,13 @@ class IsSleeping(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """It is done, in words."""
+    """Confirmation message."""
 
     message: str
 
 
 class ScaleEpRequest(RequestBody):
-    """How many engines there shall be."""
+    """Target number of engines."""
 
     new_data_parallel_size: int = Field(ge=1, le=1024)
     drain_timeout: int = Field(
@@ -263,7 +263,7 @@ class IsScaling(msgspec.Struct):
 
 
 class RpcRequest(RequestBody):
-    """A method of a worker extension, see docs/operators.md."""
+    """A call of a worker extension method, see docs/operators.md."""
 
     method: str = Field(min_length=1, max_length=200)
     args: list[Any] = Field(default_factory=list, max_length=100)
@@ -273,13 +273,13 @@ class RpcRequest(RequestBody):
 
 
 class RpcResults(msgspec.Struct):
-    """What the method returned in each engine, by rank."""
+    """Return values of the method, by engine rank."""
 
     results: list[Any]
 
 
 class EngineFault(msgspec.Struct, omit_defaults=True):
-    """One engine: `unhealthy` is there and takes no requests, `dead` is expected and not there."""
+    """One engine: `unhealthy` is registered but not ready, `dead` is expected but missing."""
 
     id: int
     status: Literal["healthy", "unhealthy", "dead"]
@@ -287,7 +287,7 @@ class EngineFault(msgspec.Struct, omit_defaults=True):
 
 
 class FaultStatus(msgspec.Struct):
-    """Which engines there are, and which are missing."""
+    """The registered engines and the missing ones."""
 
     engines: list[EngineFault]
     total_engines: int

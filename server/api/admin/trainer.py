@@ -1,7 +1,7 @@
-"""Weights from a trainer, under vLLM's names: it joins the engines, then broadcasts tensors.
+"""Weight transfer from a trainer, under vLLM's names: it joins engines and broadcasts tensors.
 
-What state there is the engines have, so that any API server may be asked. Whatever fails ends the
-group with the trainer in all engines, which keep the weights that they had.
+All state is in the engines, so any API server can handle any request. A failure dissolves the group
+with the trainer in all engines, which keep their previous weights.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 router = APIRouter(route_class=OperatorRoute)
 
 _LOOK_INTERVAL = 0.02
-"""Seconds between two looks at whether all have met, or have received everything."""
+"""Seconds between polls for all engines having joined or received everything."""
 _MARGIN = 10.0
 
 
 @router.get("/get_world_size")
 async def get_world_size(services: ServicesDep, include_dp: bool = True) -> schema.WorldSize:
-    """Say how many processes join a trainer: one of each engine."""
+    """Return the number of processes that join a trainer: one per engine."""
     infos = await services.client.call_utility(None, "info", {})
     return schema.WorldSize(len(infos) if include_dp else 1)
 
@@ -42,21 +42,21 @@ async def get_world_size(services: ServicesDep, include_dp: bool = True) -> sche
 async def init_weight_transfer_engine(
     body: schema.InitTransferRequest, services: ServicesDep
 ) -> schema.Done:
-    """Have all engines meet a trainer, which is rank 0; answers when they have."""
+    """Join all engines to a trainer, which is rank 0; return once all have joined."""
     await _Transfer(services.client, "init_info").join(body.init_info)
     return schema.Done("Weight transfer initialized")
 
 
 @router.post("/start_weight_update", responses=errors(409))
 async def start_weight_update(services: ServicesDep) -> schema.Done:
-    """Begin an update that comes in several parts."""
+    """Start an update that is sent in several parts."""
     await _Transfer(services.client, None).call("start_weight_update")
     return schema.Done("Weight update started")
 
 
 @router.post("/update_weights", responses=errors(409))
 async def update_weights(body: schema.UpdateWeightsRequest, services: ServicesDep) -> schema.Done:
-    """Receive weights, and compute with them unless more parts are to come."""
+    """Receive weights, and switch to them unless more parts follow."""
     transfer = _Transfer(services.client, "update_info")
     if not await transfer.receive(body.update_info):
         await transfer.finish(body.weight_version)
@@ -67,21 +67,21 @@ async def update_weights(body: schema.UpdateWeightsRequest, services: ServicesDe
 async def finish_weight_update(
     body: schema.FinishUpdateRequest, services: ServicesDep
 ) -> schema.Done:
-    """Compute with all parts that were received."""
+    """Switch to the weights received in all parts."""
     await _Transfer(services.client, None).finish(body.weight_version)
     return schema.Done("Weight update finished")
 
 
 class _Transfer:
-    """What one request has all engines do."""
+    """The engine calls of one request."""
 
     def __init__(self, client: GenerationClient, field: str | None) -> None:
-        """Prepare for a request whose field says what is wanted, if it has one."""
+        """Prepare calls on behalf of a request; errors name `field`, if given."""
         self._client = client
         self._field = field or "weight_version"
 
     async def join(self, info: schema.InitInfo) -> None:
-        """Have all engines meet the trainer."""
+        """Join all engines to the trainer."""
         infos = await self._client.call_utility(None, "info", {})
         ranks = sorted(each.rank for each in infos)
         if info.rank_offset + len(ranks) > info.world_size:
@@ -105,11 +105,11 @@ class _Transfer:
             ]  # fmt: skip
             for answers in await asyncio.gather(*calls):
                 results_of(answers, self._field)
-            # Torch waits for the store, then for the others.
+            # Torch waits for the store, then for the other ranks.
             await self._until_joined(2 * info.timeout + _MARGIN)
 
     async def receive(self, info: schema.UpdateInfo) -> bool:
-        """Have all engines receive tensors; return whether more are to come."""
+        """Receive tensors in all engines; return whether more parts follow."""
         async with self._leaving_if_it_fails():
             if info.packed:
                 raise invalid_field("update_info", "packed must be false.")
@@ -127,11 +127,11 @@ class _Transfer:
         return bool(said[0]["is_open"])
 
     async def finish(self, version: str | None) -> None:
-        """Have all engines compute with what they have received.
+        """Switch all engines to the weights that they have received.
 
         Raises:
-            ApiError: not all could, and none does.
-            NoEngineAvailable: there is none.
+            ApiError: an engine failed; all keep their previous weights.
+            NoEngineAvailable: no engine is available.
         """
         async with self._leaving_if_it_fails():
             infos = await self.call("info")
@@ -142,7 +142,7 @@ class _Transfer:
     async def call(
         self, name: str, arguments: dict[str, UtilityValue] | None = None
     ) -> list[dict[str, UtilityValue]]:
-        """Return what all engines answer."""
+        """Call a utility in all engines and return the results."""
         answers = await self._client.call_utility(None, name, arguments or {})
         for answer in answers:
             if "has not joined" in (answer.error or ""):
@@ -177,7 +177,7 @@ class _Transfer:
             yield
         except (ApiError, NoEngineAvailable, asyncio.CancelledError) as error:
             logger.warning("leaving the trainer: %s", error)
-            # The trainer may have disconnected: no engine may go on waiting for it.
+            # The client may have disconnected: no engine must keep waiting for the trainer.
             await asyncio.shield(self._leave())
             raise
 

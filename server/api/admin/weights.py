@@ -1,4 +1,4 @@
-"""POST /admin/weights: other weights for all engines while they serve, or for none."""
+"""POST /admin/weights: replace the weights of all engines while they serve, or of none."""
 
 import asyncio
 import logging
@@ -21,17 +21,17 @@ router = APIRouter(route_class=OperatorRoute)
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT = 1800.0
-"""Seconds that an engine may take to load weights, perhaps over a network."""
+"""Timeout in seconds for an engine to load weights, possibly over a network."""
 
 HAND_OVER_SECONDS = 10.0
-"""Seconds that requests may take to leave an engine before its weights are replaced."""
+"""Seconds that running requests get to leave an engine before its weights are replaced."""
 
 _LOOK_INTERVAL = 0.05
 
 
 @router.post("/admin/weights", responses=errors(409))
 async def update_weights(body: WeightsRequest, services: ServicesDep) -> WeightsStatus:
-    """Have all engines compute with other weights; if one cannot, all keep theirs."""
+    """Load new weights in all engines; if one fails, all keep their current ones."""
     began = time.monotonic()
     named = body.model if body.revision is None else f"{body.model}@{body.revision}"
     source = WeightsSource(body.model, body.revision, body.weight_version or named)
@@ -45,26 +45,26 @@ async def update_weights(body: WeightsRequest, services: ServicesDep) -> Weights
 
 
 class Update:
-    """One update, and the way back."""
+    """One weight update, with rollback."""
 
     def __init__(self, client: GenerationClient, source: WeightsSource, field: str) -> None:
-        """Prepare to replace weights, which are of that field of the request."""
+        """Prepare an update to the weights that the request's `field` names."""
         self._client = client
         self._source = source
         self._field = field
         self._before: dict[int, WeightsSource] = {}
-        """What each engine computed with that has been updated."""
+        """Previous weights of each updated engine, by rank."""
         self._updates: dict[int, int] = {}
-        """How often the weights of each engine had been replaced before."""
+        """Update counter of each engine before this update, by rank."""
 
     async def run(self, *, rolling: bool) -> list[int]:
-        """Update all engines that serve, and those that start later; return their ranks.
+        """Update all running engines and ones that start later; return the ranks updated.
 
-        Engines that start later wait for what a trainer has sent.
+        Engines that start later wait if the weights came from a trainer.
 
         Raises:
-            ApiError: one could not be updated, and all that were have their weights back.
-            NoEngineAvailable: no engine is there.
+            ApiError: an engine could not be updated; updated engines were rolled back.
+            NoEngineAvailable: no engine is registered.
         """
         self._client.check_takes_requests()
         infos = await self._client.call_utility(None, "info", {})
@@ -82,7 +82,7 @@ class Update:
             await self._client.order_fleet(wish)
         except (ApiError, NoEngineAvailable, asyncio.CancelledError) as error:
             logger.warning("reverting weights %s: %s", self._source.version, error)
-            # The client may have disconnected: the engines must agree in any case.
+            # The client may have disconnected: the engines must stay consistent regardless.
             await asyncio.shield(self._take_back())
             raise
         if any(source.model == PUSHED for source in (self._source, *self._before.values())):
@@ -91,7 +91,7 @@ class Update:
         return ranks
 
     async def _replace_in(self, rank: int, *, alone: bool) -> None:
-        """Replace the weights of one engine, whose requests go to the others meanwhile."""
+        """Replace the weights of one engine; if not `alone`, its requests move to others."""
         info = await self._ask(rank, "info")
         halts = not alone and not info["is_paused"] and not info["is_sleeping"]
         if halts:
@@ -138,15 +138,15 @@ class Update:
             try:
                 results_of(await self._load(rank, source), self._field)
             except (ApiError, NoEngineAvailable) as error:
-                # It died meanwhile and starts with what was ordered before, or has to.
+                # If it died, its successor starts with the previously ordered weights.
                 logger.error("cannot restore the weights of engine %d: %s", rank, error)
 
 
 def results_of(answers: Sequence[UtilityResult], field: str) -> list[dict[str, UtilityValue]]:
-    """Return what engines answered to what a field of the request asks for.
+    """Return the results of a utility call; errors name `field` of the request.
 
     Raises:
-        ApiError: 400, one could not; 409, another update was first; 503, one died.
+        ApiError: 400 if an engine failed, 409 if another update came first, 503 if an engine died.
     """
     results = []
     for answer in answers:

@@ -25,7 +25,7 @@ router = APIRouter(route_class=ModelRoute)
 async def create_chat_completion(
     body: ChatCompletionRequest, call: Call, services: ServicesDep
 ) -> Response:
-    """Write the next turn of a conversation."""
+    """Generate the next turn of a conversation."""
     return Generation(call, services, body, parse, renderer)
 
 
@@ -35,5 +35,5 @@ async def create_chat_completion(
 async def create_chat_completions(
     body: BatchChatRequest, call: Call, services: ServicesDep
 ) -> Response:
-    """Write the next turn of each of several conversations: a choice for each, in their order."""
+    """Generate the next turn of several conversations: one choice for each, in order."""
     return Generation(call, services, body, parse_batch, renderer)

@@ -1,4 +1,4 @@
-"""A chat completion request in the terms of all requests."""
+"""Conversion of chat completion bodies to generation requests."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ Blame = Callable[[ApiError], ApiError]
 def parse(
     body: ChatCompletionRequest, model: ServedModel, max_model_len: int, blame: Blame | None = None
 ) -> GenerationRequest:
-    """Return what a request asks for, checked as far as possible without tokens.
+    """Convert a body to a generation request, with all checks that need no tokens.
 
-    `blame` is for requests that came to another endpoint (`GenerationRequest.blame`).
+    `blame` rewrites errors for requests to another endpoint (`GenerationRequest.blame`).
 
     Raises:
-        ApiError: the request is wrong, or asks for too much; `param` names the field.
+        ApiError: the request is invalid or exceeds a limit; `param` names the field.
     """
     try:
         return _parsed(body, [conversation(body, body.messages)], model, max_model_len, blame=blame)
@@ -39,10 +39,10 @@ def parse(
 
 
 def chat_request(body: dict[str, Any], blame: Blame) -> ChatCompletionRequest:
-    """Return the chat completion that stands for a request that came to another endpoint.
+    """Validate the chat completion that a request to another endpoint was translated to.
 
     Raises:
-        ApiError: it is wrong, in the words of that endpoint.
+        ApiError: it is invalid; the error uses that endpoint's field names.
     """
     encoded = msgspec.json.encode(body)
     try:
@@ -52,7 +52,7 @@ def chat_request(body: dict[str, Any], blame: Blame) -> ChatCompletionRequest:
 
 
 def renamed(param: str, names: Sequence[tuple[re.Pattern[str], str]]) -> str:
-    """Return a field's name with the first of these beginnings that it has replaced."""
+    """Return a field name with its prefix replaced according to the first matching pattern."""
     for pattern, name in names:
         if pattern.match(param):
             return pattern.sub(name, param)
@@ -62,10 +62,10 @@ def renamed(param: str, names: Sequence[tuple[re.Pattern[str], str]]) -> str:
 def parse_batch(
     body: BatchChatRequest, model: ServedModel, max_model_len: int
 ) -> GenerationRequest:
-    """Return what a request with several conversations asks for, checked to the same extent.
+    """Convert a body with several conversations to a generation request, like `parse`.
 
     Raises:
-        ApiError: the request is wrong, or asks for too much; `param` names the field.
+        ApiError: the request is invalid or exceeds a limit; `param` names the field.
     """
     every = [conversation(body, messages) for messages in body.messages]
     for field in ("documents", "chat_template_kwargs"):
@@ -123,7 +123,7 @@ def _parsed(
 
 
 def conversation(request: ChatFields, messages: list[ChatMessage]) -> Conversation:
-    """Return a conversation of a request, and what its answers may consist of."""
+    """Return one conversation of a request, with its constraints on the answer."""
     budget = request.thinking_token_budget
     named = {"reasoning_effort": request.reasoning_effort, "verbosity": request.verbosity}
     given = {name: value for name, value in named.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Chat completions as clients see them: chunks of a stream, or one body."""
+"""Rendering of chat completions: chunks of a stream, or one body."""
 
 from collections.abc import Iterable
 
@@ -42,7 +42,7 @@ from server.text.detokenizer import TokenTable
 
 
 def renderer(body: ChatFields, request: GenerationRequest, table: TokenTable) -> Renderer:
-    """Return what shows the answers to a request."""
+    """Return the renderer for a request's answers."""
     shows = ChatChunks if body.stream else ChatBody
     return shows(request, table)
 
@@ -52,7 +52,7 @@ def _id(request: GenerationRequest) -> str:
 
 
 class ChatBody(WholeBody):
-    """Shows the sums of deltas as one chat completion."""
+    """Renders accumulated deltas as one chat completion."""
 
     def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
         super().__init__(request.num_answers)
@@ -62,7 +62,7 @@ class ChatBody(WholeBody):
         self._readers = [request.plan.reader() for _ in range(request.num_answers)]
 
     def finish(self, usage: Usage) -> bytes:
-        """Return the body."""
+        """Return the response body."""
         request, answers = self._request, self.answers()
         prompt, scores = request.prompts[0].token_ids, answers[0].prompt_logprobs
         choices = encoded_each(answers, self._shown)
@@ -94,12 +94,12 @@ class ChatBody(WholeBody):
         choice.unreadable_tool_calls = _unreadable(reader)
         if self._show_ids:
             choice.token_ids = list(answer.token_ids)
-        answer.logprobs = answer.prompt_logprobs = None  # most of its memory
+        answer.logprobs = answer.prompt_logprobs = None  # frees most of its memory
         return choice
 
 
 def _add_details(usage: Usage, readers: Iterable[AnswerReader | None]) -> None:
-    """Say how many tokens were for reasoning, if there is any."""
+    """Add the number of reasoning tokens to the usage, if there are any."""
     if count := sum([reader.reasoning_tokens for reader in readers if reader is not None]):
         usage.completion_tokens_details = CompletionTokensDetails(count)
 
@@ -129,7 +129,7 @@ def _show_reasoning(shown: AssistantMessage | ChatDelta, text: str, plan: Answer
 def _finish_reason(
     reason: FinishReason | None, reader: AnswerReader | None, plan: AnswerPlan
 ) -> ChatFinishReason | None:
-    """Say that the model waits for tools, unless the client knows because it chose the tool."""
+    """Return "tool_calls" for answers with calls, unless the client itself chose the tool."""
     called = reader is not None and reader.num_calls > 0
     return "tool_calls" if reason == "stop" and called and plan.tools.mode != "named" else reason
 
@@ -139,7 +139,7 @@ def _unreadable(reader: AnswerReader | None) -> list[int] | UnsetType:
 
 
 class ChatChunks(ChunkStream):
-    """Shows deltas as chunks of a chat completion; each choice begins with its role."""
+    """Renders deltas as chat completion chunks; each choice starts with its role."""
 
     def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
         super().__init__("chat.completion.chunk", _id(request), request, table)
@@ -148,10 +148,10 @@ class ChatChunks(ChunkStream):
         taken_apart = self._plan.reader() is not None
         scored = request.logprobs is not None
         self._only_text = not (taken_apart or self._show_ids or scored)
-        """Whether a delta is its text, but for the first and the last."""
+        """Whether deltas are plain text, except for the first and the last."""
 
     def push(self, index: int, delta: Delta) -> bytes:
-        """Return the frames of a delta; none if it has no text yet and nothing else to show."""
+        """Return the frames of a delta; empty if there is nothing to show yet."""
         first = index not in self._readers
         begun = self._begin(index) if first else b""
         if self._counts is not None:
@@ -163,7 +163,7 @@ class ChatChunks(ChunkStream):
         return begun + b"".join(map(self._chunk, self._new(index, delta, self._readers[index])))
 
     def _begin(self, index: int) -> bytes:
-        """Return the frames before the first token of a choice."""
+        """Return the frames that precede the first token of a choice."""
         self._readers[index] = self._plan.reader()
         role = ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None)
         if self._show_ids:
@@ -197,7 +197,7 @@ class ChatChunks(ChunkStream):
         return choices
 
     def _parsed(self, reader: AnswerReader, delta: Delta) -> list[ChatDelta]:
-        """Return what a delta shows, at least one thing; an end after calls is one of its own."""
+        """Return at least one chat delta; the finish reason after calls gets an empty one."""
         parts = reader.push(delta.text, delta.token_ids)
         if delta.finish_reason is not None:
             parts += reader.finish()
@@ -207,7 +207,7 @@ class ChatChunks(ChunkStream):
         return shown
 
     def finish(self, usage: Usage) -> bytes:
-        """Return the frames behind those of the last delta."""
+        """Return the frames that follow the last delta."""
         _add_details(usage, self._readers.values())
         return super().finish(usage)
 

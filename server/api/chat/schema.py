@@ -42,7 +42,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MA
 
 
 class ChatFields(SamplingFields):
-    """Fields of chat completions of one conversation and of several."""
+    """Fields common to chat completions of one and of several conversations."""
 
     max_tokens: Tokens | None = Field(
         None, description="Default: all that fits. max_completion_tokens wins."
@@ -128,7 +128,7 @@ class ChatFields(SamplingFields):
 
 
 class ChatCompletionRequest(ChatFields):
-    """Write the next turn of a conversation."""
+    """Generate the next turn of a conversation."""
 
     messages: Messages
 
@@ -137,7 +137,7 @@ _ONE_BY_ONE = "/v1/chat/completions has it, for one conversation"
 
 
 class BatchChatRequest(ChatFields):
-    """Write the next turn of each of several conversations."""
+    """Generate the next turn of each of several conversations."""
 
     messages: Annotated[list[Messages], Field(min_length=1, max_length=limits.MAX_SEQUENCES)] = (
         Field(json_schema_extra=different("a list of conversations; vLLM's endpoint"))
@@ -149,7 +149,7 @@ class BatchChatRequest(ChatFields):
         **refused(_ONE_BY_ONE, "kv_transfer_params"),
         "n": Row("refused", "each conversation has one choice", (1,), 2),
     }
-    """Of these some are declared: their values are checked before they are refused."""
+    """Some of these are declared as fields: their values are validated before the refusal."""
 
 
 class TopLogprob(msgspec.Struct):
@@ -161,7 +161,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ChatLogprob(msgspec.Struct):
-    """One token of the answer with its alternatives, best first."""
+    """One token of the answer with its alternatives, most likely first."""
 
     token: str
     logprob: float
@@ -177,19 +177,19 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """The whole answer."""
+    """The complete assistant message."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """The same: clients know it by either name."""
+    """Alias of `reasoning_content`: clients use either name."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
-    """One answer."""
+    """One generated answer."""
 
     index: int
     message: AssistantMessage
@@ -198,11 +198,11 @@ class ChatChoice(msgspec.Struct):
     stop_reason: StopReasonField = None
     token_ids: OptionalTokenIds = None
     unreadable_tool_calls: list[int] | UnsetType = UNSET
-    """Those whose arguments are no JSON object, if there are any."""
+    """Indices of calls whose arguments are not a JSON object, if any."""
 
 
 class ChatCompletionResponse(msgspec.Struct):
-    """All answers."""
+    """A complete response with all choices."""
 
     id: str
     created: int
@@ -218,7 +218,7 @@ class ChatCompletionResponse(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    """What is new of an answer; the role comes once, first."""
+    """The new part of an answer; the first delta has the role."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -228,7 +228,7 @@ class ChatDelta(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """One answer's part of a chunk."""
+    """The part of a choice in one chunk."""
 
     index: int
     delta: ChatDelta
@@ -237,11 +237,11 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: StopReasonField = None
     token_ids: OptionalTokenIds = UNSET
     unreadable_tool_calls: list[int] | UnsetType = UNSET
-    """In the last chunk: those whose arguments are no JSON object, if there are any."""
+    """In the last chunk: indices of calls whose arguments are not a JSON object, if any."""
 
 
 class ChatCompletionChunk(msgspec.Struct):
-    """One event of a stream; the one with usage has no choices."""
+    """One event of a stream; the event with usage has no choices."""
 
     id: str
     created: int

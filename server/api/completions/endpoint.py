@@ -18,5 +18,5 @@ router = APIRouter(route_class=ModelRoute)
 
 @router.post("/v1/completions", responses=COMPLETION_RESPONSES, openapi_extra=REQUEST_HEADERS)
 async def create_completion(body: CompletionRequest, call: Call, services: ServicesDep) -> Response:
-    """Continue prompts."""
+    """Generate completions of prompts."""
     return Generation(call, services, body, parse, renderer)

@@ -1,4 +1,4 @@
-"""A completion request in the terms of all requests."""
+"""Conversion of completion bodies to generation requests."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from server.generate.model import ServedModel
 from server.generate.request import GenerationRequest
 
 DEFAULT_TOKENS = 16
-"""Tokens of an answer where neither the request nor the model says."""
+"""Default of `max_tokens` if neither the request nor the model specifies one."""
 
 
 def parse(body: CompletionRequest, model: ServedModel, max_model_len: int) -> GenerationRequest:
-    """Return what a request asks for, checked as far as possible without tokens.
+    """Convert a body to a generation request, with all checks that need no tokens.
 
     Raises:
-        ApiError: the request is wrong, or asks for too much; `param` names the field.
+        ApiError: the request is invalid or exceeds a limit; `param` names the field.
     """
     stop = model.check_fields(body)
     logprobs = model.scored(body.logprob_token_ids, body.logprobs, "logprobs")

@@ -1,4 +1,4 @@
-"""Completions as clients see them: chunks of a stream, or one body."""
+"""Rendering of completions: chunks of a stream, or one body."""
 
 from collections.abc import Callable, Sequence
 
@@ -29,20 +29,20 @@ from server.text.detokenizer import TokenTable
 
 
 def renderer(body: CompletionRequest, request: GenerationRequest, table: TokenTable) -> Renderer:
-    """Return what shows the answers to a request."""
+    """Return the renderer for a request's answers."""
     shows = CompletionChunks if body.stream else CompletionBody
     return shows(request, table)
 
 
 class CompletionChunks(ChunkStream):
-    """Shows deltas as chunks of a completion."""
+    """Renders deltas as completion chunks."""
 
     def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
         super().__init__("text_completion", _id(request), request, table)
         self._begun: set[int] = set()
 
     def push(self, index: int, delta: Delta) -> bytes:
-        """Return the frame of a delta; none if it has no text yet and nothing else to show."""
+        """Return the frame of a delta; empty if there is nothing to show yet."""
         if self._counts is not None:
             self._counts[index] += len(delta.token_ids)
         shown = delta.text or delta.logprobs or delta.finish_reason
@@ -57,7 +57,7 @@ class CompletionChunks(ChunkStream):
 
 
 class CompletionBody(WholeBody):
-    """Shows the sums of deltas as one completion."""
+    """Renders accumulated deltas as one completion."""
 
     def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
         super().__init__(request.num_answers)
@@ -65,7 +65,7 @@ class CompletionBody(WholeBody):
         self._table = table
 
     def finish(self, usage: Usage) -> bytes:
-        """Return the body."""
+        """Return the response body."""
         request, answers = self._request, self.answers()
         return encode(
             CompletionResponse(
@@ -83,7 +83,7 @@ class CompletionBody(WholeBody):
         request = self._request
         choice = _choice(index, answer, request, self._table)
         choice.prompt_logprobs = None
-        # Fields that were not asked for are null in a body, and absent in a stream.
+        # Fields that were not requested are null in a body, but absent in a stream.
         if not request.fields.return_token_ids:
             choice.prompt_token_ids = choice.token_ids = None
         if answer.prompt_logprobs is not None:
@@ -91,7 +91,7 @@ class CompletionBody(WholeBody):
             choice.prompt_logprobs = prompt_scores(
                 prompt.token_ids, answer.prompt_logprobs, self._table
             )
-        answer.logprobs = answer.prompt_logprobs = None  # most of its memory
+        answer.logprobs = answer.prompt_logprobs = None  # frees most of its memory
         return choice
 
 
@@ -125,7 +125,7 @@ def _logprobs(tokens: Sequence[ScoredToken], name_of: Callable[[int], str]) -> C
 
 
 def _alternatives(token: ScoredToken, name_of: Callable[[int], str]) -> dict[str, float] | None:
-    """Return the token itself and the most likely ones, best first."""
+    """Return log probabilities of the token itself and of the most likely ones, best first."""
     scores = token.logprob
     if scores is None:
         return None

@@ -32,7 +32,7 @@ Prompts = (
 
 
 class CompletionRequest(SamplingFields):
-    """Continue one prompt or several."""
+    """Continue one or more prompts."""
 
     id_fields: ClassVar[frozenset[str]] = frozenset({"prompt"})
 
@@ -84,7 +84,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One continuation, or in a stream what is new of it."""
+    """One continuation; in a stream, its new part."""
 
     index: int
     text: str
@@ -97,7 +97,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionResponse(msgspec.Struct):
-    """All continuations of all prompts, prompt by prompt."""
+    """All continuations, grouped by prompt."""
 
     id: str
     created: int

@@ -25,7 +25,7 @@ _MESSAGE = event_responses(Message, get_args(MessageEvent))
 
 
 class MessagesRoute(ModelRoute):
-    """An operation whose clients know errors in another form."""
+    """An operation whose errors have the shape that Anthropic's clients expect."""
 
     error_body = MessagesErrorResponse
 
@@ -35,13 +35,13 @@ router = APIRouter(route_class=MessagesRoute)
 
 @router.post("/v1/messages", responses=_MESSAGE, openapi_extra=REQUEST_HEADERS)
 async def create_message(body: MessagesRequest, call: Call, services: ServicesDep) -> Response:
-    """Answer a conversation with its next turn, as Anthropic's clients know it."""
+    """Generate the next turn of a conversation (Anthropic's Messages API)."""
     return Generation(call, services, body, parse, renderer)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, services: ServicesDep) -> TokenCount:
-    """Count the tokens of a conversation as the model would read it."""
+    """Count the tokens of a conversation's prompt."""
     services.asked_model(body.model)
     source, blame = parse_count(body)
     return TokenCount(await count_tokens_of(source, services, "messages", blame))

@@ -1,4 +1,4 @@
-"""A request for a message in the terms of all requests: by way of a chat completion."""
+"""Conversion of Messages requests to generation requests, via chat completions."""
 
 import re
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ _PASSED_ON = (
 def parse(
     request: schema.MessagesRequest, model: ServedModel, max_model_len: int
 ) -> GenerationRequest:
-    """Return what a request asks for, by way of the chat completion that answers it.
+    """Convert a body to a generation request, via the chat completion that answers it.
 
     Raises:
-        ApiError: the request is wrong, or asks for what is not served; `param` names the field.
+        ApiError: the request is invalid or not supported; `param` names the field.
     """
     chat, blame = _as_chat(request)
     return parse_chat(chat, model, max_model_len, blame)
 
 
 def parse_count(request: schema.CountTokensRequest) -> tuple[Conversation, Blame]:
-    """Return the conversation to count, and what turns errors about it into the client's terms.
+    """Return the conversation to count, and a function that rewrites errors in the client's terms.
 
     Raises:
-        ApiError: the request is wrong, or asks for what is not served; `param` names the field.
+        ApiError: the request is invalid or not supported; `param` names the field.
     """
     chat, blame = _as_chat(request)
     return conversation(chat, chat.messages), blame
@@ -44,7 +44,7 @@ def parse_count(request: schema.CountTokensRequest) -> tuple[Conversation, Blame
 def _as_chat(
     request: schema.MessagesRequest | schema.CountTokensRequest,
 ) -> tuple[ChatCompletionRequest, Blame]:
-    """Return a chat completion, and what turns errors about it into errors about the request."""
+    """Return a chat completion, and a function that maps its errors back to the request."""
     _check(request)
     turns = _Turns()
     if request.system is not None:
@@ -52,7 +52,7 @@ def _as_chat(
     for index, turn in enumerate(request.messages):
         turns.take(turn, f"messages[{index}]")
     arguments, thinking = dict(request.chat_template_kwargs or {}), request.thinking
-    if thinking is not None:  # templates know it by either name
+    if thinking is not None:  # templates use either name
         thinks = thinking.type != "disabled"
         arguments = {"enable_thinking": thinks, "thinking": thinks, **arguments}
     body: dict[str, Any] = {"messages": turns.messages, "chat_template_kwargs": arguments or None}
@@ -104,13 +104,13 @@ def _check(request: schema.MessagesRequest | schema.CountTokensRequest) -> None:
 
 
 class _Turns:
-    """Collects the messages of the chat completion, each with the field that it is made of."""
+    """Collects messages of the chat completion, each with the request field it came from."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
         self.parts: dict[str, str] = {}
-        """Fields of images in these messages, and those that they are made of."""
+        """Request field of each image, by its field in the chat completion."""
 
     def add(self, message: dict[str, Any], place: str) -> None:
         """Add a message."""
@@ -118,7 +118,7 @@ class _Turns:
         self.places.append(place)
 
     def take(self, turn: schema.Turn, place: str) -> None:
-        """Add a turn: results of tools are messages of their own."""
+        """Add a turn; each tool result becomes a separate message."""
         if isinstance(turn.content, str):
             self.add({"role": turn.role, "content": turn.content}, place)
         elif turn.role == "assistant":
@@ -178,7 +178,7 @@ class _Turns:
 
 
 class _Said:
-    """Collects the content of a message: texts, and images with the fields that they came in."""
+    """Collects the content of a message: texts, and images with the fields they came from."""
 
     def __init__(self) -> None:
         self.parts: list[dict[str, Any]] = []
@@ -186,7 +186,7 @@ class _Said:
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
-        """One text if nothing is shown, else the parts."""
+        """One string if there are no images, else the list of parts."""
         return self.parts if self.fields else "\n".join(part["text"] for part in self.parts)
 
     def say(self, text: str) -> None:
@@ -194,7 +194,7 @@ class _Said:
         self.parts.append({"type": "text", "text": text})
 
     def begin(self, text: str) -> None:
-        """Put a text before all others."""
+        """Prepend a text."""
         if self.parts and self.parts[0]["type"] == "text":
             self.parts[0]["text"] = text + self.parts[0]["text"]
         else:
@@ -248,7 +248,7 @@ def _text(content: str | Sequence[schema.TextBlock]) -> str:
 
 
 def _read(block: schema.ResultBlock) -> str:
-    """Return a block as text."""
+    """Return a block as plain text."""
     match block:
         case schema.TextBlock():
             return block.text
@@ -304,7 +304,7 @@ _RENAMED = (
 
 
 def _renamed(turns: _Turns, functions: Sequence[int], param: str) -> str:
-    """Return the field of the request that a field of the chat completion stands for."""
+    """Return the request field that a field of the chat completion was made from."""
     tool = re.match(r"tools\[(\d+)\]", param)
     if tool is not None:
         param = f"tools[{functions[int(tool[1])]}]{param[tool.end() :]}"

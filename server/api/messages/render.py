@@ -1,4 +1,4 @@
-"""Messages as clients see them: events of a stream, or one body."""
+"""Rendering of messages: events of a stream, or one body."""
 
 import msgspec
 
@@ -13,13 +13,13 @@ from server.text.detokenizer import TokenTable
 
 
 def renderer(body: schema.MessagesRequest, request: GenerationRequest, _: TokenTable) -> Renderer:
-    """Return what shows the answer to a request."""
+    """Return the renderer for a request's answer."""
     growing = GrowingMessage(request)
     return growing if body.stream else GrowingBody(growing)
 
 
 class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.MessageEvent]):
-    """Fills a message block by block."""
+    """Builds a message block by block."""
 
     def __init__(self, request: GenerationRequest) -> None:
         message = schema.Message(
@@ -103,7 +103,7 @@ class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.Message
 
 
 def _object(text: str) -> msgspec.Raw | dict[str, object]:
-    """Return the JSON of a call's input; what was cut off, or is no object, is none."""
+    """Return a call's input as JSON; `{}` if it is truncated or not an object."""
     try:
         decoded = msgspec.json.decode(text.encode())
     except (msgspec.DecodeError, RecursionError):

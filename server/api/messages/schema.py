@@ -17,14 +17,14 @@ from server.schema.support import NO_KV_TRANSFER, PRIORITY, Rows, different, ext
 
 
 class TextBlock(RequestBody):
-    """Text of a message, of the system prompt or of a tool's result."""
+    """Text of a message, the system prompt or a tool result."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(RequestBody):
-    """What the model thought before its answer; the signature is not looked at."""
+    """Reasoning of an earlier answer; the signature is not verified."""
 
     type: Literal["thinking"]
     thinking: str
@@ -32,14 +32,14 @@ class ThinkingBlock(RequestBody):
 
 
 class RedactedThinkingBlock(RequestBody):
-    """Accepted and left out: nothing can be read from it."""
+    """Accepted but dropped: its content is opaque."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
 class ToolUseBlock(RequestBody):
-    """A call that the model made before."""
+    """A tool call that the model made earlier."""
 
     type: Literal["tool_use"]
     id: Name
@@ -50,7 +50,7 @@ class ToolUseBlock(RequestBody):
 
 
 class ImageBlockSource(RequestBody):
-    """Where an image is: in `data`, or at a `url` that the operator allows."""
+    """Source of an image: inline in `data`, or a `url` that the operator allows."""
 
     type: Name
     media_type: Name | None = None
@@ -59,21 +59,21 @@ class ImageBlockSource(RequestBody):
 
 
 class ImageBlock(RequestBody):
-    """An image, for models that take images; else refused from users, and left out of results."""
+    """An image; without image support refused in user turns and dropped from tool results."""
 
     type: Literal["image"]
     source: ImageBlockSource | None = None
 
 
 class DocumentSource(RequestBody):
-    """Where the content of a document is; only `text` is read."""
+    """Source of a document; only `text` is supported."""
 
     type: Name
     data: str | None = None
 
 
 class DocumentBlock(RequestBody):
-    """A document; read if it is plain text, else as an image is."""
+    """A document; plain text is included in the prompt, other types are handled like images."""
 
     type: Literal["document"]
     source: DocumentSource
@@ -81,7 +81,7 @@ class DocumentBlock(RequestBody):
 
 
 class SearchResultBlock(RequestBody):
-    """A passage that a search found."""
+    """A passage from a search result."""
 
     type: Literal["search_result"]
     source: str
@@ -90,7 +90,7 @@ class SearchResultBlock(RequestBody):
 
 
 class ToolReferenceBlock(RequestBody):
-    """A tool that a search for tools found; all tools are shown to the model in any case."""
+    """A tool found by a tool search; the model sees all tools in any case."""
 
     type: Literal["tool_reference"]
     tool_name: Name
@@ -107,7 +107,7 @@ ResultBlock = Annotated[
 
 
 class ToolResultBlock(RequestBody):
-    """What came of a call."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -136,9 +136,9 @@ class Turn(RequestBody):
 
 
 class MessageTool(RequestBody):
-    """A function that the model may call.
+    """A function that the model can call.
 
-    Tools of other types are left out, and refused if `tool_choice` demands them.
+    Tools of other types are dropped, or refused if `tool_choice` requires them.
     """
 
     name: Name
@@ -149,7 +149,7 @@ class MessageTool(RequestBody):
 
 
 class MessageToolChoice(RequestBody):
-    """Whether tools are called, and which; `any` is what others name required."""
+    """Whether and which tools must be called; `any` corresponds to "required" elsewhere."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -157,7 +157,7 @@ class MessageToolChoice(RequestBody):
 
 
 class Thinking(RequestBody):
-    """Whether the model thinks first."""
+    """Whether the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Tokens | None = None
@@ -167,27 +167,27 @@ class Thinking(RequestBody):
 
 
 class OutputFormat(RequestBody):
-    """A schema that the text of the answer fits."""
+    """JSON schema that constrains the text of the answer."""
 
     type: Literal["json_schema"]
     schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(RequestBody):
-    """The form of the answer, and how much thought goes into it."""
+    """Format of the answer, and reasoning effort."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class Metadata(RequestBody):
-    """Whose request it is."""
+    """Identifies the end user."""
 
     user_id: Name | None = None
 
 
 class _Conversation(RequestBody):
-    """What both endpoints take."""
+    """Fields common to both endpoints."""
 
     model: str = Field(description="One of the served names.")
     messages: Annotated[list[Turn], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
@@ -231,11 +231,11 @@ class _Conversation(RequestBody):
 
 
 class CountTokensRequest(_Conversation):
-    """Count the tokens of a conversation as the model would read it."""
+    """Count the tokens of a conversation's prompt."""
 
 
 class MessagesRequest(_Conversation):
-    """Write the next turn of a conversation."""
+    """Generate the next turn of a conversation."""
 
     max_tokens: Tokens
     stop_sequences: (
@@ -280,7 +280,7 @@ class MessagesRequest(_Conversation):
 
     @property
     def request_id(self) -> str | None:
-        """None: the header names the request."""
+        """Always None: the request ID comes from the header."""
         return None
 
 
@@ -288,21 +288,21 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class TextContent(msgspec.Struct, tag_field="type", tag="text"):
-    """What the model says."""
+    """Text of the answer."""
 
     text: str
     citations: None = None
 
 
 class ThinkingContent(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What the model thought before; nothing is signed."""
+    """Reasoning before the answer; the signature is empty."""
 
     thinking: str
     signature: str = ""
 
 
 class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A call that the client is asked to make."""
+    """A tool call for the client to run."""
 
     id: str
     name: str
@@ -313,7 +313,7 @@ ContentBlock = TextContent | ThinkingContent | ToolUseContent
 
 
 class MessageUsage(msgspec.Struct):
-    """Token counts; cached tokens are not among `input_tokens`."""
+    """Token counts; `input_tokens` excludes cached tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -332,11 +332,11 @@ class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     stop_sequence: str | None = None
     usage: MessageUsage
     unreadable_tool_use: list[str] | UnsetType = UNSET
-    """Ids of calls whose input is no JSON object, if there are any: `{}` stands for it."""
+    """IDs of calls whose input was not a JSON object and was replaced by `{}`, if any."""
 
 
 class TokenCount(msgspec.Struct):
-    """Tokens of a conversation."""
+    """Number of tokens in a conversation's prompt."""
 
     input_tokens: int
 
@@ -348,26 +348,26 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    """A block begins."""
+    """Start of a content block."""
 
     index: int
     content_block: ContentBlock
 
 
 class MessageTextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    """More of a text."""
+    """New text of a text block."""
 
     text: str
 
 
 class MessageThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    """More of what the model thinks."""
+    """New text of a thinking block."""
 
     thinking: str
 
 
 class MessageInputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """More of the JSON text of a call's input."""
+    """New text of a call's JSON input."""
 
     partial_json: str
 
@@ -376,20 +376,20 @@ ContentDelta = MessageTextDelta | MessageThinkingDelta | MessageInputDelta
 
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    """More of a block."""
+    """New content of a block."""
 
     index: int
     delta: ContentDelta
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    """A block is complete."""
+    """End of a content block."""
 
     index: int
 
 
 class Ending(msgspec.Struct):
-    """How the message ended."""
+    """Why the message ended."""
 
     stop_reason: StopReason | None
     stop_sequence: str | None
@@ -397,7 +397,7 @@ class Ending(msgspec.Struct):
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    """The message is complete; the usage is that of all of it."""
+    """End of the message, with usage for the whole of it."""
 
     delta: Ending
     usage: MessageUsage

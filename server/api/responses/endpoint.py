@@ -46,7 +46,7 @@ _ASKED = (
     "to do. Write the summary only."
 )
 _LEFT_OUT = ("tools", "tool_choice", "text", "structured_outputs", "stream", "store", "background")
-"""Fields that are about an answer, not about the conversation."""
+"""Fields that affect only the answer, not the conversation."""
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=ModelRoute)
@@ -56,7 +56,7 @@ router = APIRouter(route_class=ModelRoute)
 async def create_response(
     body: ResponsesRequest, call: Call, services: ServicesDep
 ) -> Response | items.Response:
-    """Answer a list of items with more items."""
+    """Generate a response: output items for a list of input items."""
     keeping = Keeping(call, services, body)
     whole, earlier = await keeping.whole_request()
     if body.background:
@@ -67,7 +67,7 @@ async def create_response(
 
 @router.post("/v1/responses/compact", responses=json_responses(items.Compaction) | QUEUED)
 async def compact_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
-    """Replace a list of items with a shorter one, which later requests can continue."""
+    """Replace a list of items with a shorter one that later requests can continue."""
     whole, earlier = await Keeping(call, services, body).whole_request()
     asked = [*own_items(whole), MessageItem(role="user", content=_ASKED)]
     changed: dict[str, Any] = {**dict.fromkeys(_LEFT_OUT), "input": asked, "truncation": "auto"}
@@ -78,7 +78,7 @@ async def compact_response(body: ResponsesRequest, call: Call, services: Service
 def _compaction(
     body: ResponsesRequest, request: GenerationRequest, table: TokenTable
 ) -> GrowingBody[items.Response]:
-    """Return what shows a response's text as a summary, behind the messages of users."""
+    """Return a renderer of the response text as a summary, after the users' messages."""
     said = [each for each in own_items(body)[:-1] if isinstance(each, MessageItem)]
     kept = [item_of(each) for each in said if each.role == "user"]
 
@@ -104,24 +104,24 @@ def _compaction(
 async def count_input_tokens(
     body: ResponsesRequest, call: Call, services: ServicesDep
 ) -> items.InputTokens:
-    """Count the tokens that a response's input would have."""
+    """Count the tokens of a response's input."""
     services.asked_model(body.model)
     whole, earlier = await Keeping(call, services, body).whole_request()
     source, blame = parse_count(whole, earlier)
     return items.InputTokens(await count_tokens_of(source, services, "input", blame))
 
 
-# -- requests with `background`: answered at once, while responses are generated and stored -------
+# -- requests with `background`: answered immediately; responses are generated and stored later ----
 
 
 async def _answer_at_once(
     call: Call, services: Services, keeping: Keeping, request: ResponsesRequest, earlier: int
 ) -> Response | items.Response:
-    """Begin a response and answer with what it is before there is any output, or its events.
+    """Start a response and return it before there is any output, or stream its events.
 
     Raises:
-        ApiError: it asks for what the operator does not allow, too many are being made, or it
-            cannot be kept.
+        ApiError: it exceeds the operator's limits, too many are being generated, or it cannot be
+            stored.
     """
     model, _ = services.asked_model(request.model)
     services.tenancy.check(request.priority, pins_rank=call.pinned_rank is not None)
@@ -153,7 +153,7 @@ async def _answer_at_once(
 
 
 async def _send(call: Call, frames: AsyncIterator[bytes]) -> None:
-    """Send a client events until there are no more, or the client disconnects."""
+    """Send events to a client until they end or the client disconnects."""
     with call:
         async for each in frames:
             await call.send_events(each, more=True)
@@ -168,7 +168,7 @@ async def _make(
     journal: Journal | None,
     jobs: Jobs,
 ) -> None:
-    """Wait for a response; record how it ended if it was not completed."""
+    """Run a response to its end; store its final status if it did not complete."""
     ended = _failed(begun, "server_error", "The generation was aborted.")
     try:
         await making.generate()

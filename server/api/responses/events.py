@@ -1,4 +1,4 @@
-"""POST /v1/responses: the events of a stream; each is named by its `type`."""
+"""POST /v1/responses: events of a stream, each named by its `type`."""
 
 import msgspec
 
@@ -7,10 +7,10 @@ from server.api.responses.items import OutputItem, OutputText, ReasoningTextPart
 
 
 class _Event(msgspec.Struct, tag_field="type", kw_only=True):
-    """What all events have."""
+    """Fields common to all events."""
 
     sequence_number: int = 0
-    """Counts the events of one stream from 0."""
+    """Counts the events of a stream from 0."""
 
 
 class _ResponseEvent(_Event, kw_only=True):
@@ -26,26 +26,26 @@ class ResponseInProgress(_ResponseEvent, tag="response.in_progress"):
 
 
 class ResponseCompleted(_ResponseEvent, tag="response.completed"):
-    """The last event of a response that was completed."""
+    """The last event of a completed response."""
 
 
 class ResponseIncomplete(_ResponseEvent, tag="response.incomplete"):
-    """The last event of a response that was cut off."""
+    """The last event of a truncated response."""
 
 
 class ResponseFailed(_ResponseEvent, tag="response.failed"):
-    """The last event of a response that failed."""
+    """The last event of a failed response."""
 
 
 class OutputItemAdded(_Event, tag="response.output_item.added", kw_only=True):
-    """An item begins."""
+    """Start of an output item."""
 
     output_index: int
     item: OutputItem
 
 
 class OutputItemDone(OutputItemAdded, tag="response.output_item.done"):
-    """An item is complete."""
+    """End of an output item."""
 
 
 class _ItemEvent(_Event, kw_only=True):
@@ -54,18 +54,18 @@ class _ItemEvent(_Event, kw_only=True):
 
 
 class ContentPartAdded(_ItemEvent, tag="response.content_part.added", kw_only=True):
-    """A part of a message, or of reasoning, begins."""
+    """Start of a part of a message or of reasoning."""
 
     content_index: int = 0
     part: OutputText | ReasoningTextPart
 
 
 class ContentPartDone(ContentPartAdded, tag="response.content_part.done"):
-    """A part of a message, or of reasoning, is complete."""
+    """End of a part of a message or of reasoning."""
 
 
 class TextDelta(_ItemEvent, tag="response.output_text.delta", kw_only=True):
-    """More text of a message."""
+    """New text of a message."""
 
     content_index: int = 0
     delta: str
@@ -73,7 +73,7 @@ class TextDelta(_ItemEvent, tag="response.output_text.delta", kw_only=True):
 
 
 class TextDone(_ItemEvent, tag="response.output_text.done", kw_only=True):
-    """The whole text of a message."""
+    """Complete text of a message."""
 
     content_index: int = 0
     text: str
@@ -81,46 +81,46 @@ class TextDone(_ItemEvent, tag="response.output_text.done", kw_only=True):
 
 
 class ReasoningTextDelta(_ItemEvent, tag="response.reasoning_text.delta", kw_only=True):
-    """More text of the reasoning."""
+    """New text of the reasoning."""
 
     content_index: int = 0
     delta: str
 
 
 class ReasoningTextDone(_ItemEvent, tag="response.reasoning_text.done", kw_only=True):
-    """The whole text of the reasoning."""
+    """Complete text of the reasoning."""
 
     content_index: int = 0
     text: str
 
 
 class ArgumentsDelta(_ItemEvent, tag="response.function_call_arguments.delta", kw_only=True):
-    """More of a call's arguments."""
+    """New text of a call's arguments."""
 
     delta: str
 
 
 class ArgumentsDone(_ItemEvent, tag="response.function_call_arguments.done", kw_only=True):
-    """A call's whole arguments."""
+    """Complete arguments of a call."""
 
     name: str
     arguments: str
 
 
 class CustomInputDelta(_ItemEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
-    """More of the text for a custom tool."""
+    """New text of a custom tool's input."""
 
     delta: str
 
 
 class CustomInputDone(_ItemEvent, tag="response.custom_tool_call_input.done", kw_only=True):
-    """The whole text for a custom tool."""
+    """Complete input of a custom tool."""
 
     input: str
 
 
 class ErrorEvent(_Event, tag="error", kw_only=True):
-    """An error after the stream had begun; the last event."""
+    """An error after the stream started; the last event."""
 
     code: str | None
     message: str

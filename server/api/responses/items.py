@@ -28,7 +28,7 @@ class ReasoningTextPart(msgspec.Struct, tag_field="type", tag="reasoning_text"):
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """What the model says."""
+    """A message of the model."""
 
     id: str
     status: ItemStatus
@@ -37,7 +37,7 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """What the model thought before."""
+    """The model's reasoning."""
 
     id: str
     status: ItemStatus
@@ -47,7 +47,7 @@ class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A call that the client is asked to make; `call_id` is the name for its output."""
+    """A function call for the client to run; its output refers to `call_id`."""
 
     id: str
     status: ItemStatus
@@ -58,7 +58,7 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
 
 
 class OutputCustomToolCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
-    """A call of a tool whose input is a text; `call_id` is the name for its output."""
+    """A call of a tool with plain text input; its output refers to `call_id`."""
 
     id: str
     status: ItemStatus
@@ -69,7 +69,7 @@ class OutputCustomToolCall(msgspec.Struct, tag_field="type", tag="custom_tool_ca
 
 
 class ShellAction(msgspec.Struct, tag_field="type", tag="exec"):
-    """A command that the client is asked to run."""
+    """A command for the client to run."""
 
     command: list[str]
     timeout_ms: int | None = None
@@ -79,7 +79,7 @@ class ShellAction(msgspec.Struct, tag_field="type", tag="exec"):
 
 
 class OutputLocalShellCall(msgspec.Struct, tag_field="type", tag="local_shell_call"):
-    """A call of the client's shell; `call_id` is the name for its output."""
+    """A shell call for the client to run; its output refers to `call_id`."""
 
     id: str
     status: ItemStatus
@@ -88,7 +88,7 @@ class OutputLocalShellCall(msgspec.Struct, tag_field="type", tag="local_shell_ca
 
 
 class OutputToolSearchCall(msgspec.Struct, tag_field="type", tag="tool_search_call"):
-    """A search for tools that the client is asked for; `call_id` is the name for its output."""
+    """A tool search for the client to run; its output refers to `call_id`."""
 
     id: str
     status: ItemStatus
@@ -104,13 +104,13 @@ OutputItem = (
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Where the input's tokens came from."""
+    """Breakdown of the input tokens."""
 
     cached_tokens: int
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """What the output's tokens were for."""
+    """Breakdown of the output tokens."""
 
     reasoning_tokens: int
 
@@ -139,13 +139,13 @@ class ResponseError(msgspec.Struct):
 
 
 class ConversationId(msgspec.Struct):
-    """The conversation that a response was added to."""
+    """ID of the conversation that a response was added to."""
 
     id: str
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The model's answer, with what was asked for."""
+    """A response, with the parameters of its request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -176,7 +176,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class Compaction(msgspec.Struct, kw_only=True):
-    """What takes the place of a conversation: what users said, and the summary."""
+    """Replacement for a conversation: the users' messages, and a summary."""
 
     id: str
     object: Literal["response.compaction"] = "response.compaction"
@@ -186,11 +186,11 @@ class Compaction(msgspec.Struct, kw_only=True):
 
 
 SUMMARY_MARK = b"swell-summary:"
-"""What the base64 of a summary begins with, as an item of the type `compaction` holds it."""
+"""Prefix of a summary before base64 encoding, in items of type `compaction`."""
 
 
 def summary_of(content: str | None) -> str | None:
-    """Return the summary that such an item holds; None if another server made it."""
+    """Return the summary in a compaction item; None if another server made the item."""
     try:
         decoded = base64.b64decode(content or "", validate=True)
         return (
@@ -203,14 +203,14 @@ def summary_of(content: str | None) -> str | None:
 
 
 class InputTokens(msgspec.Struct):
-    """Tokens of a response's input."""
+    """Number of tokens of a response's input."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class Deleted(msgspec.Struct):
-    """What was forgotten."""
+    """Confirmation of a deletion."""
 
     id: str
     object: str
@@ -218,7 +218,7 @@ class Deleted(msgspec.Struct):
 
 
 class ItemList(msgspec.Struct):
-    """Some of the items of a response's input, or of a conversation."""
+    """A page of the items of a response's input or of a conversation."""
 
     data: list[msgspec.Raw]
     first_id: str | None
@@ -228,7 +228,7 @@ class ItemList(msgspec.Struct):
 
 
 class Conversation(msgspec.Struct):
-    """A list of items that requests go on with and add to."""
+    """A list of items that requests continue and append to."""
 
     id: str
     created_at: int

@@ -1,4 +1,4 @@
-"""The events of a background response: stored as they come, sent to clients that follow it."""
+"""Events of a background response: stored as they are generated, streamed to following clients."""
 
 import asyncio
 import logging
@@ -18,20 +18,20 @@ from server.store.sql import SqlBackend
 logger = logging.getLogger(__name__)
 
 _BETWEEN_WRITES = 0.1
-"""Seconds within which events are written together."""
+"""Minimum seconds between writes; events in between are batched."""
 _LOOK = 0.1
-"""Seconds between looks at whether there are more."""
+"""Seconds between polls for new events."""
 _LAST_LOOKS = 20
-"""Times to look for the last event of an ended response; its process may have died before it."""
+"""Polls for the last event of an ended response; its process may have died before writing it."""
 
 _LARGE = 2**16
-"""Minimum bytes of events that count against the limit until their client has read them."""
+"""Events of at least this many bytes count against the limit until their client has read them."""
 _COPIES = 3
-"""Copies of events in memory while they are sent: here, as a chunk, and in the transport."""
+"""Copies of events in memory during sending: here, as a chunk, and in the transport."""
 _UNTIL_THERE_IS_ROOM = 1.0
-"""Seconds between tries for a client whose events find no room."""
+"""Seconds between retries while a client's events exceed the memory limit."""
 _MAX_FAILURES = 100
-"""Consecutive failures of the store that are tolerated."""
+"""Maximum consecutive failures of the store."""
 
 _END = b"\n\n"
 _LAST_EVENTS = tuple(
@@ -41,7 +41,7 @@ _LAST_EVENTS = tuple(
 
 
 class Journal:
-    """Stores the events of one response, with their numbers from 0 on."""
+    """Stores the events of one response, numbered from 0."""
 
     def __init__(self, store: ResponseStore, owner: str, id_: str) -> None:
         self._store = store
@@ -49,11 +49,11 @@ class Journal:
         self._id = id_
         self._unwritten: list[bytes] = []
         self._first = 0
-        """Number of the first event that is not written."""
+        """Number of the first unwritten event."""
         self._size = 0
         self._written_at = 0.0
         self.ended = False
-        """Whether the newest event is one that ends a stream."""
+        """Whether the newest event is a terminal one."""
 
     @property
     def next_number(self) -> int:
@@ -61,9 +61,9 @@ class Journal:
         return self._first + len(self._unwritten)
 
     async def add(self, frames: bytes) -> None:
-        """Add events; they are stored at once, or together with those that follow soon.
+        """Store events, immediately or batched with ones that follow soon.
 
-        If there are too many, only the last of the later ones is stored.
+        Beyond the size limit only the terminal event is stored.
         """
         self._unwritten += [each + _END for each in frames.split(_END)[:-1]]
         self.ended = bool(self._unwritten) and self._unwritten[-1].startswith(_LAST_EVENTS)
@@ -87,14 +87,14 @@ class Journal:
 
 
 class _Look(msgspec.Struct):
-    """What a look at the events of a response has found."""
+    """Result of one poll for events of a response."""
 
     after: int
     """Number of the newest event that was read."""
     frames: bytes = b""
-    """Those that are new."""
+    """The new events."""
     is_behind: bool = False
-    """Whether there are more events now."""
+    """Whether more events are already stored."""
     done: bool = False
     looks_left: int = _LAST_LOOKS
 
@@ -102,11 +102,11 @@ class _Look(msgspec.Struct):
 async def told(
     store: ResponseStore, owner: str, id_: str, keep_alive: float, after: int = -1
 ) -> AsyncIterator[bytes]:
-    """Yield the frames of a response's events from number `after` + 1 on, as they come.
+    """Yield the frames of a response's events from number `after` + 1 on, as they are stored.
 
-    The first item is empty: once it is taken the client counts as a follower. After `keep_alive`
-    seconds of silence a comment is sent; 0: never. A store that fails is asked again; if it keeps
-    failing, the last event says so.
+    The first item is empty: taking it registers the client as a follower. After `keep_alive`
+    seconds of silence a comment is sent; 0 disables this. Failures of the store are retried; if
+    they persist, the last event reports the error.
     """
     seen, failures = _Look(after), 0
     told_at = time.monotonic()
@@ -134,9 +134,9 @@ async def told(
                 frames = COMMENT
             held = len(frames) * _COPIES if len(frames) > _LARGE else 0
             if held and store.unread.exceeded(owner, held):
-                frames = b""  # is not to be in memory meanwhile
+                frames = b""  # must not stay in memory during the sleep
                 await asyncio.sleep(_UNTIL_THERE_IS_ROOM)
-                continue  # and looks again from where it was
+                continue  # read the same events again
             seen = found
             if frames:
                 told_at = time.monotonic()
@@ -148,7 +148,7 @@ async def told(
 
 
 async def _look(store: ResponseStore, owner: str, id_: str, seen: _Look) -> _Look:
-    """Return the events that are new; nothing is lost if the store does not work now."""
+    """Return the new events; idempotent, so a failure of the store loses none."""
     progress = await store.call(SqlBackend.progress, owner, id_, seen.after)
     if progress is None:
         return _Look(seen.after, done=True)
@@ -165,7 +165,7 @@ async def _look(store: ResponseStore, owner: str, id_: str, seen: _Look) -> _Loo
         return found
     status = progress.status
     if status == "failed":
-        found.looks_left = 0  # its last event is written before its status
+        found.looks_left = 0  # the terminal event is written before this status
     elif status not in UNFINISHED:
         found.looks_left -= 1
     abandoned = store.is_abandoned(id_, status, progress.beat)
@@ -184,6 +184,6 @@ async def _look(store: ResponseStore, owner: str, id_: str, seen: _Look) -> _Loo
 
 
 def as_failed(body: bytes) -> bytes:
-    """Return an unfinished response as failed, because the process that generated it ended."""
+    """Return an unfinished response as failed because its process ended."""
     error = {"code": "server_error", "message": "The process that made the response ended."}
     return msgspec.json.encode(msgspec.json.decode(body) | {"status": "failed", "error": error})

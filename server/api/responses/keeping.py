@@ -1,4 +1,4 @@
-"""What a response continues, and what is stored of it for responses that continue it."""
+"""Stored responses: loading what a response continues, and storing it for later ones."""
 
 import logging
 import re
@@ -40,7 +40,7 @@ ITEMS = TypeAdapter(list[schema.InputItem])
 _OUTPUT_ITEM = re.compile(r"(?:msg|rs|fc|ctc|lsh|tsc)_([0-9a-f]{32})_\d+")
 
 ID_PREFIXES = {"response": "resp_", "conversation": "conv_"}
-"""What ids of records begin with: both kinds are in one table."""
+"""ID prefixes of records: both kinds are in one table."""
 _ITEM_PREFIXES = {
     "message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs",
     "local_shell_call": "lsh", "tool_search_call": "tsc",
@@ -48,10 +48,10 @@ _ITEM_PREFIXES = {
 
 
 async def kept(waiting: Awaitable[Result], too_long: ApiError = _TOO_LARGE) -> Result:
-    """Return what the store answers.
+    """Await a call of the store.
 
     Raises:
-        ApiError: it does not work now; `too_long` if what it is asked for is more than it gives.
+        ApiError: the store is unavailable; `too_long` if the result exceeds its limits.
     """
     try:
         return await waiting
@@ -62,16 +62,16 @@ async def kept(waiting: Awaitable[Result], too_long: ApiError = _TOO_LARGE) -> R
 
 
 class KeptOutput(msgspec.Struct):
-    """What later requests need of a stored response."""
+    """The part of a stored response that later requests need."""
 
     output: list[dict[str, Any]] = []
 
 
 class Keeping:
-    """One request that continues what was stored, and whose response may be stored."""
+    """Storage for one request that may continue stored responses and have its response stored."""
 
     def __init__(self, call: Call, services: Services, request: schema.ResponsesRequest) -> None:
-        """`request` is as it was sent."""
+        """`request` is the original request."""
         self._store = services.store
         self._owner = str(call.tenant.id)
         self._metrics = services.metrics
@@ -82,7 +82,7 @@ class Keeping:
         """Whether the final response has been stored."""
         self._renderer: ResponseRenderer | None = None
         self._own: list[dict[str, Any]] = []
-        """The items that the request added, references replaced by what they refer to."""
+        """The request's items, with references resolved."""
         conversation = request.conversation
         self._conversation = (
             conversation.id if isinstance(conversation, schema.ConversationName) else conversation
@@ -94,15 +94,15 @@ class Keeping:
         *args: P.args,
         **options: P.kwargs,
     ) -> Result:
-        """Return what the store answers about the tenant's records."""
+        """Call the store with the tenant's ID."""
         assert self._store is not None, "nothing else is asked without it"
         return await self._store.call(query, self._owner, *args, **options)
 
     async def whole_request(self) -> tuple[schema.ResponsesRequest, int]:
-        """Return the request with all items that it continues, and how many these are.
+        """Return the request with all items that it continues, and the number of those.
 
         Raises:
-            ApiError: something that it names is not kept, or all of it is too long.
+            ApiError: a referenced object is not stored, or the total is too long.
         """
         sent, own = self._sent, own_items(self._sent)
         if self._store is None:
@@ -121,16 +121,16 @@ class Keeping:
     def renderer(
         self, body: schema.ResponsesRequest, request: GenerationRequest, table: TokenTable
     ) -> ResponseRenderer:
-        """Return what shows the answer, which is stored under a name that cannot be guessed."""
+        """Return the renderer; a stored response gets an unguessable ID."""
         name = self.name if self._keeps else None
         self._renderer = renderer(body, request, table, name)
         return self._renderer
 
     async def keep(self, usage: Usage) -> None:
-        """Store the response, which is complete.
+        """Store the completed response.
 
         Raises:
-            ApiError: it cannot be kept, and the client asked for it.
+            ApiError: it cannot be stored, and the client requested storing.
         """
         assert self._renderer is not None, "it has shown the answer"
         if self._conversation is None and not self._keeps:
@@ -146,10 +146,10 @@ class Keeping:
         self.ended = True
 
     async def put(self, response: Response, *, begins: bool = False) -> None:
-        """Store a response as it is now; `begins`: for the first time, before it is generated.
+        """Store a response in its current state; `begins`: for the first time, before generation.
 
         Raises:
-            StoreFull, StoreUnavailable, TooLong: it could not be stored, which is counted.
+            StoreFull, StoreUnavailable, TooLong: it was not stored; the failure is counted.
         """
         try:
             await self._put(response, begins=begins)
@@ -179,7 +179,7 @@ class Keeping:
             await self._call(SqlBackend.add, self._conversation, items)
 
     async def _earlier(self) -> list[Any]:
-        """Return the items that come before those of the request."""
+        """Return the items that precede those of the request."""
         previous = self._sent.previous_response_id
         if previous is not None:
             texts = await self._chain(previous)
@@ -196,7 +196,7 @@ class Keeping:
         return items
 
     async def _chain(self, previous: str) -> list[Any]:
-        """Return the items of a response and of all earlier ones that it continues."""
+        """Return the items of a response and of its predecessors."""
         field = "previous_response_id"
         too_long = invalid_field(
             field, f"the earlier responses have more than {MAX_KEPT_LENGTH} bytes"
@@ -209,14 +209,14 @@ class Keeping:
         items: list[Any] = []
         for record in chain:
             items += [*msgspec.json.decode(record.input), *_output(record)]
-            if len(items) > MAX_KEPT_ITEMS:  # before costly work is done on them
+            if len(items) > MAX_KEPT_ITEMS:  # before they are processed at a cost
                 raise invalid_field(
                     field, f"the earlier responses have more than {MAX_KEPT_ITEMS} items"
                 )
         return items
 
     async def _resolved(self, items: Sequence[Any]) -> list[Any]:
-        """Return items with references replaced by the items that they name."""
+        """Return items with references resolved."""
         outputs: dict[str, Any] = {}
         sizes: dict[str, int] = {}
         resolved: list[Any] = []
@@ -240,7 +240,7 @@ class Keeping:
             found = outputs.get(item.id)
             if found is None:
                 raise _gone(item.id, field)
-            # For each reference: the prompt repeats the item.
+            # Counted per reference: the prompt repeats the item.
             size += sizes[item.id]
             if size > MAX_KEPT_LENGTH:
                 raise invalid_field("input", f"it refers to more than {MAX_KEPT_LENGTH} bytes")
@@ -258,19 +258,19 @@ def _refuse_kept(request: schema.ResponsesRequest, own: Sequence[Any]) -> None:
 
 
 def own_items(request: schema.ResponsesRequest) -> list[Any]:
-    """Return the input as items, whether it was sent as them or as a text."""
+    """Return the input as items; a text becomes a user message."""
     if isinstance(request.input, str):
         return [schema.MessageItem(role="user", content=request.input)]
     return list(request.input)
 
 
 def part_of(item: dict[str, Any]) -> Part:
-    """Return an item as it is stored."""
+    """Return an item in its stored form."""
     return Part(id=item["id"], body=msgspec.json.encode(item))
 
 
 def item_of(item: Any) -> dict[str, Any]:
-    """Return an item as clients see it, with an id if it has none."""
+    """Return an item as shown to clients, with a new ID if it has none."""
     shown: dict[str, Any] = item.model_dump(exclude_unset=True, by_alias=True)
     kind = shown.setdefault("type", "message")
     if isinstance(shown.get("content"), str):
@@ -292,5 +292,5 @@ def _gone(name: str, field: str) -> ApiError:
 
 
 def now() -> int:
-    """Return the Unix time."""
+    """Return the current Unix time in whole seconds."""
     return int(time.time())

@@ -1,4 +1,4 @@
-"""A request for a response in the terms of all requests: as the chat completion that answers it."""
+"""Conversion of response requests to generation requests, via chat completions."""
 
 import re
 from collections.abc import Sequence
@@ -33,18 +33,18 @@ _NOTHING_TO_ADD = {
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 }
-"""Values of `include` that are about things that no response here holds."""
+"""Values of `include` for content that responses here never have."""
 
 
 def parse(
     request: schema.ResponsesRequest, model: ServedModel, max_model_len: int, earlier: int = 0
 ) -> GenerationRequest:
-    """Return what a request asks for, by way of the chat completion that answers it.
+    """Convert a request to a generation request, via the chat completion that answers it.
 
-    The first `earlier` items of the input are of earlier responses, or of a conversation.
+    The first `earlier` items of the input belong to earlier responses or to a conversation.
 
     Raises:
-        ApiError: the request is wrong, or asks for what is not served; `param` names the field.
+        ApiError: the request is invalid or not supported; `param` names the field.
     """
     chat, blame = _as_chat(request, earlier)
     parsed = parse_chat(chat, model, max_model_len, blame)
@@ -55,17 +55,17 @@ def parse(
 
 
 def parse_count(request: schema.ResponsesRequest, earlier: int) -> tuple[Conversation, Blame]:
-    """Return the conversation to count, and what turns errors about it into the client's terms.
+    """Return the conversation to count, and a function that rewrites errors in the client's terms.
 
     Raises:
-        ApiError: the request is wrong, or asks for what is not served; `param` names the field.
+        ApiError: the request is invalid or not supported; `param` names the field.
     """
     chat, blame = _as_chat(request, earlier)
     return conversation(chat, chat.messages), blame
 
 
 def _as_chat(request: schema.ResponsesRequest, earlier: int) -> tuple[ChatCompletionRequest, Blame]:
-    """Return a chat completion, and what turns errors about it into errors about the request."""
+    """Return a chat completion, and a function that maps its errors back to the request."""
     _check(request)
     goes_on_with = "previous_response_id" if request.conversation is None else "conversation"
     turns = _Turns()
@@ -87,7 +87,7 @@ def _as_chat(request: schema.ResponsesRequest, earlier: int) -> tuple[ChatComple
         "verbosity": request.text.verbosity if request.text is not None else None,
     }
     if request.structured_outputs is not None:
-        # Only what was sent: an absent field is none of its constraints.
+        # Only fields that were sent: defaults would count as constraints.
         body["structured_outputs"] = request.structured_outputs.model_dump(
             by_alias=True, exclude_unset=True
         )
@@ -132,9 +132,9 @@ def _check(request: schema.ResponsesRequest) -> None:
 
 
 class _Turns:
-    """Collects items into messages, each with the field that it is made of.
+    """Collects items into messages, each with the request field it came from.
 
-    What the assistant did in a row is one turn.
+    Consecutive items of the assistant form one turn.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class _Turns:
                 self._add_of_tool(item, place)
 
     def _add_of_tool(self, item: schema.InputItem, place: str) -> None:
-        """Add a call or what came of it; what other servers did is left out."""
+        """Add a tool call or its output; items of hosted tools are dropped."""
         match item:
             case schema.FunctionCallItem():
                 name = function_name(item.name, item.namespace)
@@ -205,7 +205,7 @@ class _Turns:
         self.messages[-1]["tool_call_id"] = call_id
 
     def _assistant(self, place: str, closed_by: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the assistant's turn that an item belongs to."""
+        """Return the assistant turn that an item belongs to."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(key in last for key in closed_by):
             self.messages.append({"role": "assistant"})
@@ -214,7 +214,7 @@ class _Turns:
 
 
 def _content(content: str | Sequence[schema.MessageContent]) -> str | list[dict[str, Any]]:
-    """Return a content as one text if it holds no image, else as its parts."""
+    """Return content as one string if it has no image, else as its parts."""
     if isinstance(content, str):
         return content
     if not any(
@@ -274,7 +274,7 @@ _RENAMED = (
 
 
 def _renamed(places: Sequence[str], param: str) -> str:
-    """Return the field of the request that a field of the chat completion stands for."""
+    """Return the request field that a field of the chat completion was made from."""
     message = re.match(r"messages(?:\[(\d+)\])?", param)
     if message is None:
         return renamed(param, _RENAMED)
@@ -286,5 +286,5 @@ def _renamed(places: Sequence[str], param: str) -> str:
     call = re.match(r"\.tool_calls\[(\d+)\]\.function", rest)
     if call is None:
         return place + rest
-    # Calls are items of their own, which follow the one that the turn began with.
+    # Each call is a separate item, after the item that the turn started with.
     return place + rest[call.end() :] if call[1] == "0" else "input"

@@ -1,4 +1,4 @@
-"""Responses as clients see them: events of a stream, or one body."""
+"""Rendering of responses: events of a stream, or one body."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -28,13 +28,13 @@ class _Place(TypedDict):
 
 
 class _CustomArguments(msgspec.Struct):
-    """Arguments of the function that stands for a custom tool."""
+    """Arguments of the function that represents a custom tool."""
 
     input: str
 
 
 class _ShellArguments(msgspec.Struct):
-    """Arguments of the function that stands for the client's shell."""
+    """Arguments of the function that represents the client's shell."""
 
     command: list[str]
     timeout_ms: int | None = None
@@ -45,27 +45,27 @@ class _ShellArguments(msgspec.Struct):
 
 
 class ContentScores:
-    """Finds the tokens, with their log probabilities, that make up the content of an answer.
+    """Finds the tokens, with log probabilities, that make up the content of an answer.
 
-    Parts are pieces of the answer's text, in order. A part that is not found in the text, because
-    its reader rewrote it, is skipped.
+    Parts are consecutive pieces of the answer's text. A part that is not found in the text, because
+    its parser rewrote it, is skipped.
     """
 
     def __init__(self) -> None:
         self._text = ""
-        """What no part has been found in yet."""
+        """Text after the last part found."""
         self._begin = 0
-        """Where it begins in the whole text."""
+        """Offset of that text in the whole answer."""
         self._tokens: list[ScoredToken] = []
-        """Those that begin within it, or behind it."""
+        """Tokens that start at or after that offset."""
 
     def add(self, text: str, tokens: Sequence[ScoredToken]) -> None:
-        """Add text of the answer, and tokens whose texts have come or will come."""
+        """Append answer text, and tokens; their text may be added before or after them."""
         self._text += text
         self._tokens += tokens
 
     def of(self, part: Part) -> list[ScoredToken]:
-        """Return the tokens that begin in a part's text if it is content; parts come in order."""
+        """Return the tokens that start in a content part; none for other parts. Call in order."""
         text = part.name if isinstance(part, CallBegin) else part.text
         place = self._text.find(text)
         if place < 0:
@@ -78,7 +78,7 @@ class ContentScores:
 
 
 class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
-    """Fills a response item by item."""
+    """Builds a response item by item."""
 
     def __init__(
         self,
@@ -87,19 +87,19 @@ class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
         table: TokenTable,
         tools: Mapping[str, OfferedTool],
     ) -> None:
-        """`response` has no output yet; `tools` are found by the names of their functions."""
+        """`response` has no output yet; `tools` are keyed by function name."""
         super().__init__(response, request.plan)
         self._suffix = response.id.removeprefix("resp_")
-        """Makes the ids of items unique."""
+        """Makes item IDs unique."""
         self._tools = tools
         self._request = request
         self._table = table
         self._scores = ContentScores()
         self._logprobs: list[ChatLogprob] = []
         self._status: items.ItemStatus = "completed"
-        """Of items that end now."""
+        """Status of items that close from now on."""
         self._sequence_number = 0
-        """Of the next event that is shown."""
+        """Number of the next event."""
 
     def _begin(self) -> list[ResponseEvent]:
         kinds = (events.ResponseCreated, events.ResponseInProgress)
@@ -160,11 +160,11 @@ class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
             case CallArguments(_, text):
                 self._text.append(text)
                 if not isinstance(self._open, items.OutputFunctionCall):
-                    return []  # it is shown in another form, once it is complete
+                    return []  # emitted in another form, once complete
                 return [events.ArgumentsDelta(**self._place(), delta=text)]
 
     def _complete(self, usage: Usage) -> list[ResponseEvent]:
-        """End, with an empty message if there is nothing else."""
+        """Complete the response; if there is no output, add an empty message."""
         response, cut_off = self.answer, self._finish_reason != "stop"
         told = [] if self.items else self._add_content("", [])
         self._status = "incomplete" if cut_off else "completed"
@@ -217,7 +217,7 @@ class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
                 try:
                     item.input = msgspec.json.decode(text, type=_CustomArguments).input
                 except (msgspec.DecodeError, UnicodeEncodeError):
-                    item.input = text  # malformed: what the model wrote
+                    item.input = text  # malformed: keep the model's raw text
                 told = [
                     events.CustomInputDelta(**place, delta=item.input),
                     events.CustomInputDone(**place, input=item.input),
@@ -282,9 +282,9 @@ ResponseRenderer = GrowingBody[items.Response] | GrowingResponse
 def renderer(
     body: ResponsesRequest, request: GenerationRequest, table: TokenTable, name: str | None = None
 ) -> ResponseRenderer:
-    """Return what shows the answer to a request.
+    """Return the renderer for a request's answer.
 
-    If it is stored, the ids of the response and of its items end with `name`.
+    If it is stored, the IDs of the response and of its items end with `name`.
     """
     growing = growing_response(body, request, table, name)
     return growing if body.stream else GrowingBody(growing)
@@ -293,7 +293,7 @@ def renderer(
 def growing_response(
     body: ResponsesRequest, request: GenerationRequest, table: TokenTable, name: str | None
 ) -> GrowingResponse:
-    """Return the response to a request before there is any output; `name` as in `renderer`."""
+    """Return a response builder without output; `name` as in `renderer`."""
     response = begun_response(body, name or request.request_id, request.created, request.model)
     response.temperature = request.sampling.temperature
     response.top_p = request.sampling.top_p
@@ -305,7 +305,7 @@ def growing_response(
 def begun_response(
     request: ResponsesRequest, name: str, created: int, model: str
 ) -> items.Response:
-    """Return the response as it is before there is any output."""
+    """Return the response before there is any output."""
 
     def sent(value: Any, default: Any) -> Any:
         return default if value is None else value.model_dump(exclude_none=True, by_alias=True)

@@ -29,16 +29,16 @@ from server.schema.support import (
 
 
 class ContentPart(RequestBody):
-    """A piece of text of a message, or of what came of a call."""
+    """A text part of a message or of a tool call's output."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
 class MediaPart(RequestBody):
-    """An image, for models that take images; all else is refused in messages.
+    """An image, for models that take images; other media are refused in messages.
 
-    Of what came of calls a note says that it was left out, where the model cannot see it.
+    In outputs of calls, media that the model cannot take are replaced by a note.
     """
 
     type: Literal["input_image", "input_file", "input_audio"]
@@ -58,11 +58,11 @@ CallOutput = str | Annotated[list[MessageContent], Field(max_length=limits.MAX_P
 
 
 CUSTOM_INPUT = "input"
-"""The parameter of the functions that stand for custom tools."""
+"""Parameter name of the functions that represent custom tools."""
 
 
 class CustomToolFormat(RequestBody):
-    """What the input of a custom tool looks like: any text, or one that matches an expression."""
+    """Format of a custom tool's input: free text, or a grammar or pattern that it must match."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -70,10 +70,10 @@ class CustomToolFormat(RequestBody):
 
 
 class NamespacedTool(RequestBody):
-    """A function that the model may call, or a tool of the client that takes a text.
+    """A function that the model can call, or a client tool that takes text.
 
-    Of the other types `local_shell` and a `tool_search` that the client runs are served. The rest
-    is left out, and refused if `tool_choice` demands it.
+    Of the other types only `local_shell` and a `tool_search` that the client runs are supported.
+    The rest are dropped, or refused if `tool_choice` requires them.
     """
 
     type: Name
@@ -86,13 +86,13 @@ class NamespacedTool(RequestBody):
 
 
 class ResponseTool(NamespacedTool):
-    """A tool, or with the type `namespace` several that share the beginning of their names."""
+    """A tool, or with type `namespace` several tools that share a name prefix."""
 
     tools: Annotated[list[NamespacedTool], Field(max_length=limits.MAX_TOOLS)] | None = None
 
 
 class MessageItem(RequestBody):
-    """A turn of the conversation; `type` may be left out."""
+    """A turn of the conversation; `type` is optional."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -100,7 +100,7 @@ class MessageItem(RequestBody):
 
 
 class FunctionCallItem(RequestBody):
-    """A call that the model made before."""
+    """A function call that the model made earlier."""
 
     type: Literal["function_call"]
     call_id: Name
@@ -110,7 +110,7 @@ class FunctionCallItem(RequestBody):
 
 
 class FunctionCallOutputItem(RequestBody):
-    """What came of a call."""
+    """The output of a function call."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -118,7 +118,7 @@ class FunctionCallOutputItem(RequestBody):
 
 
 class CustomToolCallItem(RequestBody):
-    """A call of a tool whose input is a text, that the model made before."""
+    """An earlier call of a tool with plain text input."""
 
     type: Literal["custom_tool_call"]
     call_id: Name
@@ -128,7 +128,7 @@ class CustomToolCallItem(RequestBody):
 
 
 class CustomToolCallOutputItem(RequestBody):
-    """What came of such a call."""
+    """The output of a custom tool call."""
 
     type: Literal["custom_tool_call_output"]
     call_id: Name
@@ -136,7 +136,7 @@ class CustomToolCallOutputItem(RequestBody):
 
 
 class LocalShellCallItem(RequestBody):
-    """A command that the model asked the client to run before."""
+    """A command that the model earlier requested the client to run."""
 
     type: Literal["local_shell_call"]
     call_id: Name | None = None
@@ -145,7 +145,7 @@ class LocalShellCallItem(RequestBody):
 
 
 class LocalShellCallOutputItem(RequestBody):
-    """What came of such a command."""
+    """The output of such a command."""
 
     type: Literal["local_shell_call_output"]
     id: Name
@@ -153,7 +153,7 @@ class LocalShellCallOutputItem(RequestBody):
 
 
 class ToolSearchCallItem(RequestBody):
-    """A search for tools that the model asked the client for before."""
+    """A tool search that the model earlier requested from the client."""
 
     type: Literal["tool_search_call"]
     call_id: Name | None = None
@@ -161,7 +161,7 @@ class ToolSearchCallItem(RequestBody):
 
 
 class ToolSearchOutputItem(RequestBody):
-    """The tools that were found: the model may call them from then on."""
+    """The tools found: the model can call them from here on."""
 
     type: Literal["tool_search_output"]
     call_id: Name | None = None
@@ -169,14 +169,14 @@ class ToolSearchOutputItem(RequestBody):
 
 
 class AdditionalToolsItem(RequestBody):
-    """Tools that the model may call besides those of the request."""
+    """Tools that the model can call in addition to those of the request."""
 
     type: Literal["additional_tools"]
     tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)]
 
 
 class HostedItem(RequestBody):
-    """Accepted and left out: what tools of other servers did."""
+    """Accepted but dropped: activity of hosted tools of other servers."""
 
     type: Literal[
         "web_search_call",
@@ -190,7 +190,7 @@ class HostedItem(RequestBody):
 
 
 class CompactionItem(RequestBody):
-    """A conversation so far in a few words, as `/v1/responses/compact` returned it."""
+    """A summary of the conversation so far, as returned by `/v1/responses/compact`."""
 
     type: Literal["compaction", "compaction_summary", "context_compaction"]
     encrypted_content: str | None = None
@@ -207,7 +207,7 @@ ReasoningParts = Annotated[list[ReasoningPart], Field(max_length=limits.MAX_PART
 
 
 class ReasoningItem(RequestBody):
-    """What the model thought before; only its `content` reaches the template."""
+    """Reasoning of an earlier answer; only its `content` reaches the template."""
 
     type: Literal["reasoning"]
     content: ReasoningParts | None = None
@@ -215,7 +215,7 @@ class ReasoningItem(RequestBody):
 
 
 class ItemReference(RequestBody):
-    """An item of the output of a response that was kept."""
+    """A reference to an item of a stored response."""
 
     type: Literal["item_reference"]
     id: Name
@@ -251,7 +251,7 @@ InputItem = Annotated[
 
 
 class ChosenTool(RequestBody):
-    """A tool by its name; of types of which there is one, by its type."""
+    """A tool by name, or by type if there is only one of that type."""
 
     type: Name
     name: Name | None = None
@@ -259,7 +259,7 @@ class ChosenTool(RequestBody):
 
 
 class AllowedToolsChoice(RequestBody):
-    """A choice among some of the tools."""
+    """A choice restricted to some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -267,7 +267,7 @@ class AllowedToolsChoice(RequestBody):
 
 
 class TextFormat(RequestBody):
-    """Shape of the answer's text: `text`, `json_object`, or `json_schema` with a schema."""
+    """Format of the answer's text: `text`, `json_object`, or `json_schema` with a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -277,7 +277,7 @@ class TextFormat(RequestBody):
 
 
 class TextOptions(RequestBody):
-    """How the answer's text looks."""
+    """Options for the answer's text."""
 
     format: TextFormat | None = None
     verbosity: Verbosity | None = Field(
@@ -286,7 +286,7 @@ class TextOptions(RequestBody):
 
 
 class ReasoningOptions(RequestBody):
-    """How the model reasons."""
+    """Reasoning options."""
 
     effort: ReasoningEffort | None = Field(
         None, description="Passed to the chat template as reasoning_effort."
@@ -295,19 +295,19 @@ class ReasoningOptions(RequestBody):
 
 
 class ResponseStreamOptions(RequestBody):
-    """Accepted and not used."""
+    """Accepted but ignored."""
 
     include_obfuscation: bool | None = None
 
 
 class ConversationName(RequestBody):
-    """A kept conversation by its name."""
+    """ID of a stored conversation."""
 
     id: Name
 
 
 class ResponsesRequest(DrawingFields):
-    """Answer a list of items with more items."""
+    """Generate output items for a list of input items."""
 
     input: str | Annotated[list[InputItem], Field(max_length=limits.MAX_MESSAGES)]
     instructions: str | None = Field(None, description="What a system message says.")
@@ -425,7 +425,7 @@ PASSED_ON = (
     *(name for name in DrawingFields.model_fields if name not in _NOT_PASSED_ON),
     "parallel_tool_calls", "user", "chat_template_kwargs", "include_reasoning",
 )  # fmt: skip
-"""Fields that mean the same in a chat completion; a stream too keeps its whole answer."""
+"""Fields with the same meaning in chat completions; streams also keep the complete answer."""
 
 
 Metadata = Annotated[
@@ -438,7 +438,7 @@ Metadata = Annotated[
 
 
 class ConversationRequest(RequestBody):
-    """Begin a conversation."""
+    """Create a conversation."""
 
     items: Annotated[list[InputItem], Field(max_length=limits.MAX_ADDED_ITEMS)] | None = None
     metadata: Metadata | None = None

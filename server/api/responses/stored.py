@@ -1,4 +1,4 @@
-"""/v1/responses/ID and /v1/conversations: the records that a tenant has stored."""
+"""/v1/responses/ID and /v1/conversations: access to a tenant's stored records."""
 
 import re
 import uuid
@@ -40,7 +40,7 @@ _SHOWN = json_responses(Response)
 
 
 class StoreRoute(ApiRoute):
-    """An operation on what is stored."""
+    """An operation on stored records."""
 
     errors = (400, 401, 404, 503)
 
@@ -53,7 +53,7 @@ router = APIRouter(route_class=StoreRoute)
 
 @router.get(_RESPONSE, responses=_SHOWN)
 async def retrieve(response_id: str, request: Request, services: ServicesDep) -> HttpResponse:
-    """Show a response; with `stream` its events, from number `starting_after` + 1 on."""
+    """Return a response, or with `stream` its events after number `starting_after`."""
     query, store = request.query_params, _store(services)
     record = await _found(services, request, SqlBackend.get, response_id)
     if query.get("stream", "false") in ("false", "0"):
@@ -73,7 +73,7 @@ async def retrieve(response_id: str, request: Request, services: ServicesDep) ->
     frames = told(store, record.tenant, record.id, keep_alive, int(after))
     if store.followers.exceeded(record.tenant, 1):
         raise TOO_MANY_IN_BACKGROUND
-    await anext(frames)  # counts the client at once: nothing is awaited before the first item
+    await anext(frames)  # registers the client as a follower without waiting
     return StreamingResponse(
         frames, media_type="text/event-stream", headers={"cache-control": "no-cache"}
     )
@@ -101,7 +101,7 @@ async def cancel(response_id: str, request: Request, services: ServicesDep) -> H
             record, status="cancelled", body=msgspec.json.encode(shown)
         )
         await _asked(services, request, SqlBackend.put, cancelled, only_known=True)
-        # It may have been finished meanwhile.
+        # It may have finished in the meantime.
         found = await _asked(services, request, SqlBackend.get, record.id)
         record = cancelled if found is None else found
     return _json(record.body)
@@ -122,7 +122,7 @@ async def input_items(response_id: str, request: Request, services: ServicesDep)
 async def create_conversation(
     body: schema.ConversationRequest, call: Call, services: ServicesDep
 ) -> Conversation:
-    """Begin a conversation."""
+    """Create a conversation."""
     items = _kept_items(body.items or [])
     record = Record(
         id=f"conv_{uuid.uuid4().hex}",
@@ -140,7 +140,7 @@ async def create_conversation(
 async def retrieve_conversation(
     conversation_id: str, request: Request, services: ServicesDep
 ) -> Conversation:
-    """Show a conversation, without its items."""
+    """Return a conversation, without its items."""
     record = await _found(services, request, SqlBackend.get, conversation_id)
     return _shown(record)
 
@@ -187,7 +187,7 @@ async def add_items(
 async def retrieve_item(
     conversation_id: str, item_id: str, request: Request, services: ServicesDep
 ) -> HttpResponse:
-    """Show an item of a conversation."""
+    """Return an item of a conversation."""
     items = await _found(services, request, SqlBackend.items, conversation_id)
     for item in items:
         if item.id == item_id:
@@ -205,7 +205,7 @@ async def delete_item(
     return await retrieve_conversation(conversation_id, request, services)
 
 
-# -- what both have in common --------------------------------------------------------------------
+# -- shared helpers ------------------------------------------------------------------------------
 
 
 class _Named(msgspec.Struct):
@@ -229,14 +229,14 @@ def _store(services: Services) -> ResponseStore:
 async def _asked(
     services: Services, request: Request, query: Callable[..., T], *args: Any, **options: Any
 ) -> T:
-    """Return what the store answers about the records that a request may access."""
+    """Call the store with the tenant's ID."""
     return await kept(_store(services).call(query, _owner(request), *args, **options))
 
 
 async def _found(
     services: Services, request: Request, query: Callable[..., T | None], id_: str, *args: Any
 ) -> T:
-    """Return the same of the record of a path."""
+    """Call the store for the record that the path names."""
     kind = "response" if "response_id" in request.path_params else "conversation"
     found = None
     if id_.startswith(ID_PREFIXES[kind]):
@@ -266,7 +266,7 @@ def _shown(record: Record) -> Conversation:
 
 
 def _page(request: Request, items: list[msgspec.Raw]) -> ItemList:
-    """Return the part of a list that a request asks for with `limit`, `order` and `after`."""
+    """Return the page of a list selected by `limit`, `order` and `after`."""
     query = request.query_params
     try:
         limit = int(query.get("limit", "20"))

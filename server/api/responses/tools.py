@@ -1,4 +1,4 @@
-"""The functions of a chat completion that stand for the tools of a response."""
+"""Functions of a chat completion that represent the tools of a response."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -25,28 +25,28 @@ _COMMAND: JsonObject = {
 
 
 class OfferedTool(msgspec.Struct, frozen=True):
-    """A tool of a response, and the function that stands for it."""
+    """A tool of a response, and the function that represents it."""
 
     kind: Literal["function", "custom", "local_shell", "tool_search"]
     name: str | None
     namespace: str | None
     function: JsonObject
     field: str
-    """Where the request has it."""
+    """Path of the tool in the request."""
 
 
 def function_name(name: str | None, namespace: str | None) -> str | None:
-    """Return the name of the function that stands for a tool."""
+    """Return the name of the function that represents a tool."""
     if namespace is None or name is None:
         return name
     return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
 
 
 def offered_tools(request: schema.ResponsesRequest, earlier: int) -> list[OfferedTool]:
-    """Return the tools that calls can be asked for of; the first `earlier` items are not its own.
+    """Return the tools that the model can call; the first `earlier` items precede the request.
 
     Raises:
-        ApiError: a tool is wrong; `param` names the field.
+        ApiError: a tool is invalid; `param` names the field.
     """
     offered = [*_offered(request.tools or (), "tools", None)]
     for index, item in enumerate([] if isinstance(request.input, str) else request.input):
@@ -63,10 +63,10 @@ def chosen(
     request: schema.ResponsesRequest,
     offered: Sequence[OfferedTool],
 ) -> Any:
-    """Return the tool choice of the chat completion.
+    """Convert the tool choice to that of a chat completion.
 
     Raises:
-        ApiError: a tool is demanded that is not served.
+        ApiError: it requires a tool that is not supported.
     """
     match choice:
         case schema.ChosenTool():
@@ -136,7 +136,7 @@ def _tool(
 
 
 def _custom_function(tool: schema.NamespacedTool, field: str) -> JsonObject:
-    """Return the function that stands for a tool whose input is a text."""
+    """Return the function that represents a tool with plain text input."""
     given: JsonObject = {"type": "string"}
     function: JsonObject = {
         "parameters": {

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling and /classify: vectors of inputs."""
+"""POST /v1/embeddings, /pooling, /classify, /score and /rerank: vectors and scores of inputs."""
 
 import asyncio
 from array import array
@@ -37,7 +37,7 @@ router = APIRouter(route_class=ModelRoute)
 async def create_embeddings(
     body: schema.EmbeddingsRequest, call: Call, services: ServicesDep
 ) -> Response:
-    """Make an embedding of each input."""
+    """Compute an embedding of each input."""
     called = PooledCall(call, services, body)
     called.wants("embed")
     model = called.model
@@ -55,7 +55,7 @@ async def create_embeddings(
 
 @router.post("/pooling", responses=json_responses(schema.PoolingResponse) | QUEUED)
 async def pool(body: schema.PoolingRequest, call: Call, services: ServicesDep) -> Response:
-    """Make a vector of each input, or of each of its tokens, as the model does."""
+    """Compute a vector for each input, or for each of its tokens, depending on the model."""
     called = PooledCall(call, services, body)
     model = called.model
     per_token = _is_per_token(body.task, called)
@@ -87,7 +87,7 @@ async def pool(body: schema.PoolingRequest, call: Call, services: ServicesDep) -
 
 @router.post("/classify", responses=json_responses(schema.ClassifyResponse) | QUEUED)
 async def classify(body: schema.ClassifyRequest, call: Call, services: ServicesDep) -> Response:
-    """Say which class each input is of."""
+    """Classify each input."""
     called = PooledCall(call, services, body)
     called.wants("classify")
     labels = called.model.spec.labels
@@ -107,7 +107,7 @@ async def classify(body: schema.ClassifyRequest, call: Call, services: ServicesD
 
 
 def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:
-    """Return whether each token gets a vector."""
+    """Return whether the result is one vector per token."""
     spec = called.model.spec
     if task is None:
         return spec.tokens is not None and spec.tokens.is_usual
@@ -123,7 +123,7 @@ def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:
 
 
 def _dimensions(asked: int | None, model: PoolingModel) -> int:
-    """Return how many numbers of each embedding are wanted; 0 for all."""
+    """Return the requested number of embedding dimensions; 0 for all."""
     size, allowed = model.spec.size, model.spec.dimensions
     if asked is None:
         return model.spec.usual_dimensions
@@ -161,7 +161,7 @@ def _check_answer(count: int, size: int) -> None:
 
 _COHERE_PATH = "/v2/rerank"
 _COHERE_TOKENS = 4096
-"""Tokens that Cohere's API cuts documents to by itself."""
+"""Default maximum document length in tokens in Cohere's API."""
 _NUMBERS_AT_ONCE = 1 << 16
 
 
@@ -193,7 +193,7 @@ async def score(body: schema.ScoreRequest, call: Call, services: ServicesDep) ->
 @router.post("/v1/rerank", responses=_RANKED)
 @router.post("/rerank", responses=_RANKED)
 async def rerank(body: schema.RerankRequest, call: Call, services: ServicesDep) -> Response:
-    """Put documents in the order in which they fit a query."""
+    """Sort documents by relevance to a query."""
     called = PooledCall(call, services, body)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     cohere = call.path.endswith(_COHERE_PATH)
@@ -214,7 +214,7 @@ async def rerank(body: schema.RerankRequest, call: Call, services: ServicesDep) 
 
 
 def _given(body: schema.ScoreRequest, names: tuple[str, ...]) -> tuple[str, Sequence[str]]:
-    """Return the texts of the one field of several that is given, and its name."""
+    """Return the name and the texts of the one field among `names` that is set."""
     found = [name for name in names if getattr(body, name) is not None]
     if len(found) != 1:
         raise invalid(f"{names[0]}: exactly one of {', '.join(names)} must be given", names[0])
@@ -229,7 +229,7 @@ async def _scores(
     fields: tuple[str, str],
     most_of_second: int | None = None,
 ) -> list[float]:
-    """Return how well each pair fits, by a cross-encoder or by the angle between embeddings."""
+    """Return the score of each pair: by a cross-encoder, or cosine similarity of embeddings."""
     spec = called.model.spec
     if spec.task == "classify":
         if spec.size != 1:
@@ -260,14 +260,14 @@ async def _scores(
         a, b = array("f", one), array("f", other)
         found.append(compare(a, b))
         done += len(a)
-        if done > _NUMBERS_AT_ONCE:  # others get their turn
+        if done > _NUMBERS_AT_ONCE:  # yield to the event loop
             done = 0
             await asyncio.sleep(0)
     return found
 
 
 def _cutting(length: Length, most_of_second: int | None) -> Length:
-    """Return the length for documents that are to be cut, whatever else the request says."""
+    """Return the length limits with truncation of documents enabled."""
     if most_of_second is None or length.keep is not None:
         return length
     return msgspec.structs.replace(length, keep=length.max_tokens)
@@ -291,4 +291,4 @@ _SIMILARITIES: dict[Similarity, Compare] = {
     "euclidean": lambda a, b: -dist(a, b),
     "manhattan": lambda a, b: -sum(abs(x - y) for x, y in zip(a, b, strict=True)),
 }
-"""As sentence-transformers computes them."""
+"""Computed as in sentence-transformers."""

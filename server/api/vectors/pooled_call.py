@@ -1,4 +1,4 @@
-"""One way to the engines and back for the endpoints that return vectors or scores."""
+"""The shared path of the vector and score endpoints, to the engines and back."""
 
 import asyncio
 import base64
@@ -32,12 +32,12 @@ from server.router.token_stream import RequestStream
 _LACKS = {"embed": "makes no embeddings", "classify": "has no classes"}
 
 WINDOW = 256
-"""Sequences of one request that engines have at a time: others get in between."""
+"""Maximum sequences of one request in the engines at a time, so that requests can interleave."""
 _SLICE = 32
-"""Sequences that are handed over without a break."""
+"""Sequences submitted before yielding to the event loop."""
 
 UNSAMPLED = SamplingParams(max_tokens=1, seed=0)
-"""Of sequences for which no tokens are drawn."""
+"""Sampling parameters of sequences for which no tokens are sampled."""
 
 T = TypeVar("T")
 
@@ -49,13 +49,13 @@ class _Sequence(msgspec.Struct):
 
 
 class PooledCall:
-    """One request at a model that makes vectors, from its checks to its last vector."""
+    """One request to a pooling model, from validation to the last vector."""
 
     def __init__(self, call: Call, services: Services, body: PoolingFields) -> None:
-        """Check what all these requests have in common.
+        """Run the checks common to these requests.
 
         Raises:
-            ApiError: there is no such model, or it generates, or a field is wrong.
+            ApiError: the model does not exist or generates text, or a field is invalid.
         """
         call.request_id = body.request_id or call.request_id
         self.name = services.model_name(body.model)
@@ -64,7 +64,7 @@ class PooledCall:
         self._body = body
         self.created = int(time.time())
         self._waiting: deque[_Sequence] = deque()
-        """Sequences that engines have."""
+        """Sequences submitted to engines, oldest first."""
         self._group = 0
         self._cached_tokens = 0
         model = services.model.pooling
@@ -84,25 +84,24 @@ class PooledCall:
 
     @property
     def request_id(self) -> str:
-        """The client's name for the request, or ours."""
+        """The client's request ID, or a generated one."""
         return self._call.request_id
 
     def wants(self, task: str) -> None:
-        """Check what the model is for.
+        """Check that the model supports a task.
 
         Raises:
-            ApiError: something else.
+            ApiError: it does not.
         """
         if self.model.spec.task != task:
             raise unsuitable(self.name, _LACKS[task], self.model)
 
     def admit(self, count: int, field: str) -> None:
-        """Reserve a place for `count` sequences until the call ends.
+        """Reserve queue space for `count` sequences until the call ends.
 
         Raises:
-            ApiError: the request asks for what the operator does not allow; the sequences are
-                those of `field`.
-            NoEngineAvailable: nothing can serve now.
+            ApiError: the request exceeds the operator's limits; the error names `field`.
+            NoEngineAvailable: no engine can serve now.
             Overloaded: the queue is full.
         """
         try:
@@ -113,12 +112,12 @@ class PooledCall:
     async def vectors(
         self, inputs: list[PoolingInput], *, dimensions: int = 0, per_token: bool = False
     ) -> list[bytes]:
-        """Return one vector of each input, or those of its tokens in a row, as float32 numbers.
+        """Return one vector per input, or its token vectors concatenated, as float32 bytes.
 
         Raises:
-            ApiError: it took too long.
+            ApiError: it timed out.
             ClientDisconnected: everything was aborted.
-            GenerationFailed, NoEngineAvailable, Overloaded: as they say.
+            GenerationFailed, NoEngineAvailable, Overloaded: the engines' failures, passed on.
         """
         call, services = self._call, self._services
         total = sum([len(each.token_ids) for each in inputs])
@@ -140,7 +139,7 @@ class PooledCall:
                     services.tracer.record(self._ended(total))
 
     async def _pooled(self, inputs: list[PoolingInput], params: PoolingParams) -> list[bytes]:
-        """Hand every sequence to an engine; return their vectors in order."""
+        """Submit every sequence to an engine; return the vectors in order."""
         found: list[bytes] = []
         for index, each in enumerate(inputs):
             if index % _SLICE == _SLICE - 1:
@@ -176,7 +175,7 @@ class PooledCall:
         self._waiting.append(_Sequence(stream, timer, count))
 
     async def _next(self) -> bytes:
-        """Wait for the vector of the sequence that was handed over first."""
+        """Wait for the vector of the sequence that was submitted first."""
         sequence = self._waiting[0]
         output = await sequence.stream.next()
         if output.pooled is None:
@@ -190,7 +189,7 @@ class PooledCall:
         return output.pooled
 
     def _abort(self, reason: str) -> None:
-        """Abort what still runs, counting it as ended for `reason`."""
+        """Abort the remaining sequences, counting them as ended for `reason`."""
         while self._waiting:
             sequence = self._waiting.popleft()
             sequence.stream.close()
@@ -217,7 +216,7 @@ class PooledCall:
     def response(
         self, payload: msgspec.Struct, field: str, items: Iterable[Iterable[bytes]]
     ) -> Response:
-        """Return a success with items in an empty list of the payload, made as they are sent."""
+        """Return a success whose payload list gets its items encoded while they are sent."""
 
         async def push() -> None:
             with self._call:
@@ -229,10 +228,10 @@ class PooledCall:
 async def inputs_of(
     called: PooledCall, body: EmbeddingsRequest | ClassifyRequest, prompt: str = ""
 ) -> list[PoolingInput]:
-    """Admit a request for its inputs and return them as token ids.
+    """Admit a request's inputs and return them as token IDs.
 
     Raises:
-        ApiError: one is wrong or too long; `param` is "input".
+        ApiError: an input is invalid or too long; `param` is "input".
     """
     given, maker, length = body.input, called.model, called.length
     texts = [given] if isinstance(given, str) else [each for each in given if isinstance(each, str)]
@@ -248,19 +247,19 @@ async def inputs_of(
 
 
 def numbers(vector: bytes) -> list[float]:
-    """Return a vector's numbers."""
+    """Return a vector's elements."""
     return array("f", vector).tolist()
 
 
 def shown(vector: bytes, encoding: str | None) -> "list[float] | str":
-    """Return a vector as an answer shows it; base64 without making numbers of it."""
+    """Return a vector as shown in responses; base64 is made directly from the bytes."""
     if encoding == "base64":
         return base64.b64encode(vector).decode("ascii")
     return numbers(vector)
 
 
 def items_shown(items: Iterable[T], show: Callable[[int, T], object]) -> Iterator[list[bytes]]:
-    """Yield the JSON of each item, as it is shown."""
+    """Yield the JSON of `show(index, item)` for each item."""
     for index, item in enumerate(items):
         yield [msgspec.json.encode(show(index, item))]
 
@@ -272,7 +271,7 @@ def rows(vectors: bytes, size: int) -> Iterator[list[bytes]]:
 
 
 def parts(payload: msgspec.Struct, field: str, items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """Yield the JSON of a payload with items, each in parts, in its empty list of this name."""
+    """Yield the JSON of a payload whose empty list `field` is filled with items, each in pieces."""
     opening = f'"{field}":['.encode()
     before, _, after = msgspec.json.encode(payload).partition(opening + b"]")
     yield before + opening

@@ -18,11 +18,11 @@ TokenLists = Annotated[
     Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
 ]
 Input = str | Texts | Annotated[TokenIds, Field(min_length=1)] | TokenLists
-"""One text, several, or the token ids of one or of several."""
+"""One text or several, or the token IDs of one input or of several."""
 
 
 class PoolingFields(RequestBody):
-    """Fields that these requests share; null always means the default."""
+    """Fields that these requests share; null always selects the default."""
 
     model: Name | None = Field(None, description="One of the served names; default: the first.")
     user: Name | None = Field(None, json_schema_extra=USER)
@@ -57,11 +57,11 @@ NO_TURNS: Rows = {
     **refused(_NO_TURNS, "chat_template_kwargs", {}),
     **refused(_NO_TURNS, "add_generation_prompt continue_final_message", False),
 }
-"""Of bodies whose `input` is no conversation."""
+"""Fields of bodies whose `input` is not a conversation."""
 
 
 class PoolingUsage(msgspec.Struct):
-    """Token counts of a request for which nothing is generated."""
+    """Token counts of a request that generates nothing."""
 
     prompt_tokens: int
     total_tokens: int
@@ -71,7 +71,7 @@ OneOrMore = str | Texts
 
 
 class EmbeddingsRequest(PoolingFields):
-    """Texts, or token ids, to make embeddings of."""
+    """Texts or token IDs to embed."""
 
     id_fields: ClassVar[frozenset[str]] = frozenset({"input"})
 
@@ -105,7 +105,7 @@ class Embedding(msgspec.Struct):
 
     index: int
     embedding: list[float] | str
-    """Numbers, or base64 of them."""
+    """A list of numbers, or their bytes as base64."""
     object: Literal["embedding"] = "embedding"
 
 
@@ -119,7 +119,7 @@ class EmbeddingsResponse(msgspec.Struct):
 
 
 class PoolingRequest(EmbeddingsRequest):
-    """Texts, or token ids, to make vectors of: embeddings, or the scores of all classes."""
+    """Texts or token IDs to pool, into embeddings or scores of all classes."""
 
     task: Task | TokenTask | None = Field(
         None,
@@ -135,7 +135,7 @@ class PooledData(msgspec.Struct):
 
     index: int
     data: list[float | list[float]] | str
-    """Numbers, a list of them for each token, or base64 of all."""
+    """Numbers, one list of numbers per token, or all of them as base64."""
     object: Literal["pooling"] = "pooling"
 
 
@@ -162,7 +162,7 @@ class ClassifyRequest(PoolingFields):
 
 
 class Classified(msgspec.Struct):
-    """What class an input is of."""
+    """Classification of one input."""
 
     index: int
     label: str
@@ -184,7 +184,7 @@ class ClassifyResponse(msgspec.Struct):
 
 
 class ScoreRequest(PoolingFields):
-    """Pairs of texts: one with each of several, or as many with as many."""
+    """Pairs of texts: one with each of several, or two lists of equal length."""
 
     queries: OneOrMore | None = None
     documents: OneOrMore | None = None
@@ -198,7 +198,7 @@ class ScoreRequest(PoolingFields):
 
 
 class Score(msgspec.Struct):
-    """How well the texts of a pair fit."""
+    """Score of one pair."""
 
     index: int
     score: float
@@ -223,7 +223,7 @@ class Document(RequestBody):
 
 
 class RerankRequest(PoolingFields):
-    """A query, and documents to put in the order in which they fit it."""
+    """A query, and documents to sort by relevance to it."""
 
     query: str
     documents: Annotated[
@@ -252,35 +252,35 @@ class DocumentText(msgspec.Struct):
 
 
 class RerankResult(msgspec.Struct):
-    """One document's place."""
+    """One ranked document."""
 
     index: int
-    """Where it was in the request."""
+    """Index of the document in the request."""
     relevance_score: float
     document: DocumentText | UnsetType = UNSET
 
 
 class BilledUnits(msgspec.Struct):
-    """What Cohere's clients look for."""
+    """Present for compatibility with Cohere's clients."""
 
     search_units: int = 1
 
 
 class ApiVersion(msgspec.Struct):
-    """The version of Cohere's API that the answer has the form of."""
+    """The version of Cohere's API that the response conforms to."""
 
     version: str = "2"
 
 
 class RerankMeta(msgspec.Struct):
-    """What Cohere's clients look for."""
+    """Present for compatibility with Cohere's clients."""
 
     api_version: ApiVersion
     billed_units: BilledUnits
 
 
 class RerankResponse(msgspec.Struct):
-    """Documents, the best one first."""
+    """Documents, most relevant first."""
 
     id: str
     model: str
