@@ -1,1 +1,1 @@
-"""From a request that may come in to the tokens and texts that answer it."""
+"""Generation: from an admitted request to the tokens and text of its answers."""

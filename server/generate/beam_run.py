@@ -1,4 +1,4 @@
-"""The beam searches of one request: each beam's next token is an ordinary request to an engine."""
+"""Beam search for one request: each beam's next token is an ordinary request to an engine."""
 
 import asyncio
 
@@ -16,10 +16,10 @@ from server.text.detokenizer import TokenTable
 
 
 class BeamRun:
-    """Searches for the answers to one request; `close` must be called whatever happens.
+    """Runs the beam searches of one request; `close` must always be called.
 
-    Every step submits all beams again, as prompts with their tokens so far: the prefix cache has
-    all but the newest of these. Beams move to other engines as all sequences do.
+    Every step resubmits all beams as prompts that include their tokens so far: all but the newest
+    token of each is in the prefix cache. Beams move to other engines like any sequence.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class BeamRun:
         table: TokenTable,
         metrics: FrontEndMetrics,
     ) -> None:
-        """Nothing runs before `next`."""
+        """Store the arguments; nothing runs before `next`."""
         self._request = request
         self._beams = beams
         self._client = client
@@ -41,21 +41,21 @@ class BeamRun:
         self._unfinished: list[SequenceTimer] = []
         self._num_sent = 0
         self._group = 0
-        """What engines call the request, once it has a sequence."""
+        """Group ID of the request in engines, assigned with its first sequence."""
         self._num_tokens = 0
         self._cached: dict[int, int] = {}
         self.finish_reasons: list[str] = []
-        """Why each answer ended, as far as they have."""
+        """Finish reasons of the answers that have ended."""
         self.finished = False
-        """Whether the searches are over."""
+        """Whether all searches have ended."""
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """Search, and return the best answers at once, each with its number.
+        """Run the searches; return all best answers at once, each with its index.
 
         Raises:
-            GenerationFailed: an engine gave a beam up.
-            RequestRefused: an engine cannot do what the request asks for.
-            NoEngineAvailable: no engine takes a beam.
+            GenerationFailed: an engine failed on a beam.
+            RequestRefused: an engine does not support the request.
+            NoEngineAvailable: no engine accepts a beam.
         """
         prompts = self._request.prompts
         try:
@@ -141,7 +141,7 @@ class BeamRun:
             self._streams.discard(stream)
 
     def _shown(self, prompt: Prompt, beam: Beam) -> Delta:
-        """Return a beam as if its tokens had been drawn."""
+        """Return a beam as if its tokens had been sampled."""
         scores = None if self._request.logprobs is None else list(beam.scores)
         end = beam.token_ids[-1] if beam.ended else None
         output = RequestOutput(
@@ -155,20 +155,20 @@ class BeamRun:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache had when each search began."""
+        """Prompt tokens found in the prefix cache at the start of each search."""
         return sum(self._cached.values())
 
     @property
     def first_token(self) -> float | None:
-        """When the first answer came, in monotonic seconds."""
+        """Time of the first answer, in monotonic seconds."""
         return first_token(self._timers)
 
     def usage(self) -> Usage:
-        """Return the tokens of prompts and answers; beams that were left do not count."""
+        """Return the tokens of prompts and answers; discarded beams are not counted."""
         return self._request.usage(self._num_tokens, self.cached_tokens)
 
     def close(self, reason: str = "abort") -> None:
-        """Abort what still runs, counting unfinished answers as ended; idempotent."""
+        """Abort what still runs and count unfinished answers as ended; idempotent."""
         for stream in self._streams:
             stream.close()
         self._streams.clear()

@@ -1,7 +1,7 @@
-"""Beam search: which continuations of a prompt are followed, and which were the best.
+"""Beam search: selection of the continuations to extend, and of the best finished ones.
 
-Source of the rules, among them those for stopping: `GenerationMixin._beam_search` of transformers.
-A state machine without I/O: the log probabilities of every beam's next tokens go in.
+The rules, including the stopping criteria, follow `GenerationMixin._beam_search` in transformers.
+A state machine without I/O: its input is the log probabilities of every beam's next tokens.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ EarlyStopping = bool | Literal["never"]
 
 
 class Beams(msgspec.Struct, frozen=True):
-    """How a request searches."""
+    """Parameters of a beam search."""
 
     width: int
-    """Beams that are followed at a time."""
+    """Number of beams extended at each step."""
     length_penalty: float = 1.0
     """The sum of a beam's log probabilities is divided by its length to this power."""
     early_stopping: EarlyStopping = False
-    """True: stop once `width` beams have ended; False: once no other seems to get better; "never":
-    once none can."""
+    """True: stop once `width` beams have ended; False: once a better one seems unlikely; "never":
+    once a better one is impossible."""
 
 
 _NOT_SEARCHED: dict[str, tuple[object, ...]] = {
@@ -51,14 +51,16 @@ _NOT_SEARCHED: dict[str, tuple[object, ...]] = {
     "echo": (None, False),
     "thinking_token_budget": (None, -1),
 }
-"""Fields that searches do not look at, each with the values that ask for nothing."""
+"""Fields that searches ignore, each with its no-op values."""
 
 
 def beams_of(fields: SamplingFields, width: int) -> Beams | None:
-    """Return how a request with `width` sequences per prompt searches; None if it draws.
+    """Return the beam search parameters of a request; None if it samples.
+
+    `width` is the number of sequences per prompt.
 
     Raises:
-        ApiError: it asks for what a search does not look at.
+        ApiError: the request sets a field that searches do not support.
     """
     if not fields.use_beam_search:
         return None
@@ -75,16 +77,16 @@ def beams_of(fields: SamplingFields, width: int) -> Beams | None:
 
 
 def check_candidates(beams: Beams, searches: int, named_ends: int, other_ends: int) -> None:
-    """Check how many next tokens the searches of a request choose from at each step.
+    """Limit the number of candidate tokens of all searches of a request at each step.
 
     Args:
-        beams: how to search.
-        searches: one for each prompt.
-        named_ends: tokens that the request names to end a continuation.
-        other_ends: those of the model.
+        beams: the search parameters.
+        searches: number of searches, one per prompt.
+        named_ends: number of stop tokens that the request specifies.
+        other_ends: number of the model's stop tokens.
 
     Raises:
-        ApiError: they are too many.
+        ApiError: there are too many candidates.
     """
     count = searches * beams.width * alternatives(beams.width, named_ends + other_ends)
     if count > MAX_BEAM_CANDIDATES:
@@ -98,7 +100,7 @@ def check_candidates(beams: Beams, searches: int, named_ends: int, other_ends: i
 
 
 def alternatives(width: int, ends: int) -> int:
-    """Return how many next tokens of each beam must be known for enough beams to go on."""
+    """Return the number of candidates per beam that ensures enough beams can continue."""
     return max(2, 1 + ends) * width
 
 
@@ -107,10 +109,10 @@ class Beam(msgspec.Struct, frozen=True):
 
     token_ids: tuple[int, ...] = ()
     scores: tuple[TokenLogprob, ...] = ()
-    """Of each token, with the alternatives to it."""
+    """Log probabilities of each token and its alternatives."""
     logprob_sum: float = 0.0
     ended: bool = False
-    """Whether its last token ends an output."""
+    """Whether its last token is a stop token."""
 
 
 class _Candidate(msgspec.Struct, frozen=True):
@@ -118,17 +120,17 @@ class _Candidate(msgspec.Struct, frozen=True):
     beam: Beam
     scores: TokenLogprob
     place: int
-    """Where the token is among the beam's next tokens, the most likely first."""
+    """Rank of the token among the beam's next tokens, 0 for the most likely."""
 
 
 class BeamSearch:
     """The search for the best continuations of one prompt.
 
     Args:
-        beams: how to search.
-        max_tokens: length at which a continuation ends.
-        ends: tokens that end one before.
-        shown: alternatives to each token that are kept.
+        beams: the search parameters.
+        max_tokens: maximum length of a continuation.
+        ends: stop tokens.
+        shown: number of alternatives to each token that are kept.
     """
 
     def __init__(self, beams: Beams, max_tokens: int, ends: frozenset[int], shown: int = 0) -> None:
@@ -137,15 +139,15 @@ class BeamSearch:
         self._ends = ends
         self._shown = shown
         self.num_alternatives = alternatives(beams.width, len(ends))
-        """How many next tokens of every beam have to be known."""
+        """Number of candidates needed for each beam."""
         self.running = [Beam()]
-        """What is followed, the most likely first; empty once the search is over."""
+        """Beams to extend, the most likely first; empty once the search has ended."""
         self._finished: list[tuple[float, Beam]] = []
         self._open = True
-        """Whether what is followed may still become one of the best."""
+        """Whether a running beam can still become one of the best."""
 
     def advance(self, following: Sequence[TokenLogprob]) -> None:
-        """Take the most likely next tokens of every beam in `running`."""
+        """Extend every beam in `running` by its most likely next tokens."""
         candidates = sorted(
             [
                 _Candidate(beam.logprob_sum + logprob, beam, scores, place)
@@ -167,7 +169,7 @@ class BeamSearch:
             self.running = []
 
     def best(self, count: int) -> list[Beam]:
-        """Return the best of the beams that have ended, the best first."""
+        """Return the best finished beams, best first."""
         return [beam for _, beam in self._finished[:count]]
 
     def _finish(self, candidates: Sequence[_Candidate]) -> None:

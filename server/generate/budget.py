@@ -1,7 +1,7 @@
-"""Limits on the whole answer to a request: its sequences times what each of them costs.
+"""Limits on the total answer of a request: number of sequences times cost per sequence.
 
-Checked before anything is tokenized, and again once the lengths of the prompts are known. Where a
-request sets no limit of its own, its answer is limited to what fits.
+Checked before tokenization, and again once the prompt lengths are known. If a request sets no
+limit, its answer is limited to what fits.
 """
 
 from server import limits
@@ -11,10 +11,10 @@ from server.schema.fields import SamplingFields
 
 
 def check_size(request: GenerationRequest) -> None:
-    """Check what is known before anything is tokenized.
+    """Check the limits that are known before tokenization.
 
     Raises:
-        ApiError: it is too much; `param` names the field that makes it so.
+        ApiError: a limit is exceeded; `param` names the responsible field.
     """
     sequences = request.num_sequences
     if sequences > limits.MAX_SEQUENCES:
@@ -22,7 +22,7 @@ def check_size(request: GenerationRequest) -> None:
             "prompt",
             f"{sequences} sequences (prompts times choices), more than {limits.MAX_SEQUENCES}",
         )
-    # What it costs to search each sequence for stop strings at each of its tokens.
+    # The cost of searching each sequence for stop strings at every token.
     stops, characters = request.stop, sum(map(len, request.stop))
     if characters > limits.MAX_STOP_CHARACTERS:
         raise invalid_field(
@@ -41,12 +41,12 @@ def check_size(request: GenerationRequest) -> None:
 
 
 def room_for_output(request: GenerationRequest, prompt_tokens: int) -> int:
-    """Return how many tokens each sequence may have, at least one and what the request asks for.
+    """Return the maximum tokens per sequence: at least one, at most the requested number.
 
-    `prompt_tokens` are those of all prompts, as far as they are known.
+    `prompt_tokens` is the total of all prompts known so far.
 
     Raises:
-        ApiError: the answer could get too large; `param` names the field that makes it so.
+        ApiError: the answer could become too large; `param` names the responsible field.
     """
     sequences = request.num_sequences
     asked = min(request.max_tokens or 1, request.max_model_len)
@@ -60,7 +60,7 @@ def room_for_output(request: GenerationRequest, prompt_tokens: int) -> int:
             f"answer repeats, are more than the {limits.MAX_ANSWER_TOKENS} that a request may have",
         )
     if request.fields.use_beam_search:
-        of_beams = limits.MAX_BEAM_TOKENS - shown  # beside those of their prompts
+        of_beams = limits.MAX_BEAM_TOKENS - shown  # in addition to their prompt tokens
         if sequences * asked > of_beams:
             raise invalid_field(
                 "n",
@@ -87,15 +87,15 @@ def room_for_output(request: GenerationRequest, prompt_tokens: int) -> int:
 
 
 def check_named_tokens(fields: SamplingFields, sequences: int, of_bad_words: int = 0) -> None:
-    """Check how many token ids the sampling fields name.
+    """Limit the number of token IDs that the sampling fields specify.
 
     Args:
         fields: of the request.
-        sequences: that hold all of them.
-        of_bad_words: token ids that spell the words, if they are known.
+        sequences: number of sequences that each store all of them.
+        of_bad_words: number of token IDs of the bad words, if known.
 
     Raises:
-        ApiError: too many; `param` names the field with most of them.
+        ApiError: there are too many; `param` names the field with most of them.
     """
     named = {
         "stop_token_ids": len(fields.stop_token_ids or ()),

@@ -1,4 +1,4 @@
-"""A conversation as the text of a prompt."""
+"""Rendering of conversations to prompt text."""
 
 import asyncio
 import json
@@ -18,10 +18,10 @@ from server.text.chat_template import RESERVED_ARGUMENTS, Rendering, TemplateFai
 from server.text.placeholders import IMAGE, PART
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""An escape in JSON that may be half of a surrogate pair."""
+"""A JSON escape that may be half of a surrogate pair."""
 _INLINE_PIECES = 128
-"""Maximum messages, parts, calls and documents that are rendered on the event loop: their number
-costs a template more time than their length."""
+"""Maximum messages, parts, calls and documents that are rendered on the event loop: the cost of a
+template depends more on their number than on their length."""
 _ONLY_ASSISTANTS = "only messages of assistants may have a refusal"
 
 
@@ -31,10 +31,10 @@ def _pieces(message: ChatMessage) -> int:
 
 
 async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> str:
-    """Return the text of a conversation; much of it is rendered beside the event loop.
+    """Return the text of a conversation; large ones are rendered off the event loop.
 
-    `tools` are those that the template shows. What clients wrote is hidden in the text as far as
-    it would stand for images (`Placeholders`).
+    `tools` are those that the template shows. Client text that looks like an image placeholder is
+    escaped (`Placeholders`).
 
     Raises:
         ApiError: there is no template, or it does not accept the conversation.
@@ -79,7 +79,7 @@ async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> 
 
 
 def _attempts(source: Conversation, tools: ToolUse, model: ServedModel) -> list[Rendering]:
-    """Return the forms of a conversation that a template may accept, in this order."""
+    """Return the forms of a conversation to try with the template, in order."""
     messages, template, images = source.messages, source.template, source.images
     placeholders = model.tokenizer.placeholders
     hide = _as_it_is if placeholders is None else placeholders.hide
@@ -91,7 +91,7 @@ def _attempts(source: Conversation, tools: ToolUse, model: ServedModel) -> list[
     for form in _forms(turns):
         if knows_tools or not shown_tools:
             shown.append((form, shown_tools or None))
-        else:  # many take no system message
+        else:  # many templates take no system message
             for in_system in (True, False):
                 shown.append((told(form, shown_tools, in_system=in_system), None))
     begins_turn = source.add_generation_prompt
@@ -128,13 +128,13 @@ def told(
     *,
     in_system: bool = True,
 ) -> list[dict[str, Any]]:
-    """Return a conversation in which tools, calls and results are texts.
+    """Return a conversation with tools, calls and results converted to text.
 
     Args:
-        turns: messages as templates expect them, arguments of calls as objects.
-        tools: what the request offers, as the client sent it.
-        in_system: tell of the tools in the system message; else, for templates that take none, in
-            the first message of the user.
+        turns: messages as templates expect them, call arguments as objects.
+        tools: the tools of the request, as sent by the client.
+        in_system: describe the tools in the system message; otherwise in the first user message,
+            for templates without system messages.
     """
     plain = _as_texts(turns)
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -150,9 +150,9 @@ def told(
 
 
 def _as_texts(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages without calls; results of tools are the user's, in one message each time.
+    """Return messages without calls; consecutive tool results become one user message.
 
-    Many templates want the user and the assistant to alternate.
+    Many templates require user and assistant turns to alternate.
     """
     plain: list[dict[str, Any]] = []
     of_tool = False
@@ -169,7 +169,7 @@ def _as_texts(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         calls = []
         for call in turn.get("tool_calls", ()):
             name, arguments = json.dumps(call["function"]["name"]), call["function"]["arguments"]
-            if not isinstance(arguments, str):  # text: what a model once wrote instead of JSON
+            if not isinstance(arguments, str):  # a string is malformed JSON of an earlier answer
                 arguments = json.dumps(arguments, ensure_ascii=False)
             written = f'{{"name": {name}, "arguments": {arguments}}}'
             calls.append(f"<tool_call>\n{written}\n</tool_call>")
@@ -179,10 +179,10 @@ def _as_texts(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def echo_of(messages: Sequence[ChatMessage], answers: int) -> str:
-    """Return the last message if it is an assistant's, for answers to repeat; else "".
+    """Return the last message for answers to repeat if it is an assistant's, else "".
 
     Raises:
-        ApiError: all answers together would repeat too much.
+        ApiError: the answers together would repeat too much text.
     """
     last = messages[-1]
     text = _content(last, f"messages[{len(messages) - 1}]") if last.role == "assistant" else ""
@@ -200,10 +200,10 @@ def _as_it_is(value: Any) -> Any:
 def image_parts(
     messages: Sequence[ChatMessage],
 ) -> list[tuple[ChatMessage, str, MediaPart]]:
-    """Return the images of a conversation, each with its message and the field that it came in.
+    """Return the images of a conversation, each with its message and the field it came from.
 
     Raises:
-        ApiError: an assistant is said to have sent one.
+        ApiError: an image is in an assistant message.
     """
     found = []
     for index, message in enumerate(messages):
@@ -217,7 +217,7 @@ def image_parts(
 
 
 def _check_arguments(messages: Sequence[ChatMessage]) -> None:
-    """Refuse arguments of calls, which are JSON in texts, that make too many objects in all."""
+    """Refuse call arguments (JSON in strings) that would create too many objects in total."""
     total = Price(0)
     for index, message in enumerate(messages):
         for position, call in enumerate(message.tool_calls or ()):
@@ -234,7 +234,7 @@ def _check_arguments(messages: Sequence[ChatMessage]) -> None:
 def _turn(
     message: ChatMessage, index: int, images: Collection[int], hide: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Return a message as templates expect it: text parts joined, tool arguments as objects."""
+    """Return a message as templates expect it: text parts joined, call arguments as objects."""
     field = f"messages[{index}]"
     if message.function_call is not None:
         raise invalid_field(f"{field}.function_call", "use tool_calls instead")
@@ -242,13 +242,13 @@ def _turn(
     turn["content"] = _content(message, field, images, hide)
     turn.pop("refusal", None)
     if message.role == "function":
-        turn["role"] = "tool"  # its successor, which templates know
+        turn["role"] = "tool"  # the successor of "function", which templates support
     thought = turn.get("reasoning_content", turn.get("reasoning"))
-    if thought is not None:  # templates read it by either name
+    if thought is not None:  # templates use either name
         turn.setdefault("reasoning_content", thought)
         turn.setdefault("reasoning", thought)
     if not turn.get("tool_calls"):
-        turn.pop("tool_calls", None)  # templates take its presence for a call
+        turn.pop("tool_calls", None)  # templates take an empty list for calls
     for call in turn.get("tool_calls", ()):
         function = call["function"]
         arguments = function.get("arguments", {})
@@ -257,10 +257,10 @@ def _turn(
 
 
 def _forms(turns: list[JsonObject]) -> list[list[JsonObject]]:
-    """Return a conversation as templates may take it.
+    """Return the forms of a conversation that a template may accept, in order of preference.
 
-    Arguments of calls that are no JSON objects are texts, which many templates show as they are;
-    for those that fail on them, they are empty.
+    Call arguments that are not JSON objects stay strings, which many templates show verbatim; for
+    templates that fail on them they are replaced by empty objects.
     """
     calls = [call["function"] for turn in turns for call in turn.get("tool_calls", ())]
     if not any(isinstance(function["arguments"], str) for function in calls):
@@ -285,9 +285,9 @@ def _content(
     images: Collection[int] = (),
     hide: Callable[[Any], Any] = _as_it_is,
 ) -> str:
-    """Return the text of a message; what an assistant refused with is what it said.
+    """Return the text of a message; an assistant's refusal counts as its content.
 
-    With images there are marks in it (`server.text.placeholders`).
+    Images are represented by placeholders (`server.text.placeholders`).
     """
     content, is_assistant = message.content, message.role == "assistant"
     if message.refusal is not None and not is_assistant:
@@ -322,7 +322,7 @@ def _content(
 
 
 def _why_not(part: MediaPart, hide: Callable[[Any], Any]) -> str:
-    """Say why a part is not shown to the model."""
+    """Return why a part is not shown to the model."""
     if hide is _as_it_is:
         return "this model reads text"
     if part.url is not None:
@@ -331,14 +331,14 @@ def _why_not(part: MediaPart, hide: Callable[[Any], Any]) -> str:
 
 
 def _arguments(text: str) -> JsonObject | str:
-    """Return the arguments of an earlier call: an object if they are one, else their text.
+    """Return the arguments of an earlier call as an object; malformed ones stay a string.
 
-    A conversation does not end because a model once wrote them wrong. What says nothing is {}.
+    Malformed arguments of an earlier answer must not end the conversation. Empty ones become {}.
     """
     try:
         arguments = json.loads(text) if text.strip() else {}
         if _SURROGATE.search(text):
-            # Half a pair has no UTF-8, which tokenizers take; answers of models may have one.
+            # A lone surrogate has no UTF-8 encoding, which tokenizers need; models can emit one.
             plain = json.dumps(arguments, ensure_ascii=False).encode("utf-16", "surrogatepass")
             arguments = json.loads(plain.decode("utf-16", "replace"))
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""The fold from one sequence's engine outputs to deltas, and the sum of deltas.
+"""Conversion of one sequence's engine outputs to deltas.
 
-A streamed answer is the deltas, encoded; a whole answer is their sum, encoded. Nothing here does
-I/O or knows an endpoint.
+A streamed answer is the encoded deltas; a whole answer is their encoded sum. Nothing here does I/O
+or depends on an endpoint.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestRefused(Exception):
-    """An engine found that it cannot do what the request asks for; `param` is the field."""
+    """An engine does not support the request; `param` is the responsible field."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)
@@ -29,11 +29,11 @@ class GenerationFailed(Exception):
 
 
 class NoRoomInEngine(Exception):
-    """The engine has no room for what the request needs now; it may be sent again later."""
+    """The engine temporarily lacks room for the request; it can be retried later."""
 
 
 def failure(output: RequestOutput) -> Exception:
-    """Return what to raise for an output with an error."""
+    """Return the exception for an output with an error."""
     reason = output.error or "no reason given"
     if output.no_room:
         return NoRoomInEngine(reason)
@@ -43,7 +43,7 @@ def failure(output: RequestOutput) -> Exception:
 
 
 class ScoredToken(msgspec.Struct):
-    """A token, where its text begins, and its log probability (None for a prompt's first)."""
+    """A token, the offset of its text, and its log probability (None for a prompt's first)."""
 
     token_id: int
     text_offset: int
@@ -51,7 +51,7 @@ class ScoredToken(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """What one engine output adds to the answer of a sequence, or all of the answer."""
+    """What one engine output adds to a sequence's answer, or the whole answer."""
 
     text: str
     token_ids: Sequence[int]
@@ -59,9 +59,9 @@ class Delta(msgspec.Struct):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Of every prompt token except the first, if asked for."""
+    """Log probabilities of every prompt token except the first, if requested."""
     logprob_sum: float = 0.0
-    """Of the tokens, if the engine reports log probabilities."""
+    """Sum over the tokens, if the engine reports log probabilities."""
 
 
 def highest(scores: TokenLogprob, count: int) -> TokenLogprob:
@@ -74,10 +74,10 @@ def highest(scores: TokenLogprob, count: int) -> TokenLogprob:
 
 
 class PromptEcho:
-    """A prompt as an answer repeats it, worked out once for all choices.
+    """A prompt as repeated in answers, computed once for all choices.
 
-    A client that sent token ids sees the text of all of them, special tokens included. In a text
-    that the client wrote the tokens that were added to it have no place.
+    A client that sent token IDs sees the text of all of them, including special tokens. For a text
+    prompt, special tokens that were added to it are not shown.
     """
 
     def __init__(self, table: TokenTable, prompt: Prompt) -> None:
@@ -91,7 +91,7 @@ class PromptEcho:
         return self._prompt.text if self._prompt.text is not None else self._spell()[0]
 
     def tokens(self, scores: Sequence[TokenLogprob], shown: int) -> list[ScoredToken]:
-        """Return the prompt's tokens with scores of all but the first, as many as are known."""
+        """Return the prompt's tokens with scores for all but the first, as far as available."""
         offsets = self._spell()[1]
         each: list[TokenLogprob | None] = [None, *[highest(one, shown) for one in scores]]
         return [
@@ -100,7 +100,7 @@ class PromptEcho:
         ]
 
     def _spell(self) -> tuple[str, list[int]]:
-        """Return the text, and where in it each token begins."""
+        """Return the text, and the offset of each token in it."""
         if self._spelled is None:
             token_ids, text = self._prompt.token_ids, self._prompt.text
             skip = False
@@ -121,7 +121,7 @@ class PromptEcho:
 
 
 class ChoiceFold:
-    """Folds the outputs of one sequence."""
+    """Converts the outputs of one sequence to deltas."""
 
     def __init__(
         self,
@@ -130,20 +130,20 @@ class ChoiceFold:
         request: GenerationRequest,
         echo: PromptEcho | None = None,
     ) -> None:
-        """Fold what follows a prompt; `echo` is the prompt's if answers begin with it."""
+        """Start after the prompt; `echo` is set if answers repeat it."""
         self._request = request
         self._echo = echo
         self._decoder: TokenDecoder = table.decoder(
             skip_special_tokens=request.skip_special_tokens, context=prompt.token_ids
         )
         self._include_stop = bool(request.fields.include_stop_str_in_output)
-        """Leave the stop string, or the text of the token that stopped, in the text."""
+        """Keep the stop string, or the text of the stop token, in the text."""
         self._stops = (
             StopStrings(request.stop, include=self._include_stop) if request.stop else None
         )
         self._offset = 0
         self.num_tokens = 0
-        """Tokens generated so far, up to the one that completed a stop string."""
+        """Tokens generated so far, up to the one that completes a stop string."""
         self.num_cached_tokens = 0
         self.finished = False
 
@@ -151,9 +151,9 @@ class ChoiceFold:
         """Add an output; return what it adds to the answer.
 
         Raises:
-            GenerationFailed: the output says that the engine failed on the request.
-            RequestRefused: the engine cannot do what the request asks for.
-            NoRoomInEngine: it cannot now.
+            GenerationFailed: the engine failed on the request.
+            RequestRefused: the engine does not support the request.
+            NoRoomInEngine: the engine temporarily lacks room for it.
         """
         if output.finish_reason == "error":
             raise failure(output)
@@ -166,7 +166,7 @@ class ChoiceFold:
             if shown is not None:
                 delta.prompt_logprobs = [highest(each, shown) for each in output.prompt_logprobs]
         if self._echo is not None:
-            # Before the answer, with its tokens' log probabilities if wanted.
+            # Precedes the answer, with log probabilities of its tokens if requested.
             delta.text = self._echo.text
             self._offset = len(delta.text)
             if delta.logprobs is not None:
@@ -185,7 +185,7 @@ class ChoiceFold:
         return delta
 
     def _add_text(self, output: RequestOutput, delta: Delta) -> str:
-        """Add tokens without stop strings or scores; return what is left of their text."""
+        """Add tokens without stop strings or scores; return their remaining text at the end."""
         delta.token_ids = shown = output.token_ids
         self.num_tokens += len(shown)
         if output.finish_reason is None and len(shown) == 1:
@@ -198,7 +198,7 @@ class ChoiceFold:
         return ""
 
     def _add_tokens(self, output: RequestOutput, delta: Delta) -> str:
-        """Add tokens one by one; return what is left of their text at the end."""
+        """Add tokens one at a time; return their remaining text at the end."""
         pieces, token_ids = [], []
         min_tokens = self._request.sampling.min_tokens
         silent = self._index_of_silent_stop(output)
@@ -227,7 +227,7 @@ class ChoiceFold:
         return "" if output.finish_reason is None else self._decoder.flush()
 
     def _index_of_silent_stop(self, output: RequestOutput) -> int:
-        """Return the index of the token that stopped the sequence and is no part of its text."""
+        """Return the index of the stop token if its text is to be omitted, else -1."""
         last = len(output.token_ids) - 1
         stopped = output.finish_reason == "stop" and output.stop_token_id is not None
         if stopped and not self._include_stop and last >= 0:

@@ -1,8 +1,8 @@
-"""Whether engines can enforce a grammar, checked outside the event loop and remembered.
+"""Checks whether engines can enforce a grammar, off the event loop, with cached results.
 
-The cost of a check is only known afterwards, and the library cannot be interrupted: grammars are
-checked in processes that can be killed. They have a low priority, which a thread of this process
-must not have: it would keep the interpreter while it waits for a processor.
+The cost of a check is not known in advance, and the library cannot be interrupted. So grammars are
+checked in processes that can be killed. These run at low priority, which a thread of this process
+must not: it could be preempted while holding the GIL.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 CHECK_THREADS = 2
 _PROCESS = "server.generate.grammar_process"
 _MAX_WAIT = 30.0
-"""Seconds after which a process is ended in any case: others may keep it from its processor."""
+"""Wall-clock limit in seconds for a check: its process may get little processor time."""
 MAX_REMEMBERED = 4096
-"""Grammars whose check is not repeated; only their digests are kept."""
+"""Maximum cached results, keyed by digest of the grammar."""
 
 
 class GrammarCheck:
-    """Checks grammars beside the event loop, and remembers what it found."""
+    """Checks grammars off the event loop, and caches the results."""
 
     def __init__(self, special_tokens: Sequence[str] = ()) -> None:
-        """`special_tokens` are the texts of tokens that Lark grammars may name as `<...>`."""
+        """`special_tokens` are the texts of tokens that Lark grammars can refer to as `<...>`."""
         self._special_tokens = tuple(special_tokens)
         threads = ThreadPoolExecutor(CHECK_THREADS, "grammar check")
         self._checks = FairExecutor(threads.submit, CHECK_THREADS)
@@ -50,15 +50,15 @@ class GrammarCheck:
     async def require(
         self, wanted: GrammarSpec | GrammarText | StructuralTag, param: str, tenant: int = 0
     ) -> GrammarSpec:
-        """Check that engines can enforce a grammar; return it as they take it.
+        """Check that engines can enforce a grammar; return it in the engines' form.
 
         Args:
             wanted: the grammar.
             param: the field that it came from.
-            tenant: whose it is: tenants take turns.
+            tenant: ID of its tenant; checks are scheduled fairly between tenants.
 
         Raises:
-            ApiError: they cannot, or it cannot be checked now.
+            ApiError: it cannot be enforced, or it cannot be checked now.
         """
         try:
             spec = await self._spec(wanted, param, tenant)
@@ -85,7 +85,7 @@ class GrammarCheck:
     async def _spec(
         self, wanted: GrammarSpec | GrammarText | StructuralTag, param: str, tenant: int
     ) -> GrammarSpec:
-        """Return a grammar in a form that engines take; they may not be able to enforce it."""
+        """Return a grammar in the engines' form, without checking that it can be enforced."""
         match wanted:
             case GrammarText():
                 conversion = self._checks.submit(tenant, self._job, wanted)

@@ -1,4 +1,4 @@
-"""A process that checks grammars: `python -m server.generate.grammar_process`."""
+"""Child process that checks grammars: `python -m server.generate.grammar_process`."""
 
 import signal
 
@@ -11,14 +11,14 @@ from server.limits import MAX_CHECK_MEMORY, MAX_CHECK_SECONDS
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):
-    """Whether a grammar can be enforced."""
+    """Job: check whether a grammar can be enforced."""
 
     spec: GrammarSpec
     special_tokens: tuple[str, ...] = ()
 
 
 class GrammarText(msgspec.Struct, frozen=True, tag="text"):
-    """A grammar as a client writes it, in Lark's syntax or in GBNF."""
+    """Job: convert a client's grammar, in Lark or GBNF syntax."""
 
     text: str
 
@@ -45,14 +45,14 @@ def _found(job: Check | GrammarText) -> Found:
 
 
 NOTHING = msgspec.msgpack.encode(Check(LarkGrammar('start: "a"')))
-"""A job that makes the process load what it needs."""
+"""A job that makes the process import what it needs."""
 
 if __name__ == "__main__":
     threads = GrammarThreads(1, "grammar check")
     decode = msgspec.msgpack.Decoder(Check | GrammarText).decode
 
     def answer(job: bytes) -> bytes:
-        """Do a job with a deep stack."""
+        """Run a job with a deep stack."""
         return msgspec.msgpack.encode(threads.submit(_found, decode(job)).result())
 
     serve(answer, MAX_CHECK_MEMORY, MAX_CHECK_SECONDS, signal.ITIMER_PROF)

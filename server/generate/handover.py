@@ -1,6 +1,6 @@
-"""Prompts whose KV blocks an outside router has handed from one server to another.
+"""Transfer of a prompt's KV blocks between servers by an external router.
 
-The operator has to allow it: who sends these fields says which address an engine connects to.
+The operator has to enable it: these fields choose the address that an engine connects to.
 """
 
 import re
@@ -20,14 +20,14 @@ _TCP = "tcp://"
 
 
 def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allowed: bool) -> None:
-    """Have a request's blocks offered, or read, if it asks for that.
+    """Apply the KV transfer fields of a request: offer its blocks, or read offered ones.
 
     Args:
-        offers: engines that offer blocks, by rank.
-        allowed: whether the operator lets clients ask.
+        offers: KV offers of engines, by rank.
+        allowed: whether the operator lets clients use these fields.
 
     Raises:
-        ApiError: it is not allowed, or cannot be.
+        ApiError: it is not allowed or not possible.
     """
     asked = request.fields.kv_transfer_params
     if asked is None:
@@ -54,10 +54,10 @@ def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allo
 
 
 def handed_on(request: GenerationRequest, offer: KvOffer | None) -> KvHandedOn | None:
-    """Return what a router has to ask the next server with; None if nothing can be read there.
+    """Return the transfer parameters for the router's next request; None if nothing is readable.
 
     Args:
-        offer: of the engine that has computed the prompt.
+        offer: of the engine that computed the prompt.
     """
     if offer is None or not offer.source.address.startswith(_TCP):
         return None

@@ -1,4 +1,4 @@
-"""The served model as requests meet it, made once per process."""
+"""The served model as seen by requests, created once per process."""
 
 from typing import TYPE_CHECKING
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What requests are checked against and made into prompts and sampling parameters with."""
+    """What requests are validated, rendered, tokenized and given sampling defaults with."""
 
     tokenizer: ServedTokenizer
     formats: AnswerFormats
-    """How the model writes reasoning and tool calls."""
+    """Format of reasoning and tool calls in the model's output."""
     grammars: GrammarCheck
     templates: RequestTemplates | None
-    """Renders templates of requests, where these are trusted."""
+    """Renders chat templates sent in requests, if these are trusted."""
     pooling: PoolingModel | None = None
-    """Of a model that makes vectors and generates nothing."""
+    """Set for a pooling model, which generates no text."""
     max_logprobs: int = -1
-    """Alternatives that a request may ask for; -1: as many as there are tokens."""
+    """Maximum number of alternatives that a request can ask for; -1: the whole vocabulary."""
     images: "Images | None" = None
-    """Prepares images, of a model that takes them."""
+    """Preprocesses images, if the model takes them."""
 
     def alternatives(self, asked: int, field: str) -> int:
-        """Return how many alternatives a request asks for; -1 asks for all tokens.
+        """Validate a requested number of alternatives; -1 requests the whole vocabulary.
 
         Raises:
-            ApiError: more than are served.
+            ApiError: it exceeds `max_logprobs`.
         """
         vocab_size = self.tokenizer.vocab_size
         count = vocab_size if asked == -1 else asked
@@ -45,15 +45,15 @@ class ServedModel(msgspec.Struct, frozen=True):
         return min(count, vocab_size)
 
     def scored(self, named: list[int] | None, likeliest: int | None, field: str) -> int | None:
-        """Return how many tokens to report beside each of an answer; None: it has no scores.
+        """Return the number of alternatives to report per answer token; None for no scores.
 
         Args:
-            named: the tokens that a request names (`logprob_token_ids`).
-            likeliest: how many of the likeliest it asks for in `field`; None: it wants no scores.
-            field: the name of that field.
+            named: token IDs that the request names (`logprob_token_ids`).
+            likeliest: number of most likely tokens requested in `field`; None for no scores.
+            field: name of that field.
 
         Raises:
-            ApiError: it asks for more than are served, or names tokens and wants no scores.
+            ApiError: the number exceeds the limit, or `named` is set without scores.
         """
         if likeliest is None and named:
             raise invalid_field("logprob_token_ids", "needs logprobs")
@@ -62,10 +62,10 @@ class ServedModel(msgspec.Struct, frozen=True):
         return len(named) if named else self.alternatives(likeliest, field)
 
     def check_fields(self, request: SamplingFields) -> tuple[str, ...]:
-        """Check what can be checked without tokenizing; return the texts that end an answer.
+        """Run the checks that need no tokens; return the stop strings.
 
         Raises:
-            ApiError: the request is wrong, or asks for too much; `param` names the field.
+            ApiError: the request is invalid or exceeds a limit; `param` names the field.
         """
         if request.prompt_logprobs is not None:
             if request.stream:

@@ -1,4 +1,4 @@
-"""What vectors are made of: texts, token ids and pairs of texts as whole sequences of token ids."""
+"""Inputs of pooling models: texts, token IDs and pairs of texts as complete token sequences."""
 
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -16,35 +16,35 @@ _PROBES = ("a", "b")
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """What stands before a text, between it and a second one, and at the end."""
+    """Special tokens before a text, between it and a second one, and at the end."""
 
     before: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     types_from_second: bool = False
-    """Whether tokens from the second text on are of another type than those before."""
+    """Whether tokens from the second text on have token type 1."""
 
     @property
     def size(self) -> int:
-        """How many tokens they are."""
+        """Total number of special tokens."""
         return len(self.before) + len(self.between) + len(self.after)
 
     def around(self, first: list[int], second: list[int] | None = None) -> list[int]:
-        """Return a text's tokens, or those of two, with the special ones."""
+        """Return the tokens of one or two texts with the special tokens added."""
         tokens = [*self.before, *first]
         if second is not None:
             tokens += [*self.between, *second]
         return [*tokens, *self.after]
 
     def second_from(self, first: list[int]) -> int:
-        """Return where the tokens of the second type begin; 0 if there are none."""
+        """Return the index of the first token of type 1; 0 if there is none."""
         if not self.types_from_second:
             return 0
         return len(self.before) + len(first) + len(self.between)
 
 
 def _frames(backend: Tokenizer) -> tuple[Frame, Frame]:
-    """Return the frames of a text and of a pair; of a tokenizer that is not understood, empty."""
+    """Return the frames of a single text and of a pair; empty if the probes are inconclusive."""
     first, second = (backend.encode(text, add_special_tokens=False).ids for text in _PROBES)
     alone = backend.encode(_PROBES[0])
     at = _find(alone.ids, first, 0)
@@ -70,11 +70,11 @@ def _find(ids: list[int], part: list[int], start: int) -> int | None:
 
 
 _LONG = 1 << 14
-"""Characters of a text that is tokenized by itself, not with others."""
+"""Characters from which on a text is tokenized separately, not in a batch."""
 
 
 class PoolingInput(msgspec.Struct, frozen=True):
-    """One sequence that gets a vector."""
+    """One sequence to compute a vector of."""
 
     token_ids: list[int]
     types_from: int = 0
@@ -82,27 +82,27 @@ class PoolingInput(msgspec.Struct, frozen=True):
 
 
 class Length(msgspec.Struct, frozen=True):
-    """How long sequences may be, and what becomes of longer ones."""
+    """Maximum length of sequences, and truncation of longer ones."""
 
     max_tokens: int
-    """Tokens that the model takes."""
+    """Maximum tokens of the model."""
     keep: int | None = None
-    """Tokens that longer ones are cut to; None: they are refused."""
+    """Tokens to truncate longer ones to; None: they are refused."""
     keep_beginning: bool = True
-    """Which part of a text is kept."""
+    """Whether truncation keeps the beginning or the end of a text."""
 
     def cut(self, token_ids: list[int], keep: int) -> list[int]:
-        """Return as many of a text's tokens as are wanted."""
+        """Truncate a text's tokens to at most `keep`."""
         if len(token_ids) <= keep:
             return token_ids
         return token_ids[:keep] if self.keep_beginning else token_ids[len(token_ids) - keep :]
 
 
 class PoolingModel:
-    """The served model as requests for vectors meet it: how it pools, and its inputs.
+    """The served pooling model as seen by requests: its task, and conversion of inputs.
 
-    Special tokens are found by tokenizing probes, so that texts can be cut to a length before they
-    are framed, and the texts of many pairs be tokenized once.
+    The special tokens are determined by tokenizing probes. So texts can be truncated before special
+    tokens are added, and texts that occur in many pairs are tokenized once.
     """
 
     def __init__(self, spec: PoolingSpec, tokenizer: ServedTokenizer) -> None:
@@ -111,10 +111,10 @@ class PoolingModel:
         self._single, self._pair = _frames(tokenizer.backend)
 
     def prompt(self, name: str | None, *fallbacks: str) -> str:
-        """Return the prompt of a name, else the default one, or the first there is of others.
+        """Return a named prompt; without a name the first known fallback, or the default.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: there is no prompt of that name.
         """
         spec = self.spec
         if name is not None:
@@ -125,10 +125,10 @@ class PoolingModel:
     async def of_texts(
         self, texts: Sequence[str], length: Length, field: str, *, add_special_tokens: bool = True
     ) -> list[PoolingInput]:
-        """Return one input of each text.
+        """Return one input per text.
 
         Raises:
-            ApiError: a text is too long, or has no tokens; `field` is what it is called.
+            ApiError: a text is too long or has no tokens; `field` names it in the error.
         """
         frame = self._single if add_special_tokens else Frame()
         room = length.max_tokens if length.keep is None else length.keep
@@ -143,10 +143,10 @@ class PoolingModel:
     def of_token_ids(
         self, lists: Sequence[list[int]], length: Length, field: str
     ) -> list[PoolingInput]:
-        """Return one input of each list, as it is.
+        """Return one input per list of token IDs, unchanged.
 
         Raises:
-            ApiError: one is too long or empty, or has tokens that there are not.
+            ApiError: a list is too long or empty, or has IDs outside the vocabulary.
         """
         for index, token_ids in enumerate(lists):
             check_vocabulary(token_ids, self._tokenizer.vocab_size, element(field, index, lists))
@@ -163,15 +163,15 @@ class PoolingModel:
         fields: tuple[str, str],
         most_of_second: int | None = None,
     ) -> list[PoolingInput]:
-        """Return one input of each pair; an only first text is paired with all second ones.
+        """Return one input per pair; a single first text is paired with all second ones.
 
-        What is too long is cut as transformers does with `longest_first`.
+        Truncation works like `longest_first` in transformers.
 
         Args:
-            most_of_second: tokens that a second text is cut to, if `length` cuts.
+            most_of_second: maximum tokens of a second text, if `length` truncates.
 
         Raises:
-            ApiError: a pair is too long; `fields` is what the texts are called.
+            ApiError: a pair is too long; `fields` names the texts in the error.
         """
         frame = self._pair
         room = (length.max_tokens if length.keep is None else length.keep) - frame.size
@@ -188,7 +188,7 @@ class PoolingModel:
             if length.keep is not None:
                 kept = _longest_first(first, second, room, length)
             total += len(kept[0]) + len(kept[1]) + frame.size
-            if total > MAX_INPUT_TOKENS:  # a long text is not copied for each that it pairs with
+            if total > MAX_INPUT_TOKENS:  # checked before a long text is copied for every pair
                 raise _too_many(fields[1], total)
             found.append(PoolingInput(frame.around(*kept), frame.second_from(kept[0])))
         return _checked(found, length, fields[1])
@@ -196,7 +196,7 @@ class PoolingModel:
     async def _tokens(
         self, texts: Sequence[str], length: Length, room: int, field: str
     ) -> list[list[int]]:
-        """Return the tokens of texts without special ones: short ones together, long ones alone."""
+        """Tokenize texts without special tokens: short ones in batches, long ones separately."""
         short = [text for text in texts if len(text) <= _LONG]
         each = self._tokenizer.encode_each_async(short, add_special_tokens=False)
         found, total = [], 0
@@ -236,12 +236,12 @@ def _too_long(name: str, what: str, max_tokens: int) -> ApiError:
 def _longest_first(
     first: list[int], second: list[int], room: int, length: Length
 ) -> tuple[list[int], list[int]]:
-    """Cut the longer of two texts, then both alike, until they fit."""
+    """Truncate the longer of two texts, then both equally, until they fit."""
     excess = len(first) + len(second) - room
     if excess <= 0:
         return first, second
     short = min(len(first), len(second))
-    if room - short >= short:  # the longer one alone
+    if room - short >= short:  # truncating the longer one is enough
         longest = room - short
         return length.cut(first, longest), length.cut(second, longest)
     half = room // 2

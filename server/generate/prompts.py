@@ -1,4 +1,4 @@
-"""The prompts of a request as token ids."""
+"""Conversion of a request's prompts to token IDs."""
 
 import asyncio
 import re
@@ -16,22 +16,22 @@ from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer, check_vocabulary
 
 _LONG = 1 << 16
-"""Characters of a prompt from which on it is tokenized by itself, not with others."""
+"""Characters from which on a prompt is tokenized separately, not in a batch."""
 
 
 Read = tuple[Prompt, str]
-"""A prompt, and the rendered conversation that it was made of."""
+"""A prompt, and the rendered conversation it was made from."""
 
 
 async def prompts_of(
     request: GenerationRequest, tools: ToolUse, model: ServedModel
 ) -> tuple[list[Prompt], str]:
-    """Return the prompts of a request, and the first conversation as its template renders it.
+    """Return a request's prompts, and the rendered text of the first conversation.
 
     `tools` are those that the template shows.
 
     Raises:
-        ApiError: they are wrong or too long, or there are too many tokens in a conversation's.
+        ApiError: a prompt is invalid or too long, or a conversation has too many tokens.
     """
     if request.is_batch:
         found: list[Read] = []
@@ -41,7 +41,7 @@ async def prompts_of(
             except ApiError as error:
                 place = f"messages[{index}]"
                 raise error.renamed(partial(re.sub, r"^messages\b", place)) from error
-            await asyncio.sleep(0)  # each takes a millisecond: let other requests run in between
+            await asyncio.sleep(0)  # each takes about 1 ms: yield to other requests
         return [prompt for prompt, _ in found], found[0][1]
     if request.conversation is not None:
         prompt, text = await _of_conversation(request.conversation, request, tools, model)
@@ -85,17 +85,17 @@ async def _of_conversation(
 async def shortened(
     source: Conversation, read: Callable[[Conversation], Awaitable[Read]], room: int
 ) -> Read:
-    """Return the prompt of as many of the newest turns as fit, at least the last one.
+    """Return the prompt of the newest turns that fit, at least the last one.
 
-    A turn begins with a message of the user. System messages at the beginning are kept.
+    A turn starts with a user message. System messages at the beginning are kept.
 
     Args:
         source: the conversation.
         read: makes the prompt of a conversation.
-        room: tokens that it may have.
+        room: maximum tokens of the prompt.
 
     Raises:
-        ApiError: the conversation is wrong, or its last turn is too long by itself.
+        ApiError: the conversation is invalid, or its last turn alone is too long.
     """
     messages, begin = source.messages, 0
     while begin < len(messages) and messages[begin].role in ("system", "developer"):
@@ -139,7 +139,7 @@ def _of_token_lists(request: GenerationRequest, tokenizer: ServedTokenizer) -> l
 
 
 async def _of_texts(request: GenerationRequest, tokenizer: ServedTokenizer) -> list[Prompt]:
-    """Tokenize texts: short ones together, a long or single one by itself."""
+    """Tokenize texts: short ones in batches, a long or single one separately."""
     texts, special = request.texts, request.add_special_tokens
     if tokenizer.placeholders is not None:
         texts = tokenizer.placeholders.hide(texts)
@@ -202,8 +202,8 @@ def _truncated(token_ids: list[int], request: GenerationRequest) -> list[int]:
 
 
 def _wanted(request: GenerationRequest) -> tuple[int | None, bool]:
-    """Return how many of a prompt's tokens are wanted, None for all, and whether the first ones."""
+    """Return how many tokens of a prompt to keep (None: all), and whether to keep the first."""
     keep = request.fields.truncate_prompt_tokens
     if keep == -1:
-        keep = request.max_model_len - 1  # leaves room for one more
+        keep = request.max_model_len - 1  # leaves room for one generated token
     return keep, request.fields.truncation_side == "right"

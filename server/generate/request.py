@@ -1,4 +1,4 @@
-"""One request of a client, from what an endpoint made of its body to its last token."""
+"""The endpoint-independent form of a generation request."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt as turns that the chat template renders, and what its answers may consist of."""
+    """A prompt as turns for the chat template, with constraints on its answers."""
 
     messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
@@ -37,20 +37,20 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool = False
     documents: list[JsonObject] | None = None
     template: str | None = None
-    """A chat template instead of the model's."""
+    """A chat template that replaces the model's."""
     template_arguments: JsonObject | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     show_reasoning: bool = True
     thinking_budget: int | None = None
-    """Tokens after which reasoning is ended; None: when little is left of the answer's tokens."""
+    """Maximum reasoning tokens; None: all but a reserve of the answer's tokens."""
     echo: bool = False
-    """Each answer repeats the last message, if an assistant said it."""
+    """Whether answers repeat the last message, if it is an assistant's."""
     shortened: bool = False
-    """The oldest turns are left out if the whole does not fit."""
+    """Whether the oldest turns are dropped if the conversation does not fit."""
     images: "Mapping[int, PreparedImage]" = {}
-    """Those of the messages, by the `id` of the part that names each; others are refused."""
+    """Images of the messages, by the `id` of the message part; other media are refused."""
 
     @property
     def shown_images(self) -> "list[PreparedImage]":
@@ -67,97 +67,97 @@ class Prompt(msgspec.Struct, frozen=True):
     token_ids: list[int]
     text: str | None
     encoder_inputs: tuple[EncoderInput, ...] = ()
-    """What it shows besides its text, by position."""
+    """Images of the prompt, by position."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     """A request for text, in terms that all endpoints share.
 
-    An endpoint's `parse` fills the first part after checking the fields one by one: nothing is
-    rendered or tokenized yet. `server.api.generation` adds who sent it, `specify` what engines and
-    the readers of answers are told.
+    An endpoint's `parse` validates the fields and fills in the first section, without rendering or
+    tokenizing. `server.api.generation` adds the sender; `specify` adds the parameters for engines
+    and for parsing answers.
     """
 
-    # -- what the client asks for; exactly one of the three lists of prompts is not empty
+    # -- what the client requests; exactly one of the three lists of prompts is not empty
 
     fields: SamplingFields
     conversations: list[Conversation] = []
     texts: list[str] = []
     token_lists: list[list[int]] = []
     add_special_tokens: bool = True
-    """Whether tokens that begin or end a text are added to `texts`."""
+    """Whether to add BOS/EOS or similar tokens to `texts`."""
     is_batch: bool = False
-    """Whether conversations are answered side by side; they differ only in their messages, and
-    have no tools."""
+    """Whether several conversations are answered together; they differ only in their messages,
+    and have no tools."""
     max_model_len: int
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
     n: int = 1
-    """Answers per prompt that are shown."""
+    """Answers per prompt to return."""
     best_of: int = 1
-    """Sequences per prompt, of which the n best are shown."""
+    """Sequences per prompt to generate, of which the n best are returned."""
     max_tokens: int | None = None
-    """Tokens that each sequence may have; None leaves it open."""
+    """Maximum tokens per sequence; None if not limited by the request."""
     default_tokens: int | None = None
-    """Tokens of an answer where neither the request nor the model says; None: all that fit."""
+    """Maximum if neither the request nor the model specifies one; None: all that fit."""
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    """Alternatives to show beside each token of the answers; None shows no log probabilities."""
+    """Alternatives to report per answer token; None for no log probabilities."""
     echo: bool = False
-    """Answers begin with their prompt, scored if answers are."""
+    """Whether answers begin with their prompt, with scores if answers have them."""
     only_echo: bool = False
-    """Only the prompt is shown; the token that has to be drawn is not."""
+    """Whether only the prompt is returned; the one token that must be sampled is dropped."""
     repeats_prompt: bool = False
-    """Whether the answer shows the prompt beside each sequence."""
+    """Whether the answer includes the prompt for each sequence."""
     scores: int = 0
-    """Log probabilities per generated token that are held until the answer is complete."""
+    """Log probabilities per generated token held until the answer is complete."""
     prompt_scores: int = 0
-    """The same per token of the prompt, for each sequence."""
+    """Log probabilities per prompt token held for each sequence."""
     tokens_field: str = "max_tokens"
-    """The field that an error about `max_tokens` names; the next two are for scores."""
+    """Field that errors about `max_tokens` name; the next two are for scores."""
     scores_field: str = "logprobs"
     prompt_scores_field: str = "prompt_logprobs"
     blame: Callable[[ApiError], ApiError] | None = None
-    """Turns an error about these fields into one about those that the client wrote."""
+    """Rewrites errors about these fields in terms of the fields that the client sent."""
 
-    # -- who sent it, and how the server answers
+    # -- the sender, and options of the server
 
     request_id: str = ""
     model: str = ""
-    """The name by which the client called the model."""
+    """The name by which the client addressed the model."""
     created: int = 0
     """Unix time."""
     arrived: float = 0.0
-    """When the request came, in monotonic seconds."""
+    """Arrival time in monotonic seconds."""
     pinned_rank: int | None = None
-    """The only engine that may run it."""
+    """Rank of the only engine that may run it."""
     reservation: Reservation | None = None
     tenant: int = 0
     cache_root: bytes = b""
     adapter: str = ""
     offers_blocks: bool = False
     kv_source: KvSource | None = None
-    """These five as in `engine.shared.messages.AddRequest`."""
+    """This and the four fields above as in `engine.shared.messages.AddRequest`."""
     handed_on: Callable[[], KvHandedOn | None] | None = None
-    """Returns what the answer says of blocks that are offered, if it says anything."""
+    """Returns the KV transfer parameters for the answer, if any."""
     shows_cached: bool = True
-    """Whether the usage says how much of the prompt was cached."""
+    """Whether the usage includes cached prompt tokens."""
     shows_timing: bool = False
-    """Whether the answer says how long it took."""
+    """Whether the answer includes timing."""
     force_usage: bool = False
-    """Whether its stream ends with the usage even if that was not asked for."""
+    """Whether a stream ends with usage even if it was not requested."""
 
-    # -- what is generated, and how it is read
+    # -- parameters of engines, and parsing of answers
 
     prompts: list[Prompt] = []
     sampling: SamplingParams = SamplingParams(max_tokens=1, seed=0)
-    """Of the first sequence; sequence i draws with seed + i."""
+    """Parameters of the first sequence; sequence i uses seed + i."""
     beams: Beams | None = None
-    """How to search for answers instead of drawing them."""
+    """Beam search parameters; None to sample."""
     plan: AnswerPlan = AnswerPlan()
-    """How answers are taken apart into reasoning, content and tool calls."""
+    """How answers are split into reasoning, content and tool calls."""
     skip_special_tokens: bool = True
     timing: RequestTiming | None = None
-    """How long the first sequence took in engines, once it has ended."""
+    """Timing of the first sequence in engines, set when it ends."""
 
     @property
     def num_prompts(self) -> int:
@@ -165,27 +165,27 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of all prompts."""
+        """Total sequences of all prompts."""
         return self.num_prompts * self.best_of
 
     @property
     def num_answers(self) -> int:
-        """Sequences that are shown."""
+        """Total sequences that are returned."""
         return self.num_prompts * self.n
 
     @property
     def conversation(self) -> Conversation | None:
-        """What says how answers are read, if the prompts are conversations: the first of them."""
+        """The first conversation, which determines parsing of answers; None for other prompts."""
         return self.conversations[0] if self.conversations else None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
+        """Total tokens of all prompts, each counted once."""
         return sum([len(prompt.token_ids) for prompt in self.prompts])
 
     @property
     def num_tokens_sent(self) -> int:
-        """Tokens that engines are sent for all sequences: those of beams are sent at each step."""
+        """Total tokens sent to engines; beam searches resend sequences at each step."""
         sent = self.best_of * self.num_prompt_tokens
         if self.beams is not None:
             sent += self.num_sequences * self.sampling.max_tokens
@@ -199,7 +199,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
         group: int,
         encoder_inputs: Sequence[EncoderInput] = (),
     ) -> AddRequest:
-        """Return what an engine is sent for one sequence; `group` as in `AddRequest`."""
+        """Return the message to an engine for one sequence; `group` as in `AddRequest`."""
         return AddRequest(
             id=0,
             request_id=name,
@@ -218,7 +218,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
         )
 
     def usage(self, completion_tokens: int, cached_tokens: int) -> Usage:
-        """Return token counts as this client may see them; each prompt counts once."""
+        """Return the usage visible to this client; each prompt counts once."""
         prompt_tokens = self.num_prompt_tokens
         return Usage(
             prompt_tokens,

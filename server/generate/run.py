@@ -1,4 +1,4 @@
-"""All sequences of one request, from their submission to the last delta."""
+"""All sequences of one request, from submission to the last delta."""
 
 import asyncio
 from array import array
@@ -19,17 +19,17 @@ from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
 _SLICE = 8
-"""Sequences that are submitted without a break: each takes some forty microseconds."""
+"""Sequences submitted before yielding to the event loop: each takes about 40 microseconds."""
 
 
 def first_token(timers: Iterable[SequenceTimer]) -> float | None:
-    """Return when the first token of any sequence came, in monotonic seconds."""
+    """Return the time of the first token of any sequence, in monotonic seconds."""
     times = [timer.first_token for timer in timers]
     return min((each for each in times if each is not None), default=None)
 
 
 class Run:
-    """The sequences of one request; `close` must be called whatever happens."""
+    """The sequences of one request; `close` must always be called."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Run:
         table: TokenTable,
         metrics: FrontEndMetrics,
     ) -> None:
-        """Nothing runs before `next`."""
+        """Store the arguments; nothing runs before `next`."""
         self._request = request
         self._client = client
         self._table = table
@@ -48,10 +48,10 @@ class Run:
         self._folds: list[ChoiceFold] = []
         self._timers: list[SequenceTimer] = []
         self.finish_reasons: list[str] = []
-        """Why each sequence ended, as far as they have."""
+        """Finish reasons of the sequences that have ended."""
         self._unread = Unread()
         self._sums: list[DeltaSum] | None = None
-        """Of all sequences, if only the best are shown."""
+        """Accumulated deltas of all sequences, if only the best are returned."""
         if request.best_of > request.n:
             self._sums = [DeltaSum() for _ in range(request.num_sequences)]
 
@@ -61,15 +61,15 @@ class Run:
         return not self._unfinished
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """Wait for and return everything new, as (answer, delta); the first time submit everything.
+        """Wait for new output and return all of it as (answer, delta); the first call submits.
 
-        Of more sequences than are shown nothing comes before all have ended.
+        If only the best sequences are returned, nothing is returned until all have ended.
 
         Raises:
-            GenerationFailed: an engine gave a sequence up.
-            RequestRefused: an engine cannot do what the request asks for.
-            NoEngineAvailable: no engine takes a sequence, or one was lost and nothing can take it
-                over.
+            GenerationFailed: an engine failed on a sequence.
+            RequestRefused: an engine does not support the request.
+            NoEngineAvailable: no engine accepts a sequence, or takes over one whose engine was
+                lost.
         """
         if not self._streams:
             await self._start()
@@ -95,7 +95,7 @@ class Run:
     async def _start(self) -> None:
         """Submit every sequence.
 
-        Other requests run in between: one may have thousands of sequences.
+        Yields to other requests in between, as there can be thousands of sequences.
         """
         request = self._request
         for prompt in request.prompts:
@@ -118,7 +118,7 @@ class Run:
         sampling, name, group = request.sampling, request.request_id, 0
         if index:
             seed = sampling.seed + index
-            seed = seed if seed <= INT64_MAX else seed - 2**64  # a signed 64-bit integer
+            seed = seed if seed <= INT64_MAX else seed - 2**64  # wrap to a signed 64-bit integer
             sampling = msgspec.structs.replace(sampling, seed=seed)
             name, group = f"{name}-{index}", self._streams[0].id
         message = request.message(name, prompt.token_ids, sampling, group, prompt.encoder_inputs)
@@ -145,31 +145,31 @@ class Run:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache had; a prompt counts once, whatever its choices."""
+        """Prompt tokens found in the prefix cache; a prompt counts once for all its choices."""
         return sum([fold.num_cached_tokens for fold in self._folds[:: self._request.best_of]])
 
     def usage(self) -> Usage:
-        """Return the token counts so far; a prompt counts once however many choices it has."""
+        """Return the usage so far; a prompt counts once for all its choices."""
         completion_tokens = sum([fold.num_tokens for fold in self._folds])
         return self._request.usage(completion_tokens, self.cached_tokens)
 
     @property
     def visits(self) -> list[list[EngineVisit]]:
-        """The engines that each sequence has been in, once it has ended."""
+        """The engines that each sequence ran on, known once it has ended."""
         return [timer.visits for timer in self._timers]
 
     @property
     def engine(self) -> int:
-        """Rank of the engine that runs the first sequence; -1 before it has one."""
+        """Rank of the engine that runs the first sequence; -1 before it is assigned."""
         return self._streams[0].times.engine if self._streams else -1
 
     @property
     def first_token(self) -> float | None:
-        """When the first token of any sequence came, in monotonic seconds."""
+        """Time of the first token of any sequence, in monotonic seconds."""
         return first_token(self._timers)
 
     def close(self, reason: str = "abort") -> None:
-        """Abort what still runs, counting it as ended for `reason`; idempotent."""
+        """Abort what still runs and count it as ended for `reason`; idempotent."""
         for stream in self._streams:
             stream.close()
         for fold, timer in zip(self._folds, self._timers, strict=True):
@@ -182,11 +182,11 @@ class Run:
 
 
 _PIECES = 256
-"""Pieces of text that become one."""
+"""Number of text pieces that are joined at a time."""
 
 
 class DeltaSum:
-    """Adds up the deltas of one sequence, keeping no more than the answer needs."""
+    """Accumulates the deltas of one sequence, keeping no more than the answer needs."""
 
     __slots__ = (
         "_logprobs", "_pieces", "_prompt_logprobs", "_reasons", "_token_ids", "logprob_sum",
@@ -194,7 +194,7 @@ class DeltaSum:
 
     def __init__(self) -> None:
         self.logprob_sum = 0.0
-        """Of all tokens, if the engine reports log probabilities."""
+        """Sum over all tokens, if the engine reports log probabilities."""
         self._prompt_logprobs: list[TokenLogprob] | None = None
         self._pieces: list[str] = []
         self._token_ids = array("i")
@@ -202,7 +202,7 @@ class DeltaSum:
         self._reasons: tuple[FinishReason | None, int | str | None] = (None, None)
 
     def add(self, delta: Delta) -> None:
-        """Add a delta; the last one says how the answer ended."""
+        """Add a delta; the last one has the finish reason."""
         if delta.text:
             self._pieces.append(delta.text)
             if len(self._pieces) == _PIECES:
@@ -218,12 +218,12 @@ class DeltaSum:
         self._reasons = delta.finish_reason, delta.stop_reason
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self._token_ids)
 
     @property
     def size(self) -> int:
-        """Tokens, and log probabilities of them."""
+        """Number of tokens and of their log probabilities."""
         count = len(self._token_ids)
         for each in self._logprobs or ():
             count += 1 if each.logprob is None else 1 + len(each.logprob.top_ids)

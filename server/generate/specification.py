@@ -1,4 +1,4 @@
-"""From a request to what is generated for it: prompts, sampling, how answers are read."""
+"""Parameters of generation for a request: prompts, sampling, and parsing of answers."""
 
 import re
 import secrets
@@ -31,12 +31,12 @@ async def sampling_params(
     max_tokens: int,
     grammar: GrammarSpec | None,
 ) -> SamplingParams:
-    """Return the sampling parameters; the model's defaults stand for fields without a value.
+    """Return the sampling parameters; unset fields get the model's defaults.
 
     The grammar applies from the first token.
 
     Raises:
-        ApiError: a field is wrong; `param` names it.
+        ApiError: a field is invalid; `param` names it.
     """
     fields, defaults = request.fields, tokenizer.sampling_defaults
     min_tokens = fields.min_tokens or 0
@@ -46,7 +46,7 @@ async def sampling_params(
         )
     logprobs, prompt_logprobs = request.logprobs, fields.prompt_logprobs
     if logprobs is None and request.best_of > request.n:
-        logprobs = 0  # they say which sequences are the best
+        logprobs = 0  # needed to select the best sequences
     elif request.echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
     return SamplingParams(
@@ -76,7 +76,7 @@ async def sampling_params(
 async def bad_word_tokens(
     request: SamplingFields, sequences: int, tokenizer: ServedTokenizer
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences that spell words, at the beginning of a text and after a space.
+    """Return the token sequences of bad words, at the start of a text and after a space.
 
     Raises:
         ApiError: a word has no tokens, or all words together have too many for all sequences.
@@ -94,7 +94,7 @@ async def bad_word_tokens(
     found: dict[tuple[int, ...], None] = {}
     for first, spaced in zip(encoded[: len(bare)], encoded[len(bare) :], strict=True):
         found[tuple(first)] = None
-        # A space that is a token of its own only comes before the word: that is ruled out already.
+        # A separate space token only precedes the word, whose tokens are already banned.
         if len(spaced) == len(first) and spaced[:1] != first[:1]:
             found[tuple(spaced)] = None
     check_named_tokens(request, sequences, sum(map(len, found)))
@@ -131,16 +131,16 @@ RESERVED_FOR_FORM = 1024
 tokens."""
 
 ANY_TOKENS = LarkGrammar("start: <[*]>*")
-"""Matches any text: the prefix of a grammar that free text may precede."""
+"""Matches any text: stands for free text before a grammar."""
 
 NO_TOOLS = ToolUse()
 
 
 async def specify(request: GenerationRequest, model: ServedModel) -> None:
-    """Work out what to generate for a request: the last part of its attributes.
+    """Compute prompts, sampling parameters and answer plan: the last section of the request.
 
     Raises:
-        ApiError: the request is wrong; `param` names the field.
+        ApiError: the request is invalid; `param` names the field.
     """
     fields, source = request.fields, request.conversation
     request.beams = beams = beams_of(fields, request.best_of)
@@ -155,7 +155,7 @@ async def specify(request: GenerationRequest, model: ServedModel) -> None:
     max_tokens = _max_tokens(request, model.tokenizer)
     sampling = await sampling_params(request, model.tokenizer, max_tokens, grammar)
     if source is not None:
-        # Whether reasoning, if there is any, has to end for something that follows it.
+        # Whether reasoning, if any, has to end early enough for constrained text after it.
         ends = source.thinking_budget is not None or (grammar is not None and whole)
         plan = request.plan = _answer_plan(source, tools, text, model, ends=ends, echo=echo)
         if ends and plan.reasoning is not None:
@@ -168,9 +168,9 @@ async def specify(request: GenerationRequest, model: ServedModel) -> None:
 async def _form(
     request: GenerationRequest, model: ServedModel
 ) -> tuple[ToolUse, GrammarSpec | None, bool]:
-    """Return what a request does with its tools, and the grammar that its answers follow.
+    """Return the use of tools, and the grammar of the answers.
 
-    The last item says whether the grammar covers all of an answer, not only the calls in any text.
+    The last element is true if the grammar covers the whole answer, not only calls within text.
     """
     source, tenant, require = request.conversation, request.tenant, model.grammars
     wanted = requested_grammar(request.fields, closes_objects=model.formats.closes_objects)
@@ -197,10 +197,10 @@ def _tools(source: Conversation, model: ServedModel) -> ToolUse:
 
 
 async def conversation_text(source: Conversation, model: ServedModel) -> str:
-    """Return the text of a conversation as the model reads it.
+    """Return the rendered prompt text of a conversation.
 
     Raises:
-        ApiError: the request is wrong; `param` names the field.
+        ApiError: the request is invalid; `param` names the field.
     """
     return await rendered(source, _tools(source, model), model)
 
@@ -214,11 +214,11 @@ def _answer_plan(
     ends: bool,
     echo: str,
 ) -> AnswerPlan:
-    """Return how answers are taken apart.
+    """Return how answers are split into parts.
 
-    If the prompt ends inside the reasoning, the model leaves it with the end tag. Otherwise, where
+    If the prompt ends inside reasoning, the model leaves it with the end tag. Otherwise, if
     something must follow the reasoning (`ends`), the model either opens reasoning or starts with
-    what follows. Tags that are not tokens of the model are tags that it was not trained on.
+    what follows. Tags that are not single tokens of the model are ones it was not trained on.
     """
     tags, formats, end, inside = None, model.formats, None, False
     if formats.reasoning is not None:
@@ -245,7 +245,7 @@ def _answer_plan(
 def _reasoning_first(
     sampling: SamplingParams, plan: AnswerPlan, thinking_budget: int | None
 ) -> SamplingParams:
-    """Let reasoning come before what the grammar covers, and end early enough for that."""
+    """Allow reasoning before the grammar applies, limited so that tokens remain for the rest."""
     tags, max_tokens = plan.reasoning, sampling.max_tokens
     assert tags is not None, "there is no reasoning otherwise"
     reserved = min(max_tokens // 4, RESERVED_FOR_FORM)
@@ -259,9 +259,9 @@ def _reasoning_first(
 
 
 def _max_tokens(request: GenerationRequest, tokenizer: ServedTokenizer) -> int:
-    """Return how many tokens to generate; a default is cut to what fits.
+    """Return the maximum tokens to generate; a default is reduced to what fits.
 
-    If what the client asks for does not fit, the error names the prompt's field or that of the
+    If the requested number does not fit, the error names the prompt's field or the field of the
     number of tokens.
     """
     max_len, asked = request.max_model_len, request.max_tokens

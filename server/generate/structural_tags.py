@@ -1,7 +1,7 @@
-"""Structural tags, which hold parts of an answer to forms, as grammars.
+"""Conversion of structural tags, which constrain parts of an answer, to Lark grammars.
 
-Both kinds that clients of such servers send are read: `structures` with `triggers`, and a `format`
-that is composed of others (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html).
+Both forms that clients of compatible servers send are accepted: `structures` with `triggers`, and a
+composed `format` (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html).
 """
 
 import json
@@ -19,51 +19,51 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 class _Format(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
-    """What all formats have."""
+    """Base of all formats."""
 
 
 class AnyText(_Format, frozen=True, tag="any_text"):
-    """Whatever the model says, up to what comes next."""
+    """Any text, up to what follows."""
 
 
 class ConstString(_Format, frozen=True, tag="const_string"):
-    """This text."""
+    """A fixed string."""
 
     value: Text
 
 
 class JsonSchemaFormat(_Format, frozen=True, tag="json_schema"):
-    """JSON that fits a schema."""
+    """JSON that conforms to a schema."""
 
     json_schema: dict[str, Any] | bool
 
 
 class RegexFormat(_Format, frozen=True, tag="regex"):
-    """What matches an expression."""
+    """Text that matches a regular expression."""
 
     pattern: Text
 
 
 class GrammarFormat(_Format, frozen=True, tag="grammar"):
-    """A text of a grammar in GBNF, or in Lark's syntax."""
+    """Text that matches a grammar, in GBNF or Lark syntax."""
 
     grammar: Text
 
 
 class SequenceFormat(_Format, frozen=True, tag="sequence"):
-    """One after the other."""
+    """A concatenation of formats."""
 
     elements: Annotated[list["Format"], Meta(min_length=1)]
 
 
 class OrFormat(_Format, frozen=True, tag="or"):
-    """One of them."""
+    """One of several formats."""
 
     elements: Annotated[list["Format"], Meta(min_length=1)]
 
 
 class Tag(_Format, frozen=True, tag="tag"):
-    """A format between a beginning and an end, or one of several ends."""
+    """A format between a start string and an end string, or one of several end strings."""
 
     begin: str
     content: "Format"
@@ -71,17 +71,17 @@ class Tag(_Format, frozen=True, tag="tag"):
 
 
 class TriggeredTags(_Format, frozen=True, tag="triggered_tags"):
-    """Any text, in which one of the triggers begins one of the tags."""
+    """Free text in which each trigger starts one of the tags."""
 
     triggers: Annotated[list[Text], Meta(min_length=1)]
     tags: Annotated[list[Tag], Meta(min_length=1)]
     at_least_one: bool = False
-    """Whether a tag comes first, before any text."""
+    """Whether the output must start with a tag, before any text."""
     stop_after_first: bool = False
 
 
 class TagsWithSeparator(_Format, frozen=True, tag="tags_with_separator"):
-    """Tags and nothing but a separator between them."""
+    """Tags with only a separator between them."""
 
     tags: Annotated[list[Tag], Meta(min_length=1)]
     separator: str
@@ -111,22 +111,22 @@ class _Composed(msgspec.Struct, frozen=True):
 
 
 class StructuralTag(msgspec.Struct, frozen=True):
-    """A structural tag as a client writes it, decoded."""
+    """A structural tag as sent by a client, decoded."""
 
     value: dict[str, Any]
     whitespace: str | None = None
-    """Between JSON tokens, as `engine.shared.messages.JsonSchemaGrammar` has it."""
+    """Whitespace between JSON tokens, as in `engine.shared.messages.JsonSchemaGrammar`."""
 
 
 def lark_from_tag(tag: StructuralTag, special_tokens: Collection[str] = ()) -> str:
-    """Return a structural tag in Lark's syntax.
+    """Convert a structural tag to Lark syntax.
 
     Args:
-        tag: what was sent.
-        special_tokens: texts that are single tokens of the model and no texts in it.
+        tag: the client's tag.
+        special_tokens: texts of special tokens, which match as single tokens only.
 
     Raises:
-        BadGrammar: it is none, or something cannot be enforced where it stands.
+        BadGrammar: the tag is malformed, or cannot be enforced in this form.
     """
     if len(json.dumps(tag.value, ensure_ascii=False)) > MAX_GRAMMAR_SIZE:
         raise BadGrammar(f"the structural tag is longer than {MAX_GRAMMAR_SIZE} characters")
@@ -145,17 +145,17 @@ def lark_from_tag(tag: StructuralTag, special_tokens: Collection[str] = ()) -> s
 
 
 _End = tuple[str, ...] | None
-"""What follows a format: one of these texts, or for () the end of the output. None: not known."""
+"""Strings of which one follows a format; () for the end of the output, None if unknown."""
 
 _LAST: _End = ()
 
 
 class _Writer:
-    """Collects the rules of one grammar; every format becomes an expression of them."""
+    """Collects the rules of one grammar; every format becomes an expression over them."""
 
     def __init__(self, special_tokens: Collection[str], whitespace: str | None) -> None:
         self._rules: list[str] = []
-        # Only these have a name in Lark's syntax.
+        # Only these can be named in Lark syntax.
         named = [each for each in special_tokens if each.startswith("<") and each.endswith(">")]
         named.sort(key=len, reverse=True)
         self._special = frozenset(named)
@@ -166,12 +166,12 @@ class _Writer:
             self._json_style["whitespace_pattern"] = pattern
 
     def write(self, root: Format) -> str:
-        """Return the grammar whose texts a format is."""
+        """Return the grammar of a format."""
         start = self._format(root, _LAST)
         return "\n".join([f"start: {start}", *self._rules, r"TEXT: /(.|\n)*/"])
 
     def _format(self, format: Format, end: _End) -> str:
-        """Return the expression of a format with the end that follows it, if that is known."""
+        """Return the expression of a format, given the end that follows it, if known."""
         match format:
             case AnyText() | RegexFormat():
                 return self._text(format, end)
@@ -189,7 +189,7 @@ class _Writer:
     def _plain(
         self, format: ConstString | JsonSchemaFormat | GrammarFormat | TagsWithSeparator
     ) -> str:
-        """Return the expression of a format that tells by itself where it ends."""
+        """Return the expression of a format that does not depend on what follows it."""
         match format:
             case ConstString():
                 return self._literal(format.value)
@@ -205,7 +205,7 @@ class _Writer:
                 return self._separated(format)
 
     def _text(self, format: AnyText | RegexFormat, end: _End) -> str:
-        """Return a text as far as its end, which is not within it."""
+        """Return the expression of text up to its end, which it cannot contain."""
         if isinstance(format, AnyText):
             return self._text_until(end)
         from llguidance import regex_to_lark
@@ -238,7 +238,7 @@ class _Writer:
             if isinstance(each, ConstString) and isinstance(before, AnyText):
                 if follower is None:
                     written.append(self._ending(end))
-                continue  # it ends the text before it
+                continue  # already consumed as the end of the text before it
             known = (follower.value,) if isinstance(follower, ConstString) else None
             if isinstance(each, AnyText) and known is not None:
                 written.append(self._text_until(known))
@@ -301,7 +301,7 @@ class _Writer:
         return [piece for piece in pieces if piece] or [""]
 
     def _literal(self, text: str) -> str:
-        """Return a text in Lark's syntax, special tokens as the tokens that they are."""
+        """Return a string in Lark syntax, with special tokens as token references."""
         return " ".join([
             piece if piece in self._special else json.dumps(piece)
             for piece in self._pieces(text) if piece

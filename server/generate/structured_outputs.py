@@ -1,4 +1,4 @@
-"""From what a request says about the form of its output to a grammar."""
+"""Conversion of a request's output constraints to a grammar."""
 
 import json
 from typing import Any
@@ -22,14 +22,14 @@ from server.schema.fields import SamplingFields
 from server.schema.structured import ResponseFormat, StructuredOutputs
 
 MAX_COPIES_SIZE = 16 * 2**20
-"""Characters of a grammar times the sequences that it is sent with."""
+"""Maximum characters of a grammar times the sequences that it is sent with."""
 
 
 def check_copies(spec: GrammarSpec, sequences: int) -> None:
-    """Check that a grammar may be sent with each of a request's sequences.
+    """Limit the total size of a grammar's copies, one for each of a request's sequences.
 
     Raises:
-        ApiError: all of it together is too much.
+        ApiError: the total is too large.
     """
     size = grammar_size(spec) * sequences
     if size > MAX_COPIES_SIZE:
@@ -41,16 +41,16 @@ def check_copies(spec: GrammarSpec, sequences: int) -> None:
 
 
 Wanted = tuple[GrammarSpec | GrammarText | StructuralTag, str]
-"""A grammar, and the field that it came from."""
+"""A grammar, and the field it came from."""
 
 
 def requested_grammar(request: SamplingFields, *, closes_objects: bool = False) -> Wanted | None:
-    """Return the grammar that a request's output has to follow, and its field; not checked yet.
+    """Return the unchecked grammar that constrains a request's output, and its field.
 
-    With `closes_objects`, objects of schemas have no properties but those that they list.
+    With `closes_objects`, schema objects allow only the properties that they list.
 
     Raises:
-        ApiError: it asks for more than one.
+        ApiError: the request has more than one constraint.
     """
     form, constraints = request.response_format, request.structured_outputs
     found = None if form is None else _of_response_format(form, closes_objects)
@@ -123,11 +123,11 @@ _KINDS = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
-"""Attribute to the name that clients write."""
+"""Field name shown to clients, by attribute."""
 
 
 def _checked(text: str, param: str) -> str:
-    """Return JSON that was sent as a text: its price was not in that of the body."""
+    """Check the cost of JSON sent as a string, which the body's check did not cover."""
     try:
         check_price(text.encode("utf-8", "replace"))
     except TooCostly as error:
