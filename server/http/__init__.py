@@ -1,1 +1,1 @@
-"""HTTP itself: connections, bodies, errors, server-sent events. Knows no model and no engine."""
+"""The HTTP layer: connections, bodies, errors, server-sent events. Independent of models."""

@@ -1,23 +1,23 @@
-"""How many bytes of request bodies are held.
+"""Limits on the request body bytes held in memory.
 
-Unfinished ones have a bound over all front ends of a node, those of requests that are not answered
-yet another in each front end.
+Incomplete bodies are limited over all front ends of a node; bodies of requests without an answer
+yet are limited separately in each front end.
 """
 
 from server.access.admission_table import AdmissionTable
 
 FREE_BYTES = 2**12
-"""What a body may have without being counted, so that as many as there are connections fit."""
+"""Uncounted bytes per body, small enough for every connection to have them."""
 KEPT_TIMES = 4
-"""How many times the room of unfinished bodies there is for those of requests that wait or run."""
+"""Limit for complete bodies of waiting and running requests, as a multiple of the other limit."""
 
 
 class NoRoomForBody(Exception):
-    """The node holds its maximum of request bytes (HTTP 503)."""
+    """The node holds the maximum of request body bytes (HTTP 503)."""
 
 
 class HeldBody:
-    """The bytes of one body that is being received; `release` must be called whatever happens."""
+    """The bytes of one body that is being received; `release` must always be called."""
 
     __slots__ = ("_budget", "_counted", "_size")
 
@@ -27,10 +27,10 @@ class HeldBody:
         self._counted = 0
 
     def grow(self, size: int) -> None:
-        """Count `size` more bytes that have been received.
+        """Count `size` more received bytes.
 
         Raises:
-            NoRoomForBody: the node has no room for them.
+            NoRoomForBody: the node's limit is exceeded.
         """
         self._size += size
         if self._size > FREE_BYTES:
@@ -39,32 +39,32 @@ class HeldBody:
             self._budget.take(more, self._counted)
 
     def release(self) -> None:
-        """Give everything back; idempotent."""
+        """Release all counted bytes; idempotent."""
         self._budget.give_back(self._counted)
         self._counted = 0
 
 
 class BodyBudget:
-    """Counts bodies that are being received on this node, in the table that front ends share."""
+    """Counts bodies that are being received on this node, in the front ends' shared table."""
 
     def __init__(self, table: AdmissionTable, most: int) -> None:
         self._table = table
         self._max = most
         self._kept = 0
-        """Bytes of complete bodies, here."""
+        """Bytes of complete bodies in this front end."""
 
     def hold(self) -> HeldBody:
-        """Return the account of a body of which nothing has been received yet."""
+        """Return the account of a new body."""
         return HeldBody(self)
 
     def take(self, more: int, own: int) -> None:
-        """Count `more` bytes of a body, which has `own` with them.
+        """Count `more` bytes of a body that now has `own` in total.
 
-        They stay counted in any case, until they are given back. A body that is larger than all
-        room is taken when it is alone.
+        They stay counted, even on error, until `give_back`. A body larger than the limit is
+        accepted if it is the only one.
 
         Raises:
-            NoRoomForBody: there is no room.
+            NoRoomForBody: the limit is exceeded.
         """
         table = self._table
         table.add_body_bytes(more)
@@ -76,11 +76,11 @@ class BodyBudget:
         return total > self._max and total > own
 
     def keep(self, size: int) -> int:
-        """Count a complete body, of which its request is made; return what `drop` has to get.
+        """Count a complete body; return the size to pass to `drop`.
 
         Raises:
-            NoRoomForBody: requests that are not answered yet hold as much as they may. A body that
-                is larger than all room is taken when it is alone.
+            NoRoomForBody: the limit is exceeded. A body larger than the limit is accepted if it is
+                the only one.
         """
         if size <= FREE_BYTES:
             return 0
@@ -90,10 +90,10 @@ class BodyBudget:
         return size
 
     def drop(self, size: int) -> None:
-        """The request of such a body has ended."""
+        """Stop counting a complete body."""
         self._kept -= size
 
     def give_back(self, size: int) -> None:
-        """Stop counting bytes."""
+        """Stop counting bytes of an incomplete body."""
         if size:
             self._table.add_body_bytes(-size)

@@ -1,4 +1,4 @@
-"""A request whose body is read under limits, and the answer to it, which may be a stream."""
+"""A request whose body is read subject to limits, and its response, possibly a stream."""
 
 import asyncio
 import re
@@ -25,19 +25,19 @@ _EVENT_STREAM = (
 )
 
 COMMENT = b": keep-alive\n\n"
-"""What clients of event streams skip."""
+"""An SSE comment, which clients ignore."""
 
 HEADERS_WITHIN = 1.0
-"""Seconds of silence after which the headers of a stream go out before its first event."""
+"""Seconds of silence after which a stream's headers are sent before its first event."""
 
 _PIECE_BYTES = 1 << 16
-"""Of an answer that is sent as it is made."""
+"""Bytes per part of a response that is generated while it is sent."""
 
 _Header = tuple[bytes, bytes]
 
 
 class BodyLimits(NamedTuple):
-    """What a client may send, and within which time."""
+    """Limits on the size of a body and the time to send it."""
 
     max_bytes: int
     seconds: float
@@ -45,14 +45,14 @@ class BodyLimits(NamedTuple):
 
 
 class ClientDisconnected(Exception):
-    """The client hung up and will not read an answer."""
+    """The client disconnected and will not read a response."""
 
 
 class Call(Request):
-    """One request and the answer to it.
+    """One request and its response.
 
-    While it is entered (`with call:`), the client's hanging up ends the block with
-    `ClientDisconnected`. One task waits for that; nothing is added to what the block awaits.
+    While it is entered (`with call:`), a disconnect of the client ends the block with
+    `ClientDisconnected`. A single task watches for that, so awaits in the block have no overhead.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
@@ -61,41 +61,41 @@ class Call(Request):
         self.limits = limits
         self.arrived = time.monotonic()
         self.status: int | None = None
-        """Status of the answer once it has begun."""
+        """Status of the response once it has started."""
         self._sent_at = 0.0
-        """When the last part of a stream of events was sent, in monotonic seconds."""
+        """Time of the last part of an event stream, in monotonic seconds."""
         self._timer: asyncio.TimerHandle | None = None
         self._sign: asyncio.Task[None] | None = None
-        """Sends `show_life`; the next events wait for it."""
+        """Runs `show_life`; the next events wait for it."""
         self._owner: asyncio.Task[object] | None = None
-        """Has entered the call, and is cancelled when the client hangs up."""
+        """The task that entered the call, cancelled when the client disconnects."""
         self._watch: asyncio.Task[None] | None = None
         self._hung_up = False
         self.has_client = True
-        """Whether a client reads the answer as it is made."""
+        """Whether a client reads the response as it is generated."""
         self.weight_version: Callable[[], str] | None = None
-        """Says when the answer begins what the weights that generate it are called."""
+        """Returns the version of the generating weights, called when the response starts."""
         self.content = b""
-        """The body, once it was read."""
+        """The body, once read."""
         self.key: Tenant = scope.get(SCOPE_KEY, EVERYBODY)
-        """Whose key it came with."""
+        """Tenant of the request's API key."""
         self.tenant = self.key
         self.reservation: Reservation | None = None
-        """The call's place in the queue, given back when the call ends."""
+        """Queue reservation, released when the call ends."""
         self.on_release: list[Callable[[], None]] = []
-        """What else the call holds until it ends, as what gives it back."""
+        """Functions that release other resources of the call, called when it ends."""
         self._kept_bytes = 0
-        """Of the body, as far as they are counted until the call ends."""
+        """Bytes of the body that stay counted until the call ends."""
         self._answer = send
         self._content_type = b"application/json"
         self._pinned_rank: bytes | None = None
         self._declared = 0
-        """Bytes that the body has as its head says; 0 if it does not."""
+        """Body size declared in the headers; 0 if there is none."""
         self.request_id = ""
         for name, value in scope["headers"]:
             if name == b"content-type":
                 self._content_type = value
-            elif name == b"x-request-id":  # every request has one (`RequestIdMiddleware`)
+            elif name == b"x-request-id":  # set on every request (`RequestIdMiddleware`)
                 self.request_id = value.decode()
             elif name == b"x-data-parallel-rank":
                 self._pinned_rank = value
@@ -110,15 +110,15 @@ class Call(Request):
 
     @property
     def pins_rank(self) -> bool:
-        """Whether the client wants its request to run on an engine of its choice."""
+        """Whether the client requests a specific engine."""
         return self._pinned_rank is not None
 
     @property
     def pinned_rank(self) -> int | None:
-        """Return the rank that the client wants its request to run on, if it says so.
+        """Return the rank of the engine that the client requests, if any.
 
         Raises:
-            ApiError: the header is no rank.
+            ApiError: the header is not a valid rank.
         """
         if self._pinned_rank is None:
             return None
@@ -132,8 +132,8 @@ class Call(Request):
         """Read the body.
 
         Raises:
-            ApiError: it is no JSON by its type, too large, or too slow.
-            ClientDisconnected: the client hung up before it was complete.
+            ApiError: its content type is not JSON, or it is too large or too slow.
+            ClientDisconnected: the client disconnected before it was complete.
         """
         media_type = self._content_type.partition(b";")[0].strip().lower()
         if media_type != b"application/json" and not media_type.endswith(b"+json"):
@@ -152,10 +152,10 @@ class Call(Request):
             ) from None
 
     def detached(self, send: Send) -> "Call":
-        """Return a call that goes on with what was sent, under the same name, when this one ends.
+        """Return a call for the same request and ID that continues after this one ends.
 
-        No client hangs up, and the answer goes to `send`. It keeps only the headers for tracing and
-        for the choice of an engine.
+        It has no client to disconnect, and its response goes to `send`. It keeps only the headers
+        for tracing and for the choice of an engine.
         """
         wanted = (b"traceparent", b"tracestate", b"x-data-parallel-rank")
         headers = [(name, value) for name, value in self.scope["headers"] if name in wanted]
@@ -172,7 +172,7 @@ class Call(Request):
         return other
 
     def release(self) -> None:
-        """Give back what the call holds; idempotent."""
+        """Release everything that the call holds; idempotent."""
         if self.reservation is not None:
             self.reservation.release()
         while self.on_release:
@@ -180,13 +180,13 @@ class Call(Request):
         self.forget_body()
 
     def forget_body(self) -> None:
-        """Free the body, which is not read any more; idempotent."""
+        """Free the body, which is not needed any more; idempotent."""
         self.content = b""
         size, self._kept_bytes = self._kept_bytes, 0
         self.limits.budget.drop(size)
 
     async def _read(self) -> bytes:
-        self._check_size(self._declared)  # before a client that asks first is told to send it
+        self._check_size(self._declared)  # before `receive` sends "100 Continue"
         message = await self.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
@@ -228,7 +228,7 @@ class Call(Request):
             )
 
     async def send_events(self, frames: bytes, *, more: bool) -> None:
-        """Send a part of a stream of events, which begins with the first."""
+        """Send part of an event stream; the first part starts the response."""
         if self._sign is not None:
             await self._sign
         if self.status is None:
@@ -238,7 +238,7 @@ class Call(Request):
             await self._answer({"type": "http.response.body", "body": frames, "more_body": more})
 
     async def show_life(self) -> None:
-        """Send the headers of a stream of events or, if they are out, a comment."""
+        """Send the headers of an event stream or, if they have been sent, a comment."""
         self._sent_at = time.monotonic()
         if self.status is None:
             await self.start(200, list(_EVENT_STREAM))
@@ -247,7 +247,7 @@ class Call(Request):
         self._sign = None
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Send a message of the answer, which names the request."""
+        """Send a response message; headers get the request ID and the weight version."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message["headers"], (b"x-request-id", self.request_id.encode())]
@@ -256,24 +256,24 @@ class Call(Request):
         return self._answer(message)
 
     async def start(self, status: int, headers: list[_Header]) -> None:
-        """Begin the answer."""
+        """Start the response."""
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, more: bool) -> None:
-        """Send a part of the answer."""
+        """Send part of the response body."""
         await self._answer({"type": "http.response.body", "body": body, "more_body": more})
 
     async def send_json(
         self, status: int, body: bytes, headers: tuple[tuple[str, str], ...] = ()
     ) -> None:
-        """Send a whole answer."""
+        """Send a complete response."""
         length = (b"content-length", str(len(body)).encode())
         extra = [(name.encode(), value.encode()) for name, value in headers]
         await self.start(status, [_JSON, length, *extra])
         await self.write(body, more=False)
 
     async def send_json_parts(self, parts: Iterable[bytes]) -> None:
-        """Send a success whose parts are made as the client takes them; others get their turn."""
+        """Send a success whose parts are generated as the client reads; yields in between."""
         piece = bytearray()
         for part in parts:
             piece += part
@@ -290,7 +290,7 @@ class Call(Request):
             await self.write(bytes(piece), more=False)
 
     async def send_error(self, error: ApiError) -> None:
-        """Send an error body."""
+        """Send an error response."""
         await self.send_json(error.status, error.body(self.path), tuple(error.headers))
 
     # -- while it is entered ---------------------------------------------------------------------
@@ -317,15 +317,15 @@ class Call(Request):
         for ended in (self._watch, self._timer, self._sign):
             if ended is not None:
                 ended.cancel()
-        self._watch = self._timer = self._sign = None  # or they would keep each other
+        self._watch = self._timer = self._sign = None  # breaks reference cycles
         if self._hung_up and owner is not None and owner.uncancel() == 0:
             raise ClientDisconnected from error
 
     def keep_alive(self, interval: float) -> None:
-        """Have a stream send its headers soon, and comments while it is silent, until the exit.
+        """Send a stream's headers early, and comments while it is silent, until the exit.
 
-        Load balancers cut silent connections. `interval` is seconds of silence before a comment; 0
-        sends none, nor early headers.
+        Load balancers cut silent connections. `interval` is the seconds of silence before a
+        comment; 0 disables comments and early headers.
         """
         if interval and self.has_client:
             loop = asyncio.get_running_loop()
@@ -334,14 +334,14 @@ class Call(Request):
 
     def _look(self, interval: float, loop: asyncio.AbstractEventLoop) -> None:
         silent = 0.0 if self.status is None else time.monotonic() - self._sent_at
-        # A sign that is still being sent waits for a client that does not read.
+        # A comment that is still being sent is blocked by a client that does not read.
         if self._sign is None and (self.status is None or silent >= interval):
             self._sign, silent = loop.create_task(self.show_life()), 0.0
         self._timer = loop.call_later(max(interval - silent, 0.1), self._look, interval, loop)
 
 
 class Pushed(Response):
-    """A response that a function sends over the call as it is made."""
+    """A response that a function generates and sends over the call."""
 
     def __init__(self, push: Callable[[], Awaitable[None]]) -> None:
         self._push = push

@@ -1,6 +1,6 @@
-"""Which connections a front end has, and which one is closed when there are too many.
+"""Bookkeeping of a front end's connections, and the choice of one to close at the limit.
 
-No I/O: the protocol reports events and carries out what is decided.
+No I/O: the protocol reports events and carries out the decisions.
 """
 
 import ipaddress
@@ -11,41 +11,41 @@ C = TypeVar("C")
 
 
 class Connection(Protocol):
-    """A connection that can be ended."""
+    """A connection that can be closed."""
 
     def cut(self) -> None:
-        """Close it at once; unsent data is lost."""
+        """Close it immediately; unsent data is lost."""
         ...
 
 
 class TooManyConnections(Exception):
-    """All connections are being answered: none can give way to a new one."""
+    """All connections are serving requests: none can be closed for a new one."""
 
 
 def client_of(address: str) -> str:
-    """Return what counts as one client: an address, or the /64 network that a host owns in IPv6."""
+    """Return the key of a client: its address, or the /64 network for IPv6."""
     try:
         known = ipaddress.ip_address(address)
     except ValueError:
         return address
     if isinstance(known, ipaddress.IPv4Address):
         return address
-    if known.ipv4_mapped is not None:  # of a socket that listens to both
+    if known.ipv4_mapped is not None:  # from a dual-stack socket
         return str(known.ipv4_mapped)
     return str(ipaddress.ip_network((int(known), 64), strict=False))
 
 
 class ConnectionBook(Generic[C]):
-    """The connections of one front end by client.
+    """The connections of one front end, by client.
 
     A connection is waiting while its client has something to send: its first request, the rest of
-    one, or the next. When there is no room for a new connection, a waiting one is closed: the
-    longest waiting one of the client with the most connections. A client that opens thousands
-    thus closes its own, and connections that are being answered are never closed.
+    one, or the next. If there is no room for a new connection, a waiting one is closed: the longest
+    waiting one of the client with the most connections. So a client that opens thousands closes its
+    own, and connections that serve requests are never closed.
     """
 
     def __init__(self, most: int, changed: Callable[[int], None] = lambda _: None) -> None:
-        """Hold at most `most` connections; `changed` is called with their number each time."""
+        """Limit connections to `most`; `changed` is called with each new count."""
         self._max = most
         self._changed = changed
         self._total = 0
@@ -56,10 +56,10 @@ class ConnectionBook(Generic[C]):
         return self._total
 
     def open(self, connection: C, client: str) -> C | None:
-        """Note a new connection, which waits; return the one to close for it, if one has to.
+        """Add a new, waiting connection; return the one to close for it, if needed.
 
         Raises:
-            TooManyConnections: there is no room, and none waits. The new one is not noted.
+            TooManyConnections: there is no room and none waits. The new one is not added.
         """
         victim = None
         if self._total >= self._max:
@@ -68,7 +68,7 @@ class ConnectionBook(Generic[C]):
                 raise TooManyConnections
             waiting = self._waiting[max(hosts, key=self._counts.__getitem__)]
             victim = next(iter(waiting))  # the oldest
-            del waiting[victim]  # it closes soon: the next newcomer needs another one
+            del waiting[victim]  # it closes soon: the next new connection needs another victim
         self._total += 1
         self._changed(self._total)
         self._counts[client] = self._counts.get(client, 0) + 1
@@ -76,18 +76,18 @@ class ConnectionBook(Generic[C]):
         return victim
 
     def busy(self, connection: C, client: str) -> None:
-        """A whole request has come: the connection is being answered."""
+        """Mark a connection as serving a request that has been received completely."""
         waiting = self._waiting.get(client)
         if waiting is not None:
             waiting.pop(connection, None)
 
     def waiting(self, connection: C, client: str) -> None:
-        """All requests are answered: the client may send the next."""
+        """Mark a connection as waiting after all requests are answered."""
         if client in self._counts:
             self._waiting.setdefault(client, {})[connection] = None
 
     def close(self, connection: C, client: str) -> None:
-        """Forget a connection that was noted."""
+        """Remove a connection."""
         self.busy(connection, client)
         self._total -= 1
         self._changed(self._total)

@@ -1,4 +1,4 @@
-"""Room for many connections, before the first one comes."""
+"""File descriptor limits, raised before the first connection."""
 
 import fcntl
 import logging
@@ -11,31 +11,30 @@ logger = logging.getLogger(__name__)
 
 _DESCRIPTORS = 8192
 _OTHERS = 256
-"""Descriptors for what is no connection of a client: engines, files, threads."""
+"""Descriptors for other purposes than client connections: engines, files, threads."""
 
 
 def make_room_for_descriptors() -> None:
-    """Raise this process's limit of descriptors to its maximum, and allocate their table at once.
+    """Raise this process's descriptor limit to its maximum, and allocate the table at once.
 
-    The kernel's table of descriptors grows by itself at 64, 128, 256 and so on open ones, but
-    where a process has threads the kernel waits for all processors each time, and the event loop
-    stands still.
+    The kernel grows the descriptor table at 64, 128, 256 and so on open ones. In a process with
+    threads each growth waits for an RCU grace period, which blocks the event loop.
     """
     raise_descriptor_limit()
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _DESCRIPTORS if limit == resource.RLIM_INFINITY else min(_DESCRIPTORS, limit)
     own = os.open(os.devnull, os.O_RDONLY)
     try:
-        # The table never shrinks, so a high number may be given back at once.
+        # The table never shrinks, so a high descriptor can be closed at once.
         os.close(fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, most - 1))
-    except OSError as error:  # taken by something that was inherited
+    except OSError as error:  # already in use by an inherited descriptor
         logger.debug("no descriptor %d: %s", most - 1, error)
     finally:
         os.close(own)
 
 
 def room_for_connections(wanted: int) -> int:
-    """Return how many of the wanted connections this process has descriptors for."""
+    """Return how many of the wanted connections the descriptor limit allows."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = max(limit - _OTHERS, limit // 2)
     if limit == resource.RLIM_INFINITY or wanted <= room:

@@ -1,4 +1,4 @@
-"""Turns exceptions, and paths that there are not, into the errors that clients see."""
+"""Conversion of exceptions and unknown paths to the errors that clients see."""
 
 import difflib
 import logging
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def foreseen(error: Exception, request_id: str) -> ApiError:
-    """Return what the client is told about an error, logging unexpected ones."""
+    """Return the client's error for an exception; unexpected ones are logged."""
     match error:
         case ApiError():
             known = error
@@ -72,7 +72,7 @@ def foreseen(error: Exception, request_id: str) -> ApiError:
 
 
 def invalid_body(error: pydantic.ValidationError, body: bytes) -> ApiError:
-    """Turn a failed validation into a 400 that names the field as the client wrote it."""
+    """Convert a failed validation to a 400 that names the field as in the client's body."""
     details = error.errors(include_url=False, include_input=False)
     if details[0]["type"] == "json_invalid":
         return invalid(
@@ -80,18 +80,18 @@ def invalid_body(error: pydantic.ValidationError, body: bytes) -> ApiError:
         )
     try:
         data = _Value(body.lstrip())
-    except ValueError:  # pydantic takes numbers that JSON does not know
+    except ValueError:  # pydantic accepts numbers that are not valid JSON
         data = _Value(msgspec.json.encode(pydantic_core.from_json(body)))
     return _first_error(details, data)
 
 
 class _Value:
-    """A value of a body, which is read no further than an error leads into it.
+    """A value of a body, decoded lazily along the path of an error.
 
-    A large body would otherwise become objects once more only to say what is wrong with it.
+    This avoids decoding a large body to objects a second time just to report an error.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
     """
 
     def __init__(self, text: bytes | msgspec.Raw) -> None:
@@ -102,11 +102,11 @@ class _Value:
         self._fields = _fields.decode(text) if self.is_object else {}
 
     def has(self, part: str | int) -> bool:
-        """Whether a part of an error's location leads into this value."""
+        """Return whether a part of an error's location exists in this value."""
         return isinstance(part, int) if self.is_array else part in self._fields
 
     def get(self, part: str | int) -> "_Value":
-        """Return the value that a part leads to."""
+        """Return the value at a part of an error's location."""
         if part not in self._inner:
             found = self._elements[part] if isinstance(part, int) else self._fields[part]
             self._inner[part] = _Value(found)
@@ -121,17 +121,17 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _first_error(details: Sequence[Any], data: _Value | None) -> ApiError:
-    """Describe the first error; where a union failed, the branch that came furthest.
+    """Describe the first error; for a failed union, that of the branch that got furthest.
 
-    Locations of failed unions hold names of types between the keys of the data: whatever does
-    not lead further into the data is no part of the field's name.
+    Locations of failed unions contain type names between the data's keys: parts that do not exist
+    in the data are not part of the field's name.
     """
     located = [(*_path(detail, data), _said(detail), detail["type"]) for detail in details]
     path, branch, message, _ = located[0]
     messages = [message]
     if branch is not None:
         rivals = [item for item in located if item[1] == branch]
-        # A list of the right elements that is too long came further than any with a wrong element.
+        # A list that is only too long got further than any list with a wrong element.
         long = [item for item in rivals if item[0] == branch and item[3] == "too_long"]
         rivals = long or rivals
         path = max((item[0] for item in rivals), key=_progress)
@@ -145,7 +145,7 @@ def _first_error(details: Sequence[Any], data: _Value | None) -> ApiError:
 
 
 def _said(detail: Any) -> str:
-    """Return what is wrong with a value, without the words of the library that found it."""
+    """Return what is wrong with a value, without pydantic's phrasing."""
     form = _SENTENCES.get(detail["type"])
     if form is None:
         return str(detail["msg"])
@@ -186,15 +186,15 @@ _SENTENCES = {
     "union_tag_invalid": "the type {tag!r} is none of {expected_tags}",
     "extra_forbidden": "is not known",
 }
-"""By the library's names of errors."""
+"""Messages, by pydantic's error type."""
 
 _Path = tuple[str | int, ...]
 
 
 def _path(detail: Any, data: _Value | None) -> tuple[_Path, _Path | None]:
-    """Return the error's place in the data, and the place of the union that it is a branch of.
+    """Return the error's path in the data, and that of the union it is a branch of.
 
-    None: the data is not at hand.
+    Without data, parts cannot be checked and all count as keys.
     """
     path: list[str | int] = []
     branched: _Path | None = None
@@ -216,13 +216,13 @@ def _path(detail: Any, data: _Value | None) -> tuple[_Path, _Path | None]:
 
 
 def _progress(path: _Path) -> tuple[int, int]:
-    """Return how far a branch came: validation of lists stops at the first wrong element."""
+    """Return a sort key for how far a branch got: lists stop at the first wrong element."""
     last = path[-1] if path else 0
     return len(path), last if isinstance(last, int) else 0
 
 
 _LONGEST = 200
-"""Characters of a path for which others are looked at."""
+"""Maximum characters of a path for which similar paths are suggested."""
 _NOT_SERVED = {
     "/v1/audio": "Speech and transcription",
     "/v1/images": "Images",
@@ -240,11 +240,11 @@ _NOT_SERVED = {
     "/v1beta": "Gemini's API (use /v1/chat/completions)",
     "/api": "Ollama's API (use /v1/chat/completions)",
 }
-"""Paths of other APIs that clients know, and what is there."""
+"""Path prefixes of other APIs, and their names."""
 
 
 def no_such_path(path: str, served: Collection[str]) -> str:
-    """Return what to say about a path, with the one that was probably meant."""
+    """Return the message for an unknown path, with a suggestion if there is a similar one."""
     path = path.rstrip("/")
     for prefix, what in _NOT_SERVED.items():
         if path == prefix or path.startswith(f"{prefix}/"):

@@ -1,7 +1,7 @@
 """uvicorn's server with limits on TLS handshakes, and a fair share of its node's connections.
 
-All front ends of a node accept from one socket. Without `Acceptor`, the first to wake up would take
-all connections that a client opens at once, and one front end could get nearly all of the work.
+All front ends of a node accept from one socket. Without `Acceptor`, the first to wake up would
+accept all connections that a client opens at once, and could get nearly all of the work.
 """
 
 import asyncio
@@ -22,25 +22,25 @@ from server.http.tls import Certificates, Handshake
 logger = logging.getLogger(__name__)
 
 YIELD_SECONDS = 0.004
-"""Seconds that a front end with many connections leaves a new one to others."""
+"""Seconds for which a front end with many connections leaves a new one to its neighbours."""
 
 _PAUSE = 0.1
-"""Seconds before accepting again after an error, such as a lack of descriptors."""
+"""Seconds before accepting again after an error, such as running out of descriptors."""
 
 _END_SECONDS = 1.0
-"""Most seconds that connections which are not served yet may take to end."""
+"""Maximum seconds for connections that are not served yet to end."""
 
 _MAX_FREE = 64
-"""Most connections that are accepted without yielding after no neighbour took one."""
+"""Maximum connections accepted without yielding after no neighbour took one."""
 
 Take = Callable[[socket.socket, str], None]
 
 
 class ConnectionShare:
-    """How many connections a front end has, beside its neighbours.
+    """The connection count of a front end relative to its neighbours.
 
     Args:
-        table: of the front ends of this node.
+        table: shared by the front ends of this node.
     """
 
     def __init__(self, table: AdmissionTable) -> None:
@@ -49,13 +49,13 @@ class ConnectionShare:
         self._leaving = False
 
     def changed(self, count: int) -> None:
-        """Tell the neighbours how many connections there are here."""
+        """Publish the number of connections here."""
         self._count = count
         if not self._leaving:
             self._table.set_connections(count)
 
     def leave(self) -> None:
-        """Have the neighbours take new connections from now on, if there are any."""
+        """Leave new connections to neighbours, if there are any."""
         self._leaving = True
         self._table.set_connections(None)
 
@@ -69,10 +69,10 @@ class ConnectionShare:
 
 
 class AcceptBackoff:
-    """When a front end yields new connections to its neighbours. No I/O.
+    """Decides when a front end yields new connections to its neighbours. No I/O.
 
-    If no neighbour takes a connection in time, they are busy or hang: then it accepts without
-    yielding, twice as many connections each time.
+    If no neighbour accepts a connection in time, they are busy or hung: then this one accepts
+    without yielding, for twice as many connections each time.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class AcceptBackoff:
         self._next = 1
 
     def gives_way(self, share_is_large: bool) -> bool:
-        """Whether to wait before the next connection is accepted."""
+        """Return whether to wait before the next connection is accepted."""
         if not share_is_large:
             self._free, self._next = 0, 1
         elif not self._free:
@@ -90,22 +90,22 @@ class AcceptBackoff:
         return False
 
     def not_taken(self) -> None:
-        """The connection was still there after the wait."""
+        """Report that no neighbour accepted the connection during the wait."""
         self._free = self._next - 1
         self._next = min(2 * self._next, _MAX_FREE)
 
     def taken(self) -> None:
-        """It was not."""
+        """Report that a neighbour accepted it."""
         self._free, self._next = 0, 1
 
 
 class Acceptor:
-    """Accepts connections of one listening socket, one at a time, so that other tasks can run.
+    """Accepts connections of a listening socket one at a time, so that other tasks can run.
 
     Args:
-        listener: it is closed after `end`.
-        take: called with each connection, which does not block, and its address.
-        share: of the connections of this node; None: never yield.
+        listener: closed after `end`.
+        take: called with each connection and its address; must not block.
+        share: of the node's connections; None: never yield.
     """
 
     def __init__(self, listener: socket.socket, take: Take, share: ConnectionShare | None) -> None:
@@ -117,7 +117,7 @@ class Acceptor:
         self._pause: asyncio.TimerHandle | None = None
 
     def begin(self, backlog: int) -> None:
-        """Accept from now on."""
+        """Start accepting."""
         self._listener.setblocking(False)
         self._listener.listen(backlog)
         if self._share is not None:
@@ -125,7 +125,7 @@ class Acceptor:
         self._watch()
 
     def end(self) -> None:
-        """Accept no more."""
+        """Stop accepting."""
         self._loop.remove_reader(self._listener.fileno())
         if self._pause is not None:
             self._pause.cancel()
@@ -166,11 +166,11 @@ class Acceptor:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves on sockets; a client that does not finish its TLS handshake is cut off.
+    """Serves on sockets, with a timeout for TLS handshakes.
 
-    `handshake_timeout` is in seconds. A connection is one of the protocol's only once its
-    handshake has ended; until then it counts as one that waits (`Handshake`). `share` is what
-    this server has of the connections of its node; None for one that is alone.
+    `handshake_timeout` is in seconds. A connection is passed to the protocol once its handshake has
+    completed; until then it counts as waiting (`Handshake`). `share` is this server's share of the
+    node's connections; None for a single server.
     """
 
     def __init__(
@@ -184,18 +184,19 @@ class HttpServer(uvicorn.Server):
         self._share = share
         self._certificates: Certificates | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        """Of connections that are not served yet."""
+        """Tasks of connections that are not served yet."""
         self._acceptors: list[Acceptor] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Do not install signal handlers."""
         yield
 
     def end_connections(self) -> None:
-        """Close connections that wait, and each of the others when its answer has ended.
+        """Close waiting connections now, and others after their current response.
 
-        A client that keeps its connection would else ask once more where it is refused.
+        Otherwise a client that keeps its connection alive would send another request and be
+        refused.
         """
         if self._share is not None:
             self._share.leave()
@@ -203,12 +204,12 @@ class HttpServer(uvicorn.Server):
             connection.shutdown()
 
     async def answered(self, within: float) -> None:
-        """Wait until every request is answered, at most `within` seconds."""
+        """Wait up to `within` seconds until every request is answered."""
         if tasks := list(self.server_state.tasks):
             await asyncio.wait(tasks, timeout=within)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start listening."""
         config = self.config
         if not config.is_ssl and self._share is None:
             await super().startup(sockets)
@@ -222,7 +223,7 @@ class HttpServer(uvicorn.Server):
             self._acceptors.append(acceptor)
 
     def _take(self, connection: socket.socket, address: str) -> None:
-        """Begin to serve a connection that was accepted."""
+        """Start serving an accepted connection."""
         protocol_class = self.config.http_protocol_class
         assert issubclass(protocol_class, LimitedHttpProtocol)
         options: dict[str, Any] = {}
@@ -259,7 +260,7 @@ class HttpServer(uvicorn.Server):
             self._tasks.discard(task)
             if handshake is not None:
                 handshake.leave()
-                if task.cancelled():  # perhaps before it began
+                if task.cancelled():  # possibly before it started
                     connection.close()
 
         task = asyncio.get_running_loop().create_task(serve())

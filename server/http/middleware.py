@@ -1,7 +1,7 @@
-"""ASGI around the application: what all requests and answers have in common, and operators' own.
+"""ASGI middleware for all requests: paths, request IDs, load headers, and operators' own.
 
-A path means the same with a slash behind it and with the prefix of a proxy before it; all that
-comes after, the guards included, sees the path alone. Every answer names its request.
+A trailing slash and a proxy's prefix are removed from paths before anything else, including the
+guards, sees them. Every response has the request ID.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.shared.plugins import load_plugin
 
 REQUEST_ID = re.compile(rb"[!-~]{1,256}")
-"""What a client may call its request."""
+"""Valid request IDs from clients."""
 _HEADER = b"x-request-id"
 ASKED, TOLD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 
@@ -30,14 +30,14 @@ Load = Callable[[], dict[str, float]]
 
 
 class RequestIdMiddleware:
-    """Gives every request its path and its name."""
+    """Normalizes the path of every request and assigns its request ID."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
-        """`root_path` is the prefix that a proxy may leave on, as `/swell`; empty for none."""
+        """`root_path` is a prefix that a proxy may leave in place, as `/swell`; empty for none."""
         self._app = app
         self._root = root_path
 
-    # No coroutines of their own: what waits for tokens is resumed through all that wait for it.
+    # No extra coroutines: resuming a task that waits for tokens passes through every nested one.
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
@@ -45,7 +45,7 @@ class RequestIdMiddleware:
         scope["path"] = plain_path(scope["path"], self._root)
         scope["root_path"] = self._root
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # the protocol, which has the other, sends no body
+            scope = {**scope, "method": "GET"}  # the protocol's scope keeps HEAD and sends no body
         given = [value for header, value in scope["headers"] if header == _HEADER]
         name = (
             given[-1]
@@ -67,10 +67,10 @@ class RequestIdMiddleware:
 
 
 def plain_path(path: str, root: str) -> str:
-    """Return a path without prefixes and slashes that mean nothing.
+    """Return a path without prefixes and trailing slashes.
 
-    The prefix is taken off as often as it is there: were one left, the application's router would
-    take it off behind the guards, which had then judged another path.
+    The prefix is removed repeatedly: if one were left, the application's router would strip it
+    after the guards, which would have checked a different path.
     """
     while root and (path == root or path.startswith(root + "/")):
         path = path[len(root) :]
@@ -78,13 +78,13 @@ def plain_path(path: str, root: str) -> str:
 
 
 class LoadHeader:
-    """Load in the headers of answers, for load balancers that ask for it (ORCA).
+    """Adds load to response headers, for load balancers that request it (ORCA).
 
-    https://github.com/envoyproxy/envoy/issues/6614 has the two forms; the names are vLLM's.
+    https://github.com/envoyproxy/envoy/issues/6614 defines the two formats; the names are vLLM's.
     """
 
     def __init__(self, app: ASGIApp, load: Load) -> None:
-        """`load` returns named numbers."""
+        """`load` returns numbers by name."""
         self._app = app
         self._load = load
 
@@ -115,19 +115,19 @@ class LoadHeader:
 
 
 class BadMiddleware(ValueError):
-    """It cannot be imported, or is none; the message names it."""
+    """A middleware cannot be imported or is invalid; the message names it."""
 
 
 def add_own(app: FastAPI, paths: tuple[str, ...]) -> None:
-    """Put middleware around an application, the first outermost.
+    """Wrap an application in middleware, the first outermost.
 
     A path is `MODULE.NAME`, `FILE.py:NAME`, or the name of an entry point of `swell.middleware`.
-    A class is one of ASGI, made with the application that it is put around. A coroutine function
-    takes a request and what answers it (`@app.middleware("http")`).
+    A class is ASGI middleware, constructed with the application that it wraps. A coroutine function
+    takes a request and the next handler (`@app.middleware("http")`).
 
     Raises:
         BadMiddleware: one of them cannot be used.
-        BadPlugin: the same, of an entry point.
+        BadPlugin: an entry point cannot be loaded.
     """
     for path in reversed(paths):
         if path.isidentifier():
@@ -164,6 +164,6 @@ def _module_of_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no Python file")
     module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for the module of a class there
+    sys.modules[spec.name] = module  # dataclasses look up a class's module there
     spec.loader.exec_module(module)
     return module

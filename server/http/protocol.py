@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections with limits on what a client may make the server hold, and for how long."""
+"""HTTP/1.1 connections with limits on the memory and time that a client can use."""
 
 import asyncio
 import logging
@@ -25,27 +25,27 @@ from server.limits import MAX_UNSENT, MAX_UNSENT_OF_ONE
 from server.tenant_budget import TenantBudget
 
 FREE_BYTES = 2**13
-"""What a connection may buffer without being counted, so that as many as there may be fit."""
+"""Uncounted bytes that a connection may buffer, small enough for every connection to have them."""
 
 _TOO_MUCH_OF_ONE = rate_limited("Too many bytes of answers are unread: read them, then retry.")
 _TOO_MUCH = unavailable("Too many bytes of answers wait to be read; try again.")
 
 
 class UnsentBudget:
-    """Bytes of answers that are held until their clients have read them, by tenant.
+    """Bytes of responses held until their clients have read them, by tenant.
 
-    They count from the head of an answer whose length is known, or from when a part of a stream is
-    sent, until no more of them is buffered than a transport always may.
+    They are counted from the response head if the length is known, else from when a part of a
+    stream is sent, until the buffered bytes drop to what a transport may always hold.
     """
 
     def __init__(self) -> None:
         self._held = TenantBudget(MAX_UNSENT_OF_ONE, MAX_UNSENT)
 
     def counted(self, app: ASGIApp, drain: Callable[[], Awaitable[None]]) -> ASGIApp:
-        """Return an application whose answers on one connection are counted.
+        """Wrap an application so that its responses on one connection are counted.
 
         Args:
-            app: notes the tenant in the scope.
+            app: stores the tenant in the scope.
             drain: waits until the connection buffers little, or is closed.
         """
 
@@ -76,7 +76,7 @@ class UnsentBudget:
                 held = size
                 self._held.take(tenant, size)
                 await send(message)
-                if not begins:  # a part of a stream
+                if not begins:  # part of a stream
                     await drain()
                     self._held.give_back(tenant, held)
                     held = 0
@@ -93,7 +93,7 @@ class UnsentBudget:
 
 _NO_LINGER = struct.pack("ii", 1, 0)
 _REST_SECONDS = 5.0
-"""Seconds within which the rest of a request that is already answered must arrive."""
+"""Timeout in seconds for the rest of a request that is already answered."""
 
 _NO_PROXY = Excess(405, "This is no proxy.")
 
@@ -101,12 +101,12 @@ logger = logging.getLogger(__name__)
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with more limits.
+    """uvicorn's protocol with additional limits.
 
-    Every byte of a request is counted (`RequestMeter`), every wait for a client has an end, and
+    Every byte of a request is counted (`RequestMeter`), every wait for a client has a timeout, and
     the number of connections is limited (`ConnectionBook`). A client that leaves more unread than
-    the transport buffers is disconnected after a while: until then writes to it wait, and its
-    request holds its place in an engine.
+    the transport buffers is disconnected after a while: until then writes to it block, and its
+    request keeps its place in an engine.
     """
 
     limits: MeterLimits
@@ -117,16 +117,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     _address: str | None = None
     _answering: RequestResponseCycle | None = None
-    """The request that is being answered; `cycle` is the newest, which may wait for its turn."""
+    """The request being answered; `cycle` is the newest one, which may be queued behind it."""
     _lingers = False
-    """Whether everything is answered, and what the client still sends is dropped."""
+    """Whether everything is answered, and further input from the client is dropped."""
     _wait_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
     def __init__(
         self, *args: Any, on_made: Callable[[], None] = lambda: None, **options: Any
     ) -> None:
-        """`on_made` is called when the connection comes, before it takes its place."""
+        """`on_made` is called when the connection is made, before it is entered in the book."""
         super().__init__(*args, **options)
         self._on_made = on_made
         self._loaded_app: Any = self.app
@@ -185,11 +185,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(excess.status, excess.reason)
 
     def _parse(self, data: bytes) -> None:
-        """Have the parser read `data` as if the client had not asked for another protocol.
+        """Feed `data` to the parser, ignoring requests for a protocol upgrade.
 
-        The parser takes what follows the head of such a request for the other protocol, and there
-        is no way to tell it otherwise. So the request is parsed again from its head, without the
-        header that asks.
+        After the head of such a request the parser treats all input as the other protocol, and this
+        cannot be disabled. So the request is parsed again from its head, without the upgrade
+        header.
         """
         while True:
             try:
@@ -223,12 +223,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise _NO_PROXY
-            return  # it is parsed again
+            return  # parsed again
         self._stop_waiting()
         self._meter.head_ends(len(self.pipeline))
         waits = self.cycle is not None and not self.cycle.response_complete
         super().on_headers_complete()
-        self.cycle.transport = self  # type: ignore[assignment]  # has it closed with `close`
+        self.cycle.transport = self  # type: ignore[assignment]  # so that `close` below is called
         if not waits:
             self._answering = self.cycle
 
@@ -256,7 +256,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         pipelined = bool(self.pipeline)
         if pipelined and not self.transport.is_closing():
-            self._answering = self.pipeline[-1][0]  # the next, which uvicorn starts now
+            self._answering = self.pipeline[-1][0]  # the next one, which uvicorn starts now
         super().on_response_complete()
         if self.transport.is_closing():
             self._see_it_close()
@@ -280,7 +280,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         )
 
     def _wait(self, seconds: float) -> None:
-        """Give the client so long to send what it owes: a head, or the rest of a request."""
+        """Start the timeout for the client to send a head or the rest of a request."""
         self._stop_waiting()
         self._wait_timer = self.loop.call_later(seconds, self._is_late)
 
@@ -298,7 +298,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._see_it_close()
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Answer what cannot be read on, unless it is answered already, and close."""
+        """Answer input that cannot be parsed further, unless already answered, and close."""
         self._stop_waiting()
         if self.is_closing():
             self.transport.close()
@@ -317,9 +317,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._see_it_close()
 
     def _takes_answer(self) -> bool:
-        """Return whether the client takes the next answer for one to what it is sending.
+        """Return whether the client would match the next response to its current request.
 
-        An application that is still reading that hears that its client is gone.
+        If the application is still reading that request, it is notified of a disconnect.
         """
         cycle, in_body = self.cycle, self._meter.phase is Phase.BODY
         if cycle is None or cycle.response_complete:
@@ -333,14 +333,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     # -- sending ---------------------------------------------------------------------------------
 
     def is_closing(self) -> bool:
-        """Whether nothing more is answered here."""
+        """Return whether no further requests are answered."""
         return self._lingers or self.transport.is_closing()
 
     def close(self) -> None:
-        """End the connection after an answer.
+        """Close the connection after a response.
 
-        Were it closed while the client still sends, the kernel would reset it, and the client might
-        never see the answer. So the rest is read and dropped first, up to a limit.
+        Closing while the client still sends would make the kernel reset the connection, and the
+        client might never see the response. So remaining input is read and dropped first, up to a
+        limit.
         """
         if self._meter.phase is Phase.IDLE or self.is_closing():
             self.transport.close()
@@ -356,7 +357,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._wait(min(_REST_SECONDS, self.receive_timeout))
 
     def shutdown(self) -> None:
-        """End the connection, as soon as the request is answered if there is one."""
+        """Close the connection, after the current response if there is one."""
         if self.cycle is None or self.cycle.response_complete:
             self.close()
         else:
@@ -375,7 +376,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._see_it_close()
 
     def _see_it_close(self) -> None:
-        """A closed transport goes on until its buffer is sent, which has to have an end."""
+        """Limit the time that a closing transport takes to send its buffer."""
         if self.transport.get_write_buffer_size():
             self._watch_buffer()
 
@@ -388,9 +389,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.cut()
 
     def cut(self) -> None:
-        """End the connection at once, whatever is unsent."""
+        """Close the connection immediately and drop unsent data."""
         self._cancel_stall_timer()
-        # Without lingering the kernel too drops what it has buffered, and the client is told.
+        # With a zero linger time the kernel drops its buffer too and resets the connection.
         connection = self.transport.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
@@ -405,9 +406,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 def limited_protocol(
     guards: GuardConfig, changed: Callable[[int], None] = lambda _: None
 ) -> type[LimitedHttpProtocol]:
-    """Return the protocol class with the configured limits, and its book of connections.
+    """Return the protocol class with the configured limits and its connection book.
 
-    `changed` is told how many connections there are, each time.
+    `changed` is called with each new number of connections.
     """
 
     class Configured(LimitedHttpProtocol):

@@ -1,33 +1,33 @@
-"""Counts what a connection receives, wherever in a request it comes. Without I/O."""
+"""Counts the bytes that a connection receives, in all parts of a request. No I/O."""
 
 from enum import Enum, auto
 from typing import NamedTuple
 
 FRAMING = 8
-"""Bytes that may be received per byte of body: chunks of one byte take six."""
+"""Maximum received bytes per byte of body: one-byte chunks take six."""
 
 UNREAD = 16
-"""Bytes per byte of the largest body that may come of a request that is answered already: who sends
-all before reading learns why it was refused, as long as that does not take too long."""
+"""Maximum bytes received for an already answered request, per byte of the largest body: a client
+that sends everything before reading learns the reason, unless that takes too long."""
 
 FREE_CHUNKS = 2048
 BYTES_PER_CHUNK = 64
-"""A body may have FREE_CHUNKS chunks, and one more for every BYTES_PER_CHUNK bytes: each chunk
-costs the parser microseconds, whatever its size."""
+"""A body may have FREE_CHUNKS chunks, plus one for every BYTES_PER_CHUNK bytes: each chunk costs
+the parser microseconds, whatever its size."""
 
 MAX_PIPELINED = 64
-"""Requests of a connection that wait for the answers to those before them."""
+"""Maximum pipelined requests that wait for earlier responses on a connection."""
 
 
 class Phase(Enum):
-    """What the client sends next."""
+    """What the client is expected to send next."""
 
     IDLE = auto()
-    """A request, some time."""
+    """A new request, at any time."""
     HEAD = auto()
-    """More of the head."""
+    """The rest of the head."""
     BODY = auto()
-    """More of the body, or what frames it: chunk sizes, extensions, trailers."""
+    """The rest of the body or its framing: chunk sizes, extensions, trailers."""
 
 
 class MeterLimits(NamedTuple):
@@ -47,10 +47,10 @@ class Excess(Exception):
 
 
 class RequestMeter:
-    """The request that a connection is receiving.
+    """Counts the request that a connection is receiving.
 
-    The parser's events come first, then `read` with the size of what it was fed. Whatever raises
-    `Excess` ends the connection.
+    Report the parser's events first, then call `read` with the number of bytes parsed. A method
+    that raises `Excess` requires the connection to be closed.
     """
 
     def __init__(self, limits: MeterLimits) -> None:
@@ -65,21 +65,21 @@ class RequestMeter:
         self._answered = False
 
     def begin(self) -> None:
-        """A request begins."""
+        """Report the start of a request."""
         self.phase = Phase.HEAD
         self._head = self._fields = self._message = self._framing = 0
         self._chunks = self._body = 0
         self._answered = False
 
     def field(self, size: int) -> bool:
-        """Count a part of the request line, a header or a trailer; return whether it is used."""
+        """Count part of the request line, a header or a trailer; return whether to keep it."""
         self._fields += size
         if self._fields > self._limits.head:
             raise _HEAD_TOO_LARGE
         return self.phase is Phase.HEAD
 
     def head_ends(self, queued: int) -> None:
-        """The head is complete; `queued` requests of the connection wait before this one."""
+        """Report the end of the head; `queued` requests of the connection precede this one."""
         self.phase = Phase.BODY
         self._progress = True
         if queued >= MAX_PIPELINED:
@@ -91,29 +91,29 @@ class RequestMeter:
         self._body += size
 
     def chunk(self) -> None:
-        """A complete chunk size."""
+        """Count a complete chunk header."""
         self._progress = True
         self._chunks += 1
         if self._chunks > FREE_CHUNKS + self._body // BYTES_PER_CHUNK:
             raise _TOO_MANY_CHUNKS
 
     def end(self) -> None:
-        """The request is complete."""
+        """Report the end of the request."""
         self.phase = Phase.IDLE
 
     def answered(self) -> bool:
-        """All requests are answered; return whether the client is still sending the last one."""
+        """Report that all requests are answered; return whether the last is still being sent."""
         self._answered = self.phase is Phase.BODY
         return self._answered
 
     def drop(self, size: int) -> None:
-        """Count bytes of a request that has been answered already; they are not parsed."""
+        """Count bytes of a request that is already answered; they are not parsed."""
         self._message += size
         if self._message > self._limits.head + UNREAD * self._limits.body:
             raise _BODY_TOO_LARGE
 
     def read(self, size: int) -> None:
-        """Count bytes that were fed to the parser and caused the events since the last call."""
+        """Count bytes fed to the parser, after reporting the events that they caused."""
         progress, self._progress = self._progress, False
         if self.phase is Phase.HEAD:
             self._head += size

@@ -1,6 +1,6 @@
-"""TLS: the certificate that new connections see, and their handshakes.
+"""TLS: certificates that are reloaded on change, and handshakes.
 
-The certificate is that of the files as they are now. Connections count from their first moment on.
+New connections get the current certificate files. Connections are counted as soon as accepted.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ from server.http.connection_book import Connection, ConnectionBook, client_of
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 1.0
-"""Seconds between looks at whether the files have changed."""
+"""Seconds between checks for changed files."""
 
 
 class Certificates:
-    """A TLS context, made anew when one of its files changes.
+    """A TLS context that is rebuilt when one of its files changes.
 
-    Files that cannot be used change nothing: a renewal may write the certificate before its key,
-    and the old one is still valid then. Connections keep the context that they began with.
+    Unusable files are ignored: a renewal may write the certificate before its key, while the old
+    one is still valid. Existing connections keep their context.
     """
 
     def __init__(self, config: uvicorn.Config, context: ssl.SSLContext) -> None:
-        """Begin with what the server has loaded at its start."""
+        """Start with the context that the server loaded."""
         self._config = config
         self._context = context
         files = (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
@@ -34,7 +34,7 @@ class Certificates:
         self._look_at = 0.0
 
     def current(self, now: float) -> ssl.SSLContext:
-        """Return the context for a connection that is accepted at a time in seconds."""
+        """Return the context for a connection accepted at `now` (seconds)."""
         if now >= self._look_at:
             self._look_at = now + LOOK_INTERVAL
             if any_changed(self._files):
@@ -49,7 +49,7 @@ class Certificates:
 
 
 def _context(config: uvicorn.Config) -> ssl.SSLContext:
-    """Return a context as uvicorn makes one when it starts."""
+    """Return a context configured as uvicorn does at startup."""
     assert config.ssl_certfile is not None
     context = ssl.SSLContext(config.ssl_version)
     context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
@@ -62,19 +62,19 @@ def _context(config: uvicorn.Config) -> ssl.SSLContext:
 
 
 class Handshake:
-    """A connection until its handshake is done.
+    """A connection until its handshake completes.
 
-    Like a connection that waits for its client it gives way to new ones when there are too many.
+    Like any waiting connection it is closed for new ones if there are too many.
     """
 
     def __init__(self, book: ConnectionBook[Connection], address: str) -> None:
-        """Take a place in the book.
+        """Enter the connection in the book.
 
         Raises:
-            TooManyConnections: there is none.
+            TooManyConnections: there is no room.
         """
         self.task: asyncio.Task[None] | None = None
-        """Makes the handshake."""
+        """The task that performs the handshake."""
         self._book = book
         self._client = client_of(address)
         self._counts = True
@@ -83,12 +83,12 @@ class Handshake:
             victim.cut()
 
     def leave(self) -> None:
-        """It is done, or has failed: leave its place to the connection's server; idempotent."""
+        """Remove it from the book once the handshake has completed or failed; idempotent."""
         if self._counts:
             self._counts = False
             self._book.close(self, self._client)
 
     def cut(self) -> None:
-        """End the connection at once."""
+        """Close the connection immediately."""
         if self.task is not None:
             self.task.cancel()
