@@ -1,1 +1,1 @@
-"""Who may use the server, and how much of it at once."""
+"""Access control: authentication, tenants, and admission to the queue."""

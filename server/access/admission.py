@@ -1,20 +1,20 @@
-"""Overload as an answer: what a node takes on, decided before a prompt is rendered or tokenized.
+"""Admission control: whether a node accepts a request, decided before rendering and tokenization.
 
-A request reserves its sequences and an estimate of its prompt tokens over all front ends of the
-node; the estimate is replaced once the prompt is tokenized, and everything goes back when the
-request ends, for whatever reason. What the engines can run at once is not counted against
-`max_queue`: only what waits beyond it is.
+A request reserves its sequences and an estimate of its prompt tokens, counted over all front ends
+of the node; the estimate is replaced once the prompt is tokenized, and the reservation is released
+when the request ends for any reason. What the engines can run concurrently does not count against
+`max_queue`, only what waits beyond it.
 
-Where there are several tenants, none may fill the node. What one of them holds has to fit into what
-is left free once sequences wait: alone it gets half of all places, two get a third each, and so
-on, so that there is always room for one more. A tenant that holds nothing else gets its request in
-as long as the node takes it.
+With several tenants, none can fill the node. Once sequences wait, a tenant cannot hold more than is
+still free: a single one gets half of all places, two get a third each, and so on, so that there is
+always room for one more. A tenant that holds nothing else has its request admitted as long as the
+node has room.
 
-Front ends of one node count together in shared memory. Those of other nodes or pods hear of each
-other through the coordinator: each tells what its tenants use when that changes, and reads the sum
-of the others in the cluster view. What is read there is as old as two such messages, some 0.2 s;
-until then several nodes may each give a tenant what is left. Without a coordinator the last sums
-count for `MAX_AGE` seconds.
+Front ends of a node share counters in memory. Those of different nodes or pods learn each other's
+usage through the coordinator: each reports its tenants' usage on change, and reads the sum over the
+others in the cluster view. That sum is two messages old, about 0.2 s; until it arrives several
+nodes may each admit a tenant's requests. Without a coordinator the last sums are used for `MAX_AGE`
+seconds.
 """
 
 import math
@@ -27,24 +27,24 @@ from server.access.admission_table import NOTHING, AdmissionTable, Room, Totals
 from server.config import OverloadConfig, TenantConfig
 
 MAX_TENANTS = 1024
-"""Tenants that a front end tells of: those with the most sequences."""
+"""Maximum tenants that a front end reports: those with the most sequences."""
 
 SAY_INTERVAL = 0.05
-"""Seconds between two looks at what has changed."""
+"""Minimum seconds between checks for changes to report."""
 
 REPEAT_INTERVAL = 1.0
-"""Seconds after which it is told again, in case it was lost."""
+"""Seconds between repeated reports, in case one was lost."""
 
 MAX_AGE = 10.0
-"""Seconds for which the coordinator's sums count; it sends at least every three."""
+"""Seconds for which the coordinator's sums are valid; it sends at least every three."""
 
 
 class TenantsElsewhere:
-    """Tells the coordinator what this front end's tenants use, and knows what they use elsewhere.
+    """Reports this front end's tenant usage to the coordinator, and knows that of other nodes.
 
     Args:
-        table: where this front end counts.
-        front_end: its number.
+        table: counters of this front end.
+        front_end: its index.
         incarnation: of its process.
     """
 
@@ -60,17 +60,17 @@ class TenantsElsewhere:
         self._repeat_at = float("-inf")
 
     def seen(self, place: int, tenant: int) -> None:
-        """A request of a tenant is counted at a place of the table."""
+        """Record which tenant a place of the table belongs to."""
         self._ids[place] = tenant
 
     def of(self, place: int, now: float) -> Totals:
-        """Return what the tenant of a place holds elsewhere, at `now` (seconds, monotonic)."""
+        """Return a place's usage on other nodes, at `now` (seconds, monotonic)."""
         if now - self._used_at > MAX_AGE:
             return NOTHING
         return self._used.get(self._ids.get(place, -1), NOTHING)
 
     def take(self, view: ClusterView, now: float) -> None:
-        """Take the coordinator's newest view."""
+        """Store the coordinator's newest view."""
         self._is_counted = view.tenants is not None
         used: dict[int, Totals] = {}
         for each in view.tenants or ():
@@ -82,7 +82,7 @@ class TenantsElsewhere:
         self._used, self._used_at = used, now
 
     def notice(self, now: float) -> TenantsInUse | None:
-        """Return what to tell the coordinator now, if it counts and something is new."""
+        """Return the report to send to the coordinator, if tenants are counted and it is due."""
         if not self._is_counted:
             return None
         uses = []
@@ -101,26 +101,26 @@ class TenantsElsewhere:
 
 
 BYTES_PER_TOKEN = 4
-"""Bytes of a request's body per prompt token, for estimates."""
+"""Estimated bytes of request body per prompt token."""
 
 RATE_WINDOW = 10.0
-"""Seconds over which the drain rate is measured."""
+"""Seconds over which the rate of ended sequences is measured."""
 
 _SAMPLE_INTERVAL = 0.5
 
 LONGEST_RETRY_AFTER = 60
-"""Most seconds that a refused client is asked to wait."""
+"""Maximum Retry-After in seconds."""
 
 
 RejectionReason = Literal["queue", "queue_tokens", "key", "key_tokens", "share", "share_tokens"]
-"""Which limit a refused request met: the node's, its key's, or its fair share of the node's; each
-in sequences or in waiting prompt tokens."""
+"""Limit that a refused request exceeded: the node's, its key's, or its fair share of the node's;
+each in sequences or in waiting prompt tokens."""
 
 
 class Overloaded(Exception):
-    """A queue is full; the client may come again after `retry_after` seconds (HTTP 429).
+    """The queue is full; the client can retry after `retry_after` seconds (HTTP 429).
 
-    `what` is full of requests or of prompt tokens.
+    `what` is the exceeded quantity: requests or prompt tokens.
     """
 
     def __init__(self, limit: RejectionReason, reason: str, retry_after: int) -> None:
@@ -130,24 +130,24 @@ class Overloaded(Exception):
 
 
 _Limit = tuple[RejectionReason, str]
-"""What a request does not fit into, and how that is told."""
+"""The exceeded limit, and its error message."""
 
 
 class DrainRate:
-    """How many sequences end per second, from a counter that is read now and then."""
+    """The rate at which sequences end, from periodic samples of a counter."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
 
     def sample(self, now: float, ended: int) -> None:
-        """Note the counter."""
+        """Record a sample of the counter."""
         samples = self._samples
         samples.append((now, ended))
         while now - samples[0][0] > RATE_WINDOW:
             samples.popleft()
 
     def seconds_for(self, count: int, now: float, ended: int) -> float:
-        """Return how long `count` sequences take at the measured rate, at least one being done."""
+        """Return the seconds that `count` sequences take at the measured rate, of at least one."""
         if not self._samples:
             return 0.0
         began, before = self._samples[0]
@@ -155,7 +155,7 @@ class DrainRate:
 
 
 class Reservation:
-    """The place of one request; `release` must be called whatever happens."""
+    """The reservation of one request; `release` must always be called."""
 
     __slots__ = ("_admission", "_place", "_requests", "_tokens")
 
@@ -166,7 +166,7 @@ class Reservation:
         self._tokens = tokens
 
     def recount(self, tokens: int, now: float) -> None:
-        """Replace the estimate by the number of prompt tokens that there are.
+        """Replace the estimate by the actual number of prompt tokens.
 
         Raises:
             Overloaded: there are more than estimated, and they do not fit.
@@ -181,7 +181,7 @@ class Reservation:
         self._tokens = tokens
 
     def computed(self, tokens: int) -> None:
-        """These prompt tokens have been computed: they wait no longer."""
+        """Report that these prompt tokens have been computed and no longer wait."""
         if not self._tokens:
             return
         tokens = min(tokens, self._tokens)
@@ -189,14 +189,14 @@ class Reservation:
         self._admission.table.add(0, -tokens, self._place)
 
     def release(self) -> None:
-        """Give everything back; idempotent."""
+        """Release everything; idempotent."""
         requests, tokens = self._requests, self._tokens
         self._requests = self._tokens = 0
         self._admission.table.end(requests, tokens, self._place)
 
 
 class Admission:
-    """Reserves places in a node's queue."""
+    """Makes reservations in a node's queue."""
 
     def __init__(
         self,
@@ -209,11 +209,10 @@ class Admission:
         elsewhere: TenantsElsewhere | None = None,
         on_rejection: Callable[[RejectionReason], None] = lambda reason: None,
     ) -> None:
-        """`num_slots` says how many sequences the engines can run at once.
+        """`num_slots` returns the number of sequences that the engines can run concurrently.
 
-        `several` says whether there are more tenants than one. `elsewhere` knows what they hold in
-        other nodes' front ends; None: nothing that counts. `on_rejection` is called for every
-        request that is refused.
+        `several` returns whether there are several tenants. `elsewhere` has their usage on other
+        nodes; None to ignore it. `on_rejection` is called for every refused request.
         """
         self.table = table
         self._max_queue = limits.max_queue
@@ -233,10 +232,10 @@ class Admission:
     ) -> Reservation:
         """Admit a request with `requests` sequences and `tokens` (estimated) prompt tokens.
 
-        `place` is where its tenant is counted.
+        `place` is the tenant's place in the table.
 
         Raises:
-            Overloaded: they do not fit into the queue, or into the tenant's part of it.
+            Overloaded: they do not fit into the queue, or into the tenant's share.
         """
         table = self.table
         if not self.counts_tokens:
@@ -256,7 +255,7 @@ class Admission:
         return Reservation(self, requests, tokens, place)
 
     def grow(self, more: int, tokens: int, now: float, place: int = 0) -> None:
-        """Reserve `more` prompt tokens for a request that then has `tokens` of them.
+        """Reserve `more` prompt tokens for a request that then has `tokens` in total.
 
         Raises:
             Overloaded: they do not fit.
@@ -270,14 +269,14 @@ class Admission:
             raise self._overloaded(0, tokens, now, place)
 
     def _try_add(self, requests: int, tokens: int, room: Room, place: int) -> bool:
-        """Add to the table if there is room, at the latest without front ends that have died."""
+        """Add to the table if there is room, possibly after clearing rows of dead front ends."""
         table = self.table
         return table.try_add(requests, tokens, room, place) or (
             table.drop_dead() and table.try_add(requests, tokens, room, place)
         )
 
-    # What is larger than a whole queue is taken when nothing else is there, unless it would shut
-    # other tenants out. The slots are counted only when they matter.
+    # A request larger than the whole queue is accepted if the queue is empty, unless it would lock
+    # out other tenants. Slots are only computed when needed.
 
     def _others(self, place: int, now: float) -> Totals:
         return NOTHING if self._elsewhere is None else self._elsewhere.of(place, now)
@@ -285,7 +284,7 @@ class Admission:
     def _limit(
         self, totals: Totals, own: Totals, others: Totals, requests: int, tokens: int
     ) -> _Limit | None:
-        """Return what does not fit; the newcomer is part of `totals` and `own`."""
+        """Return the exceeded limit, if any; `totals` and `own` include the new request."""
         alone = totals.requests == requests and not self._several()
         if totals.requests > self._max_queue and not alone:
             places = self._max_queue + self._num_slots()
@@ -320,7 +319,7 @@ class Admission:
         table = self.table
         totals, own = table.totals(), table.of_tenant(place)
         waiting = max(1, totals.requests - self._num_slots())
-        # Half of the queue, so that those who come again neither find it full nor leave it empty.
+        # Half of the queue, so that retries neither find it full nor leave it empty.
         seconds = self._rate.seconds_for(waiting, now, table.ended()) / 2
         retry_after = min(LONGEST_RETRY_AFTER, max(1, math.ceil(seconds)))
         limit = self._limit(
@@ -330,7 +329,7 @@ class Admission:
             requests,
             tokens,
         )
-        # None: a request has ended meanwhile.
+        # None: a request has ended in the meantime.
         name, reason = limit or ("queue", _FULL.format(self._max_queue, "requests"))
         self._on_rejection(name)
         return Overloaded(name, reason, retry_after)

@@ -1,12 +1,12 @@
-"""What the front ends of one node have taken on, in shared memory.
+"""Shared-memory counters of the requests that the front ends of a node have accepted.
 
-One row per front end, written by its owner. A reservation is published before the sum over all
-rows is read, so two front ends never both take the last place; the lock around the two steps
-also keeps them from both giving it up. The lock is not waited for without end: a front end that was
-stopped while it held it must not stop its neighbours.
+There is one row per front end, written only by its owner. A reservation is published before all
+rows are summed, so two front ends never both take the last place; a lock around the two steps also
+keeps them from both giving it up. Waiting for the lock is bounded: a front end that was suspended
+while holding it must not block its neighbours.
 
-Each owner holds a file lock on its row for as long as its process lives. A row whose lock is free
-has no owner, and its contents do not count.
+Each owner holds a file lock on its row while its process lives. A row whose file lock is free has
+no owner, and its contents are ignored.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PLACES = 4096
-"""Places for counting tenants; those that fall on the same one are counted as one."""
+"""Number of places for tenants; tenants with the same place are counted as one."""
 
 _HEAD_WORDS = 8  # one cache line
 _TENANT_WORDS = 2
@@ -28,35 +28,35 @@ _WORD = 8
 _REQUESTS, _TOKENS, _ENDED, _BODY_BYTES, _CONNECTIONS = range(5)
 
 _LOCK_ATTEMPTS = 200
-"""How often a taken lock is tried, giving way each time, before going on without it."""
+"""Attempts to take the lock, yielding the CPU in between, before proceeding without it."""
 
 
 class Totals(NamedTuple):
     """Sums over all living front ends of a node."""
 
     requests: int
-    """Sequences that were taken on and have not ended."""
+    """Accepted sequences that have not ended."""
     tokens: int
-    """Prompt tokens of them that wait to be computed."""
+    """Their prompt tokens that have not been computed."""
 
 
 _NOBODY = memoryview(bytes(PLACES * _TENANT_WORDS * _WORD)).cast("q")
 NOTHING = Totals(0, 0)
 _SMALL = Totals(16, 4096)
-"""Largest addition that is tried without the lock."""
+"""Largest addition attempted without the lock."""
 
 _MAX = 2**31
-"""No addition is larger: words of 64 bits hold more of them than can ever be made."""
+"""Maximum addition: 64-bit counters cannot overflow with it."""
 
 Room = Callable[[Totals, Totals], bool]
-"""Whether the sums over all tenants, and over the one, fit; a newcomer is included."""
+"""Whether the sums over all tenants, and over one, fit; both include the new request."""
 
 _NAME = "name"
-"""File with the name of a table, which no other table of the cluster has."""
+"""File with a name of the table that is unique in the cluster."""
 
 
 def create_admission_table(directory: Path, num_front_ends: int) -> None:
-    """Make an empty table for front ends 0 to `num_front_ends` - 1 in a new directory."""
+    """Create an empty table for front ends 0 to `num_front_ends` - 1 in a new directory."""
     directory.mkdir(exist_ok=True)
     (directory / _NAME).write_text(secrets.token_hex(8))
     for index in range(num_front_ends):
@@ -70,7 +70,7 @@ def _row_lock(directory: Path, index: int) -> Path:
 
 
 class AdmissionTable:
-    """One front end's view of the table in `directory`; None makes a private table."""
+    """One front end's view of the table in `directory`; None creates a private table."""
 
     def __init__(self, directory: Path | None, front_end: int = 0) -> None:
         self._files: dict[int, int] = {}
@@ -116,13 +116,13 @@ class AdmissionTable:
             if held:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
-    # -- the own row -----------------------------------------------------------------------------
+    # -- own row ---------------------------------------------------------------------------------
 
     def try_add(self, requests: int, tokens: int, room: Room, place: int = 0) -> bool:
-        """Add to the own row if `room` says that the totals, these included, fit.
+        """Add to the own row if `room` accepts the totals including the addition.
 
-        Far from the limit this takes no lock: what a neighbour is adding at this moment may not
-        be visible yet, but it fits into the margin. Whatever `room` raises, nothing was added.
+        Far from the limit this takes no lock: a neighbour's concurrent addition may not be visible
+        yet, but it fits into the margin. If `room` raises, nothing is added.
 
         Raises:
             ValueError: an amount is negative.
@@ -148,7 +148,7 @@ class AdmissionTable:
                 self.add(-requests, -tokens, place)
 
     def add(self, requests: int, tokens: int, place: int = 0) -> None:
-        """Add to the own row whatever the totals are."""
+        """Add to the own row unconditionally."""
         words, own = self._words, self._own
         words[own + _REQUESTS] += requests
         words[own + _TOKENS] += tokens
@@ -157,27 +157,27 @@ class AdmissionTable:
         words[cell + _TOKENS] += tokens
 
     def end(self, requests: int, tokens: int, place: int = 0) -> None:
-        """Take sequences that have ended, and what they still queued, from the own row."""
+        """Subtract ended sequences and their remaining queued tokens from the own row."""
         self.add(-requests, -tokens, place)
         self._words[self._own + _ENDED] += requests
 
     def add_body_bytes(self, size: int) -> None:
-        """Add to the bytes of request bodies that are being received."""
+        """Add to the count of request body bytes being received."""
         self._words[self._own + _BODY_BYTES] += size
 
     def set_connections(self, count: int | None) -> None:
-        """Say how many connections there are here; None: new ones are not wanted."""
+        """Publish the number of connections here; None: accepts no new ones."""
         self._words[self._own + _CONNECTIONS] = 0 if count is None else 1 + count
 
     # -- all rows --------------------------------------------------------------------------------
 
     @property
     def has_neighbours(self) -> bool:
-        """Whether there are places of other front ends on this node."""
+        """Whether the table has rows for other front ends."""
         return len(self._starts) > 1
 
     def totals(self, more: Totals = NOTHING) -> Totals:
-        """Return the sums over all rows, those of dead front ends included, and `more`."""
+        """Return the sums over all rows, including those of dead front ends, plus `more`."""
         words, (requests, tokens) = self._words, more
         for start in self._starts:
             requests += words[start]
@@ -185,7 +185,7 @@ class AdmissionTable:
         return Totals(requests, tokens)
 
     def of_tenant(self, place: int, more: Totals = NOTHING) -> Totals:
-        """Return the sums of one tenant over all rows, and `more`."""
+        """Return the sums of one tenant over all rows, plus `more`."""
         words, (requests, tokens) = self._words, more
         offset = _HEAD_WORDS + place * _TENANT_WORDS
         for start in self._starts:
@@ -199,24 +199,24 @@ class AdmissionTable:
         return Totals(self._words[cell + _REQUESTS], self._words[cell + _TOKENS])
 
     def body_bytes(self) -> int:
-        """Return the bytes of request bodies that are being received on this node."""
+        """Return the request body bytes being received on this node."""
         words = self._words
         return sum(words[start + _BODY_BYTES] for start in self._starts)
 
     def fewest_connections(self) -> int | None:
-        """Return the fewest connections of a neighbour that wants new ones; None if none does."""
+        """Return the fewest connections of a neighbour that accepts new ones; None if none does."""
         found = [self._words[start + _CONNECTIONS] for start in self._starts if start != self._own]
         return min((count - 1 for count in found if count), default=None)
 
     def ended(self) -> int:
-        """Return how many sequences have ended on this node; only grows."""
+        """Return the number of sequences that have ended on this node; monotonic."""
         words, ended = self._words, 0
         for start in self._starts:
             ended += words[start + _ENDED]
         return ended
 
     def drop_dead(self) -> bool:
-        """Clear the rows of front ends that have died; return whether anything was cleared."""
+        """Clear the rows of dead front ends; return whether any was cleared."""
         if self._directory is None:
             return False
         dropped = False
@@ -226,7 +226,7 @@ class AdmissionTable:
                 continue
             file = self._row_file(index)
             try:
-                # Shared, so that two that look at the same time do not take each other for it.
+                # A shared lock, so that concurrent checkers do not take each other for the owner.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue

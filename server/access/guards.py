@@ -1,4 +1,4 @@
-"""Who may come in: keys, hosts, and pages of other web origins. Plain ASGI middleware."""
+"""Request guards: API keys, Host headers, and cross-origin pages. Plain ASGI middleware."""
 
 import hashlib
 import hmac
@@ -35,56 +35,56 @@ _PAGE = frozenset(
         "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/favicon.png",
     )
 )  # fmt: skip
-"""Static files, the same on every server: the page asks for a key and fetches the data with it."""
+"""Static files without secrets: the page prompts for a key and fetches the data with it."""
 _STATUS = "/status.json"
 _DOCS = frozenset(("/docs", "/openapi.json"))
 _METRICS = "/metrics"
 
 LOOK_INTERVAL = 1.0
-"""Seconds between looks at whether the files of keys have changed."""
+"""Minimum seconds between checks for changed key files."""
 
 _PRIVATE = ("localhost", "local", "internal", "lan", "home.arpa", "svc")
-"""Names below these, and names without a dot, cannot be bought: no page has one of them."""
+"""Domains that cannot be registered, like names without a dot: no web page has such a host."""
 
 
 class BadGuards(Exception):
-    """The guards cannot be set up as configured; the message is for people."""
+    """The guards cannot be set up as configured; the message is shown to the user."""
 
 
 class NoKey(BadGuards):
-    """A file of keys holds no key."""
+    """A key file contains no key."""
 
 
 class Keys:
-    """A set of secrets, of which only digests are kept, and whose they are."""
+    """A set of secrets, of which only digests are kept, with their owners."""
 
     def __init__(self, secrets: Iterable[str], names: Mapping[str, str] = {}) -> None:
-        """`names` has what the operator calls the owners of some secrets; others get numbers."""
+        """`names` maps secrets to the operator's names of owners; others get generated names."""
         self._digests: list[bytes] = []
         owners: list[tuple[str, str | None]] = []
         for number, secret in enumerate(secrets, 1):
             self._digests.append(hashlib.sha256(secret.encode()).digest())
             name = names.get(secret)
-            # Not shown: who knows a digest can try keys until one has it.
+            # Not shown: with a digest, keys could be guessed offline.
             owner = f"key-{self._digests[-1].hex()[:12]}"
             owners.append((owner, f"key-{number}") if name is None else (name, None))
-        # In an order that does not depend on that of the keys, as all front ends need the same.
+        # Independent of the order of the keys, because all front ends need the same places.
         place_of = {name: place for place, name in enumerate(sorted({name for name, _ in owners}))}
         self._owners = [named_tenant(name, place_of[name], shown) for name, shown in owners]
         self.num_tenants = len(place_of)
-        """How many have such a secret."""
+        """Number of distinct owners."""
         self.are_asked_for = bool(owners)
-        """Whether requests need one of them, which none has if all were removed."""
+        """Whether requests need a key; stays true if all keys are removed later."""
 
     def __bool__(self) -> bool:
         return self.are_asked_for
 
     def __contains__(self, secret: bytes) -> bool:
-        """Whether it is one of them, in a time that tells nothing about any of them."""
+        """Return whether a secret is known, in constant time."""
         return self.owner(secret) is not None
 
     def owner(self, secret: bytes) -> Tenant | None:
-        """Return whose secret it is, if it is one of them; takes as long as for any other."""
+        """Return the owner of a secret, or None if it is unknown, in constant time."""
         digest = hashlib.sha256(secret).digest()
         found = None
         for known, owner in zip(self._digests, self._owners, strict=True):
@@ -96,10 +96,10 @@ class Keys:
 def keys_for(
     what: Literal["api", "admin", "metrics"], config: GuardConfig, may_be_empty: bool = False
 ) -> Keys:
-    """Return the keys for all of the API, for /admin or for /metrics alone, if there are any.
+    """Return the keys for the whole API, for /admin or for /metrics, if configured.
 
     Raises:
-        BadGuards: there is no key where one is said to be.
+        BadGuards: a configured key is missing.
     """
     given, file = getattr(config, f"{what}_key"), getattr(config, f"{what}_key_file")
     if not isinstance(given, tuple):
@@ -128,18 +128,18 @@ def keys_for(
 
 
 class PathAccess:
-    """Which keys open which path. Paths that are not listed need an API key, if there are any.
+    """The keys required for each path. Unlisted paths need an API key, if there are any.
 
-    Files of keys are read again when they change, so that keys removed from them stop working. A
-    file that cannot be read changes nothing. The keys of a file that became empty, which may only
-    be in the middle of being written, stop working at the next check.
+    Key files are reloaded when they change, so that removed keys stop working. An unreadable file
+    is ignored. If a file becomes empty, which may be a write in progress, its keys stop working at
+    the next check.
     """
 
     def __init__(self, config: GuardConfig) -> None:
-        """Read the keys.
+        """Load the keys.
 
         Raises:
-            BadGuards: there is no key where one is said to be.
+            BadGuards: a configured key is missing.
         """
         self._config = config
         files = (config.api_key_file, config.admin_key_file, config.metrics_key_file)
@@ -147,7 +147,7 @@ class PathAccess:
         self._look_at = 0.0
         self._is_emptied = False
         self.admin_paths: frozenset[str] = frozenset()
-        """Paths for operators that are not below /admin/."""
+        """Operator paths that are not below /admin/."""
         self._read()
         open_by_default = not self.api
         self._open_status, self._open_docs, self._open_metrics = (
@@ -166,7 +166,7 @@ class PathAccess:
         return bool(self._admin)
 
     def look(self, now: float) -> None:
-        """Read the keys again if a file has changed, which is asked once a second at most."""
+        """Reload the keys if a file has changed, checking at most once per second."""
         if now < self._look_at or not self._files:
             return
         self._look_at = now + LOOK_INTERVAL
@@ -185,14 +185,14 @@ class PathAccess:
             logger.info("keys were read again: their files have changed")
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        """Return why a request does not get in, None if it does."""
+        """Return the error for an unauthorized request, None if it is authorized."""
         path = scope["path"]
         if (path.startswith(ADMIN_PREFIX) or path in self.admin_paths) and self._admin:
             return None if _carries(scope, (self._admin,)) else _NOT_ADMIN
         keys = self._keys_of(path)
         if keys is None or _carries(scope, keys):
             return None
-        # Where no key opens a door there is no use in asking for one.
+        # Without any valid key for the path it is pointless to ask for one.
         if not any(keys):
             return _NOT_FOUND
         return _WRONG_KEY if _secret(scope) else _NO_KEY
@@ -213,15 +213,15 @@ class PathAccess:
 
 
 class KnownHosts:
-    """The hosts that requests may ask for: the defence against DNS rebinding.
+    """The Host headers accepted, as a defence against DNS rebinding.
 
-    A web page may have its own name resolve to an address of this machine. Its browser then takes
-    this server for a part of the page, and lets it read answers; but the requests still carry that
-    name.
+    A web page can have its own name resolve to an address of this machine. The browser then treats
+    this server as part of the page's origin and lets it read responses; but the requests still
+    carry the page's host name.
 
     Args:
-        names: hosts, `*.example.com` for all names below one, `*` for any. IP addresses and names
-            of private networks are always known.
+        names: host names, `*.example.com` for all names below one, `*` for any. IP addresses and
+            names of private networks are always accepted.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -233,7 +233,7 @@ class KnownHosts:
             + [f".{name}" for name in _PRIVATE]
         )
         self.knows = lru_cache(1024)(self._knows)
-        """Whether the value of a Host header names one of them."""
+        """Return whether the value of a Host header is accepted (cached)."""
 
     def _knows(self, header: str) -> bool:
         if self._any:
@@ -255,10 +255,10 @@ class KnownHosts:
 
 
 def known_hosts(config: FrontEndConfig) -> KnownHosts | None:
-    """Return the hosts that a front end answers to, None for any.
+    """Return the hosts that a front end accepts, None for any.
 
-    A browser sends no key for a page that does not have it, accepts no certificate for another name
-    and reaches no Unix socket. So unless names are given only servers without all that need this.
+    A browser sends no key for a page that does not have it, accepts no certificate for another
+    name, and cannot reach a Unix socket. So by default only servers with none of these need it.
     """
     guards, http = config.guards, config.http
     safe = guards.api_key or guards.api_key_file or guards.ssl_certfile or http.uds
@@ -268,7 +268,7 @@ def known_hosts(config: FrontEndConfig) -> KnownHosts | None:
 
 
 def unknown_host(hosts: KnownHosts, scope: Scope) -> ApiError | None:
-    """Return why a request for a host does not get in, None if the host is known."""
+    """Return the error for an unaccepted host, None if the host is accepted."""
     for name, value in scope["headers"]:
         if name == b"host" and not hosts.knows(host := value.decode("latin-1")):
             return ApiError(
@@ -281,7 +281,7 @@ def unknown_host(hosts: KnownHosts, scope: Scope) -> ApiError | None:
 
 
 class Guard:
-    """Lets requests through only for hosts that are known, with a key that opens their path."""
+    """Passes on requests that have an accepted host and a key for their path."""
 
     def __init__(
         self,
@@ -303,11 +303,11 @@ class Guard:
         is_known, path = refusal is None, scope["path"]
         refusal = refusal or self._doors.refusal(scope)
         if refusal is None:
-            if keys := self._doors.api:  # for the application, and the threads that serve it
+            if keys := self._doors.api:  # read by the application and its threads
                 tenant = scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
                 tenant_id.set(tenant.id)
             return self._app(scope, receive, send)
-        label = "/*"  # clients do not make names of series
+        label = "/*"  # clients must not be able to create metric series
         if is_known and path.startswith((API_PREFIX, ADMIN_PREFIX)):
             label = f"/{path.split('/')[1]}/*"
         elif is_known and (path in _DOCS or path in (_STATUS, _METRICS)):
@@ -333,13 +333,13 @@ _NOT_FOUND = ApiError(404, "Not Found.", code="not_found")
 
 def _carries(scope: Scope, keys: Iterable[Keys]) -> bool:
     secret = _secret(scope)
-    return any([secret in each for each in keys])  # all of them, so that time tells nothing
+    return any([secret in each for each in keys])  # a list: checks all, for constant time
 
 
 def _secret(scope: Scope) -> bytes:
-    """Return what a request has for a key; empty, which is none, if it has nothing.
+    """Return the key in a request's headers; empty if there is none.
 
-    Clients of /v1/messages send theirs as `x-api-key`.
+    Clients of /v1/messages send it as `x-api-key`.
     """
     other = b""
     for name, value in scope["headers"]:
@@ -354,7 +354,7 @@ def _secret(scope: Scope) -> bytes:
 def install(
     app: FastAPI, doors: PathAccess, front_end: FrontEndConfig, metrics: FrontEndMetrics
 ) -> None:
-    """Put the configured guards around an application."""
+    """Wrap an application in the configured guards."""
     app.add_middleware(Guard, doors=doors, hosts=known_hosts(front_end), metrics=metrics)
     config = front_end.guards
     if config.allowed_origins:
@@ -369,7 +369,7 @@ def install(
 
 
 def tls_options(config: GuardConfig) -> dict[str, Any]:
-    """Return what uvicorn needs to serve HTTPS; empty for HTTP.
+    """Return uvicorn's options for HTTPS; empty for HTTP.
 
     Raises:
         BadGuards: a file is missing.

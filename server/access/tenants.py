@@ -1,8 +1,8 @@
-"""Which tenant sends a request, what it may do, and with whom it shares cached prompts.
+"""Tenants: identification, permissions, and isolation of cached prompts.
 
 A tenant is an API key, or several of the same name; without keys all clients are one tenant. With
-`--tenant-by user` each value of a request's field `user` is a tenant of its own within its key.
-Tenants are known by digests, so they are the same ones in every front end of every node.
+`--tenant-by user` each value of the request field `user` is a separate tenant within its key.
+Tenants are identified by digests, so they are the same in every front end of every node.
 """
 
 from hashlib import blake2b
@@ -15,25 +15,25 @@ from server.config import FrontEndConfig
 from server.errors import ApiError
 
 SCOPE_KEY = "swell.tenant"
-"""Under which the guard notes the tenant in the scope of a request."""
+"""Key in the ASGI scope under which the guard stores the tenant."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """A holder of API keys, or one of its users, among those who share the server."""
+    """An owner of API keys, or one of its users."""
 
     name: str
-    """For logs and metrics: what the operator calls the key, or its number."""
+    """Name in logs and metrics: the operator's name of the key, or a generated one."""
     id: int
-    """63 bits of a digest of the name; 0 is everybody."""
+    """63 bits of a digest of the name; 0 is `EVERYBODY`."""
     place: int = 0
-    """Where it is counted in the admission table; if they are too many, some share a place."""
+    """Place in the admission table; with too many tenants some share one."""
 
 
 EVERYBODY = Tenant("", 0)
 
 
 def named_tenant(name: str, place: int = 0, shown: str | None = None) -> Tenant:
-    """Return the tenant of keys of this name; logs and metrics have the name that is `shown`."""
+    """Return the tenant of a key's owner; `shown` replaces its name in logs and metrics."""
     return Tenant(shown or name, _digest("key", name), place % PLACES)
 
 
@@ -42,14 +42,14 @@ def _digest(*parts: str) -> int:
 
 
 def _hashed(*parts: str, size: int) -> bytes:
-    # Lengths between the parts, so that no two lists of parts are hashed alike.
+    # Length prefixes make the encoding unambiguous.
     text = "".join(f"{len(part)}:{part}" for part in parts)
     data = text.encode("utf-8", "surrogatepass")
     return blake2b(data, digest_size=size, person=b"swell tenants").digest()
 
 
 class Tenancy:
-    """Tells tenants apart and says what they may do, as configured."""
+    """Identifies tenants and checks their permissions, as configured."""
 
     def __init__(self, config: FrontEndConfig) -> None:
         self._by_user = config.tenants.tenant_by == "user"
@@ -60,21 +60,21 @@ class Tenancy:
         self.shows_cached_tokens = not config.tenants.hide_cached_tokens
 
     def tenant(self, key: Tenant, user: str | None) -> Tenant:
-        """Return whose a request is that came with a key and names a user."""
+        """Return the tenant of a request, from its key and its `user` field."""
         if not self._by_user or not user:
             return key
         id_ = _digest("user", str(key.id), user)
         return Tenant(f"{key.name}/{user}", id_, id_ % PLACES)
 
     def cache_root(self, tenant: Tenant, salt: str | None) -> bytes:
-        """Return what sets a request's cached prefixes apart; empty where nothing does."""
+        """Return the key that isolates a request's cached prefixes; empty for no isolation."""
         owner = str(tenant.id) if self._isolated else ""
         if not owner and not salt:
             return b""
         return _hashed("cache", owner, salt or "", size=ROOT_SIZE)
 
     def check_sequences(self, prompts: int, copies: int) -> None:
-        """Refuse a request that is more than a tenant may ever have.
+        """Refuse a request with more sequences than a tenant can ever have.
 
         Raises:
             ApiError: 400.
@@ -91,7 +91,7 @@ class Tenancy:
             )
 
     def check(self, priority: int | None, *, pins_rank: bool) -> None:
-        """Refuse what only some operators allow: priorities, or the choice of an engine.
+        """Refuse priorities or a choice of engine if the operator does not allow them.
 
         Raises:
             ApiError: 400 or 403.
