@@ -1,1 +1,1 @@
-"""Answers as reasoning, content and tool calls, read as their text comes."""
+"""Incremental parsing of answers into reasoning, content and tool calls."""

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls, by the names that `--tool-call-parser` knows."""
+"""Tool call formats of models, by their names in `--tool-call-parser`."""
 
 import secrets
 import string
@@ -25,14 +25,14 @@ def _new_id() -> str:
 
 
 def _nine_letters() -> str:
-    """Make an id of the only form that these models' templates accept."""
+    """Generate a call ID in the only form that these models' templates accept."""
     return "".join(secrets.choice(string.ascii_letters) for _ in range(9))
 
 
 class CallSyntax(msgspec.Struct, frozen=True):
     """The text around the arguments of calls.
 
-    `{name}` stands for a function's name in JSON, `{bare_name}` for the name alone.
+    `{name}` stands for a function's name as a JSON string, `{bare_name}` for the plain name.
     """
 
     before: str
@@ -43,26 +43,26 @@ class CallSyntax(msgspec.Struct, frozen=True):
 
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """One format: how an answer is read, and how one is enforced."""
+    """One format: its parser, and the syntax to enforce it."""
 
     parser: Callable[[Sequence[FunctionDefinition]], AnswerParser]
-    """Makes the parser of one answer; it gets the functions that the request allows."""
+    """Creates the parser of one answer, given the functions that the request allows."""
     syntax: CallSyntax | None
-    """None: the format cannot be enforced; `JSON_LIST` is used instead."""
+    """None if the format cannot be enforced; `JSON_LIST` is used instead."""
     markers: tuple[str, ...] = ()
-    """Texts that a tokenizer may have as special tokens and that the parser must see."""
+    """Strings that the parser must see even if they are special tokens of the tokenizer."""
     starts: tuple[str, ...] = ()
-    """Those of them that calls begin with."""
+    """Those of the markers that start calls."""
     in_reasoning: Callable[[Sequence[FunctionDefinition]], AnswerParser] | None = None
-    """Makes the parser of reasoning, where only a start makes a call; None without such starts."""
+    """Creates the parser of reasoning, where calls need a start marker; None if there is none."""
     channels: ReasoningTags | None = None
     """Tags between reasoning and content, if the parser separates these too."""
     new_id: Callable[[], str] = _new_id
-    """Makes the id of a call, which its result refers to."""
+    """Generates the ID of a call, to which its result refers."""
 
 
 _PLUGIN = "<|action_start|><|plugin|>"
-"""Two tokens in one start."""
+"""A start that consists of two tokens."""
 
 
 def call_format(
@@ -72,7 +72,7 @@ def call_format(
     tags: tuple[str, ...] = (),
     new_id: Callable[[], str] = _new_id,
 ) -> CallFormat:
-    """Return a format of calls in text; `tags` are special tokens within calls."""
+    """Return a format of calls in plain text; `tags` are special tokens within calls."""
     starts = tuple([each for each in style.starts if each[0] in "<["])
     ends = tuple([each for each in style.ends if each[0] in "<[" and len(each) > 1])
     marked = msgspec.structs.replace(style, bare=(), behind_name="", hidden=())
@@ -91,14 +91,14 @@ def call_format(
 
 
 def _json(key: str, opening: str, closing: str) -> CallSyntax:
-    """Return how an array of JSON objects is written."""
+    """Return the syntax of calls as an array of JSON objects."""
     return CallSyntax(f'{{"name": {{name}}, "{key}": ', "}", ", ", f"{opening}[", f"{closing}")
 
 
 _BARE_JSON = ("```json", "```", "{", "[")
 
 JSON_LIST = call_format(CallStyle(bare=_BARE_JSON, only_known=True), _json("parameters", "", "]"))
-"""The format for a model without one of its own that is forced to call a tool."""
+"""Format enforced for a forced call if the model has no enforceable format."""
 
 _HERMES = call_format(
     CallStyle(starts=("<tool_call>",), ends=("</tool_call>",), bare=_BARE_JSON),
@@ -114,7 +114,7 @@ def _tagged(
     skipped: tuple[str, ...] = (),
     tags: tuple[str, ...] = (),
 ) -> CallFormat:
-    """Return a format of calls with parameters between tags, which are not enforced."""
+    """Return a format of calls with parameters between tags, which cannot be enforced."""
     style = msgspec.structs.replace(style, starts=starts, around=ends)
     calls = CallStyle(
         starts=starts,
@@ -136,7 +136,7 @@ _FUNCTION = TaggedStyle(
 
 
 def _invoke(space: str, *, trims_line_ends: bool = True) -> TaggedStyle:
-    """Return the tags `invoke` and `parameter` in a name space."""
+    """Return the tags `invoke` and `parameter` in a namespace."""
     return TaggedStyle(
         call=f"<{space}invoke name=",
         call_end=f"</{space}invoke>",
@@ -168,7 +168,7 @@ _KIMI_END = "<|tool_call_end|>"
 
 
 def _python(starts: tuple[str, ...], ends: tuple[str, ...], bare: tuple[str, ...]) -> CallFormat:
-    """Return a format of calls in Python, which are not enforced."""
+    """Return a format of calls in Python syntax, which cannot be enforced."""
     return call_format(
         CallStyle(
             starts=starts,
@@ -248,7 +248,7 @@ CALL_FORMATS = {
         tags=(_KEY, _KEY_END, _VALUE, _VALUE_END),
     ),
     "granite": call_format(
-        # Granite 3.0 and 3.2 onwards write the first, 3.1 and 4 the second
+        # Granite 3.0 and 3.2 onwards use the first start, 3.1 and 4 the second.
         CallStyle(starts=("<|tool_call|>", "<tool_call>"), ends=("</tool_call>",)),
         _json("arguments", "<|tool_call|>", "]"),
     ),
@@ -343,7 +343,7 @@ CALL_FORMATS = {
 
 
 def detect(template: str) -> str | None:
-    """Return the name of the format that a chat template teaches, None if it is none of these."""
+    """Return the name of the format that a chat template describes, None if unknown."""
     for name, texts in _SHOWN_BY:
         if all(text in template for text in texts):
             return name
@@ -379,4 +379,4 @@ _SHOWN_BY = (
     ("pythonic", ("<|python_start|>",)),
     ("xlam", ("a single JSON array",)),
 )
-"""Texts in the templates of each format; the first whose texts are all there counts."""
+"""Strings in the templates of each format; the first format with all strings present matches."""

@@ -1,4 +1,4 @@
-"""One JSON object that names a function and holds its arguments, read as it is written."""
+"""Incremental parser of a JSON object with a function's name and arguments."""
 
 import json
 from abc import ABC, abstractmethod
@@ -10,40 +10,40 @@ from server.answer.parameters import Schemas
 
 
 class CallBody(ABC):
-    """Reads one call.
+    """Base of incremental parsers of one call.
 
-    Where it breaks, or whether it is done, does not depend on how the text was cut.
+    The result does not depend on how the text was split into pieces.
     """
 
     def __init__(self, functions: Schemas, accepts: Callable[[str], bool]) -> None:
-        """`functions` are those of the request; `accepts` says whether a name may be called."""
+        """`functions` are those of the request; `accepts` returns whether a name can be called."""
         self._functions = functions
         self._accepts = accepts
         self._arguments: list[str] = []
-        """What has come of the arguments and has not been taken."""
+        """Argument text not yet taken."""
         self.candidate: str | None = None
-        """The name that was read, even if there may still be no call."""
+        """The name parsed so far; it may still turn out not to be a call."""
         self.name: str | None = None
-        """Set once it is certain that there is a call."""
+        """Set once it is certain that this is a call."""
         self.state: Literal["open", "done", "broken", "refused"] = "open"
-        """broken: this is no call; refused: a JSON object, of a function that may not be called."""
+        """broken: not a call; refused: a JSON object for a function that cannot be called."""
 
     @property
     @abstractmethod
     def raw(self) -> str:
-        """What was taken before the name was set."""
+        """The text consumed before the name was set."""
 
     @abstractmethod
     def push(self, text: str) -> str:
-        """Add text; return what comes behind the call, or behind what could be one."""
+        """Add text; return the text that follows the call or the rejected candidate."""
 
     def take_arguments(self) -> str:
-        """Return the arguments' text that has come since this was last called."""
+        """Return the argument text received since the last call of this method."""
         taken, self._arguments = "".join(self._arguments), []
         return taken
 
     def finish(self) -> None:  # noqa: B027 - most calls that have not ended stay as they are
-        """End: a call whose arguments can only be missing is done."""
+        """End of input: complete a call that only lacks arguments."""
 
 
 _WHITESPACE = " \t\r\n"
@@ -52,17 +52,16 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class CallObject(CallBody):
-    """Reads `{"name": ..., "arguments": {...}}` piece by piece.
+    """Parses `{"name": ..., "arguments": {...}}` incrementally.
 
-    The call is known (`name` is set) once both its name and the beginning of its arguments have
-    come, or the object has ended without arguments. Up to then it may still turn out to be
-    something else; `raw` is what was read of it.
+    `name` is set once both the name and the start of the arguments have been read, or the object
+    has ended without arguments. Until then it may not be a call; `raw` is the text consumed.
     """
 
     def __init__(
         self, functions: Schemas, accepts: Callable[[str], bool], *, arguments_required: bool
     ) -> None:
-        """With `arguments_required` an object without arguments is no call."""
+        """With `arguments_required` an object without arguments is not a call."""
         super().__init__(functions, accepts)
         self._arguments_required = arguments_required
         self._expect: Callable[[str, int], int] = self._object_begin
@@ -88,7 +87,7 @@ class CallObject(CallBody):
             self._arguments.append("{}")
         return text[position:]
 
-    # Each of these looks at the text from a position on, and returns the next position.
+    # Each of these parses the text from a position, and returns the next position.
 
     def _object_begin(self, text: str, position: int) -> int:
         if text[position] == "{":
@@ -155,10 +154,10 @@ class CallObject(CallBody):
         return end
 
     def _use(self, value: str) -> bool:
-        """Take a whole value for what its key says; return whether it can be that."""
+        """Use the value of a key; return whether it is valid for that key."""
         if self._key in _NAME_KEYS and self.candidate is None:
             name = _decoded(value)
-            if isinstance(name, dict):  # as calls stand in OpenAI's API
+            if isinstance(name, dict):  # the nested form of OpenAI's API
                 return self._use_inner(name)
             if not isinstance(name, str) or not name or not self._accepts(name):
                 return False

@@ -1,7 +1,7 @@
-"""Finds tool calls in text: what calls begin with, stand between and end with is data.
+"""Finds tool calls in text, given the markers that start, separate and end calls.
 
-What a call itself looks like is read by its body: JSON, a name before JSON, parameters between
-tags, or Python.
+The call itself is parsed by a body parser: JSON, a name before JSON, parameters between tags, or
+Python.
 """
 
 import re
@@ -18,49 +18,49 @@ from server.text.markers import certain_length, find_first
 
 _FENCES = ("```json", "```")
 _MAX_NAME = 80
-"""Characters of a name without a start before it, and of the blanks behind it."""
+"""Maximum characters of a name without a start marker, and of whitespace after it."""
 _LAST_WORD = re.compile(rf"([\w.-]{{1,{_MAX_NAME}}})(\s{{0,{_MAX_NAME}}})$")
 _NO_OBJECT = re.compile(r"[^\s\"]")
 
 
 MakeBody = Callable[[Schemas, Callable[[str], bool]], CallBody]
-"""Makes a body of the request's functions and of what decides whether a name may be called."""
+"""Creates a body parser from the request's functions and a predicate for callable names."""
 
 
 class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """The text around calls."""
+    """The markers around calls."""
 
     starts: tuple[str, ...] = ()
-    """Calls follow these, whether or not the request has such a function."""
+    """Start markers: calls follow them, even of functions unknown to the request."""
     ends: tuple[str, ...] = ()
-    """They stand behind calls and are not shown."""
+    """End markers after calls, removed from the content."""
     bare: tuple[str, ...] = ()
-    """Calls may begin with these without a start; only calls of the request's functions do."""
+    """Strings that can start a call without a start marker, of the request's functions only."""
     behind_name: str = ""
-    """As `bare`: the name of a function of the request and this text."""
+    """Like `bare`: a function's name followed by this string starts a call."""
     at_line: bool = False
-    """A name only begins a call where nothing stands before it on its line."""
+    """Whether such a name has to be the first word on its line."""
     only_known: bool = False
-    """Behind a start, too, only the request's functions are called."""
+    """Whether only the request's functions can be called even after a start marker."""
     skipped: tuple[str, ...] = ()
-    """May stand between a start and a call."""
+    """Strings allowed between a start marker and a call."""
     hidden: tuple[str, ...] = ()
-    """Marks in content that are not shown."""
+    """Marks removed from the content."""
     separators: str = " \t\r\n,;]}"
-    """Characters that may stand behind calls before an end, or before the next call."""
+    """Characters allowed after a call, before an end marker or the next call."""
     repeats: bool = False
-    """Another call may follow a call without a start, and not only as a JSON object."""
+    """Whether calls other than JSON objects can also follow each other without a start marker."""
     is_verbatim_behind: bool = False
-    """Blanks behind a call are content if content follows, as they are behind an end."""
+    """Whether whitespace between a call and content is kept, as it is after an end marker."""
     body: MakeBody | None = None
-    """Reads calls that are no JSON objects; None if all are."""
+    """Creates the parser of calls that are not JSON objects; None if all are."""
 
 
 class CallsParser:
-    """Reads content with any number of calls in it.
+    """Parses content that contains any number of calls.
 
-    What begins like a call and is none stays content, markers included. A call that is cut off
-    by the end of the answer shows nothing but its arguments.
+    Text that starts like a call but is not one stays content, including its markers. A call that
+    is cut off by the end of the answer yields only its arguments.
     """
 
     def __init__(self, functions: Sequence[FunctionDefinition], style: CallStyle) -> None:
@@ -73,16 +73,16 @@ class CallsParser:
         self._held = ""
         self._state = self._content
         self._opened: list[str] = []
-        """What has been taken of a call's beginning: content if no call follows."""
+        """Text consumed at the start of a call; becomes content if no call follows."""
         self._is_marked = False
-        """A start has come: this is a call, even of a function that is unknown."""
+        """Whether there was a start marker: then this is a call, even of an unknown function."""
         self._body: CallBody | None = None
         self._begun = False
         self._ended = False
-        """An end has come behind the last call: what follows is content as it stands."""
+        """Whether an end marker followed the last call: then what follows is verbatim content."""
         self._count = 0
         self._in_word = self._in_line = False
-        """The content so far ends within a word, or within a line that has more than blanks."""
+        """Whether the content so far ends within a word, or on a line that is not blank."""
         self._skip = JsonValue("{")
 
     def push(self, text: str) -> list[Part]:
@@ -94,7 +94,7 @@ class CallsParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """End: return what was held back as the content that it is."""
+        """End of input: return the text held back, as content."""
         parts: list[Part] = []
         if self._body is not None:
             self._body.finish()
@@ -104,12 +104,12 @@ class CallsParser:
         if self._state == self._between or self._begun:
             left = ""
         elif self._state != self._content and (self._is_marked or self._count or named):
-            left = ""  # a call that was cut off
+            left = ""  # a truncated call
         elif self._count and len(left) > 1 and any(each.startswith(left) for each in self._markers):
             left = ""
         return [*parts, ContentText(left)] if left else parts
 
-    # Each state takes the next piece off the held text and returns whether there may be another.
+    # Each state consumes a piece of the held text and returns whether to continue.
 
     def _content(self, parts: list[Part]) -> bool:
         style, held = self._style, self._held
@@ -123,7 +123,7 @@ class CallsParser:
         behind = start + len(marker)
         if marker == style.behind_name:
             start = self._named(held[:start])
-        elif marker == "{" and _NO_OBJECT.match(held, behind):  # as often in code
+        elif marker == "{" and _NO_OBJECT.match(held, behind):  # common in code
             start = -1
         if start < 0:
             self._say(held[:behind], parts)
@@ -142,7 +142,7 @@ class CallsParser:
         return True
 
     def _certain(self, text: str) -> int:
-        """Return how much of a text without markers cannot be the beginning of a call."""
+        """Return the length of the prefix, in text without markers, that cannot start a call."""
         length = certain_length(text, self._markers)
         if self._style.behind_name:
             word = _LAST_WORD.search(text[max(0, length - _MAX_NAME) : length])
@@ -155,7 +155,7 @@ class CallsParser:
         return length
 
     def _named(self, before: str) -> int:
-        """Return where the name of a function at the end of a text begins, -1 without one."""
+        """Return the offset of a function's name at the end of a text, -1 if there is none."""
         word = _LAST_WORD.search(before[-_MAX_NAME:])
         start = -1 if word is None else len(before) - len(word[0])
         if word is None or word[1] not in self._schemas:
@@ -176,7 +176,7 @@ class CallsParser:
         self._in_line = bool(line.strip()) or (not line_end and self._in_line)
 
     def _head(self, parts: list[Part]) -> bool:
-        """Behind the start of a call: what may stand before the call itself."""
+        """State after a start marker: skip what is allowed before the call itself."""
         style = self._style
         rest = self._held.lstrip()
         self._opened.append(self._held[: len(self._held) - len(rest)])
@@ -240,7 +240,7 @@ class CallsParser:
 
     def _no_call(self, body: CallBody, parts: list[Part]) -> bool:
         text = "".join(self._opened) + body.raw
-        if not text:  # so that what seemed to begin a call is not looked at again
+        if not text:  # so that the rejected start of a call is not parsed again
             text, self._held = self._held[0], self._held[1:]
         self._say(text, parts)
         self._opened = []
@@ -252,7 +252,7 @@ class CallsParser:
         return True
 
     def _skipping(self, parts: list[Part]) -> bool:
-        """In a JSON object that is no call: what stands in it is none either."""
+        """State in a JSON object that is not a call: nested objects are not calls either."""
         end = self._skip.take(self._held, 0)
         self._say(self._held[:end], parts)
         self._held = self._held[end:]
@@ -261,7 +261,7 @@ class CallsParser:
         return self._skip.done
 
     def _between(self, parts: list[Part]) -> bool:
-        """Behind a call: its end, and then another call or content."""
+        """State after a call: an end marker, then another call or content."""
         style = self._style
         rest = self._held.lstrip(style.separators)
         if self._ended:

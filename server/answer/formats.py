@@ -1,4 +1,4 @@
-"""How the served model writes reasoning and tool calls: chosen once, when a front end starts."""
+"""Formats of reasoning and tool calls in the served model's answers, chosen at startup."""
 
 import logging
 from typing import Literal
@@ -19,22 +19,23 @@ class BadFormats(ValueError):
 
 
 class AnswerFormats(msgspec.Struct, frozen=True):
-    """What requests find when they ask for tools, and what their answers are searched for."""
+    """How prompts present tools and how answers are parsed."""
 
     calls: CallFormat | None = None
-    """None: the model has no known format, so that calls can only be enforced."""
+    """Format of calls; None if unknown: then calls can only be enforced."""
     tells_tools: bool = False
-    """The template shows no tools that the model would know how to call: prompts tell of both."""
+    """Whether prompts describe tools and the call format, because the template shows no tools that
+    the model would know how to call."""
     reasoning: ReasoningTags | None = None
     call_parser: str = "none"
-    """The names of both, as the settings know them."""
+    """Names of the two formats in the settings."""
     reasoning_parser: str = "none"
     auto_tool_choice: bool = True
     exclude_unused_tools: bool = False
-    """Templates do not get the tools of requests that must not call any."""
+    """Whether templates do not get the tools of requests that forbid calls."""
     reasoning_field: Literal["both", "reasoning", "reasoning_content"] = "both"
     closes_objects: bool = False
-    """Whether objects have only the properties that schemas list, unless these say otherwise."""
+    """Whether schema objects allow only listed properties, unless they specify otherwise."""
 
 
 def answer_formats(
@@ -44,17 +45,17 @@ def answer_formats(
     shows_tools: bool = False,
     preset: Preset = Preset(),
 ) -> AnswerFormats:
-    """Return what the settings say.
+    """Choose the formats according to the settings.
 
     Args:
         config: the settings.
-        template: the source of the model's chat template.
-        shows_tools: the template does something with tools.
-        preset: what is known of the model.
+        template: source of the model's chat template.
+        shows_tools: whether the template renders tools.
+        preset: known properties of the model.
 
     Raises:
         BadFormats: settings contradict each other.
-        BadPlugin: a format is of a plugin that cannot be used.
+        BadPlugin: a format comes from a plugin that cannot be loaded.
     """
     name, why = _call_format(config, template, shows_tools=shows_tools, preset=preset)
     calls = None if name is None else CALL_FORMATS.get(name)
@@ -86,7 +87,7 @@ TOLD = "the chat template shows none, so that prompts tell of it"
 def _call_format(
     config: AnswerConfig, template: str | None, *, shows_tools: bool, preset: Preset
 ) -> tuple[str | None, str]:
-    """Return the name of the format of calls, None without one, and where it is from."""
+    """Return the name of the call format (None if unknown), and its origin."""
     asked = config.tool_call_parser
     if config.reasoning_parser == "openai_gptoss" and asked not in ("auto", "openai"):
         raise BadFormats("--reasoning-parser openai_gptoss needs --tool-call-parser openai")
@@ -107,7 +108,7 @@ def _call_format(
 def _reasoning(
     config: AnswerConfig, template: str | None, calls: CallFormat | None, preset: Preset
 ) -> tuple[str, ReasoningTags | None, str]:
-    """Return the name of the format of reasoning, its tags, and where it is from."""
+    """Return the name of the reasoning format, its tags, and its origin."""
     asked, tags = config.reasoning_parser, config.reasoning_tags
     if (asked == "tags") != bool(tags):
         raise BadFormats("--reasoning-tags and --reasoning-parser tags need each other")

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss models: messages in channels, for reasoning, calls of tools and what is said.
+"""Answers of gpt-oss models: messages in channels for reasoning, tool calls and content.
 
 <|channel|>analysis<|message|>The user wants...<|end|>
 <|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json
@@ -25,7 +25,7 @@ TAGS = ReasoningTags(
     f"{END}{START}assistant{CHANNEL}final{MESSAGE}",
     end_before_calls=f"{END}{START}assistant",
 )
-"""What opens the reasoning, and what leads from it to an answer that is held to a form."""
+"""Start of the reasoning, and the transition from it to a constrained answer."""
 
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(functions\.)?([A-Za-z0-9_.:-]+)")
@@ -35,16 +35,16 @@ _HEADERS = (START, CHANNEL, MESSAGE)
 
 
 class HarmonyParser:
-    """Reads messages by their headers. An answer that begins with no header is content."""
+    """Parses messages by their headers. An answer that starts without a header is content."""
 
     def __init__(self, functions: Sequence[FunctionDefinition]) -> None:
-        """`functions` are those that the request allows; a call may name others."""
+        """`functions` are those that the request allows; calls may name others."""
         self._names = frozenset([function.name for function in functions])
         self._held = ""
         self._state = self._begin
         self._kind: type[ReasoningText | ContentText | CallArguments] = ContentText
         self._is_empty = False
-        """A call has begun and none of its arguments have come."""
+        """Whether a call has started but has no argument text yet."""
         self._count = 0
 
     def push(self, text: str) -> list[Part]:
@@ -56,7 +56,7 @@ class HarmonyParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """End: return what was held back; a header without a message is nothing."""
+        """End of input: return the text held back; a header without a message is dropped."""
         held = "" if self._state == self._header else self._held
         parts = [self._part(held)] if held else []
         return parts + self._ended()
@@ -68,14 +68,14 @@ class HarmonyParser:
         return ReasoningText(text) if self._kind is ReasoningText else ContentText(text)
 
     def _ended(self) -> list[Part]:
-        """End a message: a call without arguments has none."""
+        """End a message; a call without argument text gets empty arguments."""
         is_empty, self._is_empty = self._is_empty, False
         return [CallArguments(self._count - 1, "{}")] if is_empty else []
 
-    # Each state takes the next piece off the held text and returns whether there may be another.
+    # Each state consumes a piece of the held text and returns whether to continue.
 
     def _begin(self, parts: list[Part]) -> bool:
-        """Where a message may begin: with a header, or as content without one."""
+        """State at a possible message start: a header, or content without one."""
         begin = self._held.lstrip()
         may_be = len(self._held) <= MAX_HEAD
         if may_be and any(mark.startswith(begin) and mark != begin for mark in _HEADERS):
@@ -88,7 +88,7 @@ class HarmonyParser:
         if not mark and len(header) <= MAX_HEAD:
             return False
         self._state = self._message
-        if not mark:  # no header is as long: what seemed to begin one is text
+        if not mark:  # headers are shorter: this is text
             parts.append(self._part(header[0]))
             self._held = header[1:]
             return True

@@ -1,4 +1,4 @@
-"""One JSON value: its extent in text that comes in pieces, and its text."""
+"""Incremental detection of the end of a JSON value, and JSON text helpers."""
 
 import json
 import re
@@ -21,7 +21,7 @@ class JsonValue:
         self.done = False
 
     def take(self, text: str, start: int) -> int:
-        """Return the end of what belongs to the value of the text from `start` on."""
+        """Consume text from `start` on; return the end of the part that belongs to the value."""
         if self._kind == "scalar":
             match = _SCALAR_END.search(text, start)
             self.done = match is not None
@@ -32,7 +32,7 @@ class JsonValue:
         return position
 
     def _next(self, text: str, position: int) -> int:
-        """Go on to behind the next character that means something."""
+        """Return the position after the next structural character."""
         if self._escaped:
             self._escaped = False
             return position + 1
@@ -54,18 +54,18 @@ class JsonValue:
 
 
 def json_text(value: object) -> str:
-    """Return a value as JSON that can be sent: half surrogate pairs stay escaped.
+    """Return a value as JSON that can be encoded in UTF-8: lone surrogates stay escaped.
 
     Raises:
-        ValueError: JSON has no text for it.
-        TypeError: neither.
+        ValueError: it has no JSON representation.
+        TypeError: it has no JSON representation.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_unicode(text) else json.dumps(value)
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
+    """Return whether a text is a JSON object."""
     try:
         return isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -73,7 +73,7 @@ def is_object(text: str) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be sent: it has no half of a surrogate pair."""
+    """Return whether a text can be encoded in UTF-8, i.e. has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

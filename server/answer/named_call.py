@@ -1,4 +1,4 @@
-"""A call as a name and a JSON object of arguments, with words of the format before and between.
+"""Calls as a name and a JSON object of arguments, with keywords before and between them.
 
 function<｜tool▁sep｜>get_weather
 ```json
@@ -18,24 +18,24 @@ from server.text.markers import MAX_HEAD, Until, certain_length, find_first
 
 _WORD = re.compile(r"[\w.:/-]+")
 _INDEX = re.compile(r":\d+$")
-# A text that is never closed is scanned once.
+# Possessive and with optional ends, so that an unterminated string is scanned once.
 _LOOSE_WORD = re.compile(r"(\"(?:\\.|[^\"\\])*+\"?)|([^\s{}\[\],:\"]+)(\s*:)?")
 
 
 class LooseObject:
-    """Reads an object as Gemma models write it: JSON without quotes, but for a mark around texts.
+    """Parses an object in Gemma's notation: JSON without quotes, except for marks around strings.
 
     {city:<|"|>Oslo<|"|>,days:3}
     """
 
     def __init__(self, quote: str) -> None:
-        """`quote` stands around texts."""
+        """`quote` is the mark around strings."""
         self._quote = quote
         self._marks = (quote, "{", "}", "[", "]")
         self._text: Until | None = None
-        """The text that the object goes on in, if it does."""
+        """Finds the end of the current string, if within one."""
         self._structure: list[str] = []
-        """What has come since the last text."""
+        """Text since the last string."""
         self._depth = 0
         self._held = ""
         self._json: list[str] = []
@@ -43,11 +43,11 @@ class LooseObject:
 
     @property
     def json(self) -> str:
-        """What has come, as JSON."""
+        """The text so far, as JSON."""
         return "".join([*self._json, _quoted("".join(self._structure))])
 
     def push(self, text: str) -> str:
-        """Add text; return what comes behind the object."""
+        """Add text; return the text that follows the object."""
         held, self._held = self._held + text, ""
         while held and not self.done:
             if self._text is not None:
@@ -78,7 +78,7 @@ class LooseObject:
 
 
 def _quoted(structure: str) -> str:
-    """Return what stands between texts as JSON: words get quotes, but for JSON's own."""
+    """Return text between strings as JSON: words are quoted, except JSON's constants."""
 
     def word(match: re.Match[str]) -> str:
         quoted, text, colon = match.groups()
@@ -98,37 +98,37 @@ def _is_json(text: str) -> bool:
 
 
 class NamedStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """The words around a name, each of which may be missing, with blanks between them."""
+    """The optional keywords around a name, with whitespace between them."""
 
     before: str = ""
     identifier: str = ""
-    """Behind the name: the word that follows is the call's identifier, which is left out."""
+    """Keyword after the name, followed by the call's identifier, which is dropped."""
     separator: str = ""
-    """Behind the name: arguments follow, or there are none."""
+    """Keyword after the name, followed by the arguments, if any."""
     fence: str = ""
     quote: str = ""
-    """Stands around texts in arguments that are otherwise JSON without quotes."""
+    """Mark around strings in arguments in Gemma's notation."""
 
 
 def known_name(name: str, functions: Schemas) -> str:
-    """Return a name as the request has it: models add a name space or a number to it."""
+    """Return a name as in the request: models add a namespace or a number to it."""
     bare = _INDEX.sub("", name).removeprefix("functions.")
     found = [each for each in (name, bare, name.rpartition(":")[2]) if each in functions]
     return found[0] if found else bare or name
 
 
 class NamedCall(CallBody):
-    """Reads one call; up to `MAX_HEAD` characters may come before its arguments."""
+    """Parses one call; at most `MAX_HEAD` characters can precede its arguments."""
 
     def __init__(
         self, functions: Schemas, accepts: Callable[[str], bool], style: NamedStyle
     ) -> None:
-        """`style` says what stands around the name."""
+        """`style` defines the text around the name."""
         super().__init__(functions, accepts)
         self._style = style
         self._value: JsonValue | LooseObject | None = None
         self._may_be_empty = False
-        """The separator has come: this is a call even if no arguments follow."""
+        """Whether the separator was read: then this is a call even without arguments."""
         self._held = ""
 
     @property
@@ -154,7 +154,7 @@ class NamedCall(CallBody):
         return self._in_arguments(self._value, text)
 
     def finish(self) -> None:
-        """End: a call that has come as far as its separator has no arguments."""
+        """End of input: a call that ends after its separator has no arguments."""
         if self._value is None and self._may_be_empty:
             self.name = self.candidate
             self._arguments.append("{}")
@@ -173,9 +173,9 @@ class NamedCall(CallBody):
         return rest
 
     def _arguments_start(self, text: str) -> int | None:
-        """Return where the arguments begin or would have to, None as long as that is not certain.
+        """Return the offset of the arguments or where they would start, None if not certain yet.
 
-        0 if there is no name that may be called.
+        0 if there is no callable name.
         """
         style = self._style
         position = _behind(text, 0, style.before)
@@ -201,7 +201,7 @@ class NamedCall(CallBody):
 
 
 def _behind(text: str, position: int, mark: str) -> int | None:
-    """Return the position behind blanks and a mark that may be there, None if more has to come."""
+    """Return the position after whitespace and an optional mark, None if more text is needed."""
     while position < len(text) and text[position].isspace():
         position += 1
     if mark and text.startswith(mark, position):

@@ -1,4 +1,4 @@
-"""Arguments that models write as text, parameter by parameter, as the JSON that clients expect."""
+"""Conversion of arguments that models write as plain text, per parameter, to JSON."""
 
 import ast
 import json
@@ -12,27 +12,27 @@ from server.answer.json_value import json_text
 from server.schema.tools import FunctionDefinition
 
 MAX_CHARACTERS = 1 << 16
-"""Parsing takes some hundred times a text's size in memory."""
+"""Limit for parsing, which takes about a hundred times a text's size in memory."""
 
 _ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 
 def parsed(text: str) -> ast.expr | None:
-    """Return the expression that a text spells, None if it spells none or is too long."""
+    """Parse a text as a Python expression; None if it is not one or is too long."""
     if len(text) > MAX_CHARACTERS:
         return None
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes in texts that models write
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in models' strings
             return ast.parse(text, mode="eval").body
     except _ERRORS:
         return None
 
 
 def literal(node: ast.expr) -> object:
-    """Return a literal's value; names of JSON's constants count as them.
+    """Return a literal's value; JSON's constants are accepted too.
 
     Raises:
-        ValueError: it is no literal.
+        ValueError: it is not a literal.
     """
     try:
         return _value(node)
@@ -55,64 +55,64 @@ def _value(node: ast.expr) -> object:
 _ANY = frozenset(["string", "integer", "number", "boolean", "null", "array", "object"])
 _CONSTANTS = {"true": True, "false": False}
 _MAX_SCHEMAS = 256
-"""Parts of a schema that are looked at for one parameter: references may form circles."""
+"""Maximum subschemas visited for one parameter: references can be circular."""
 
 
 class Allowed(msgspec.Struct, frozen=True):
-    """What a schema allows for one parameter."""
+    """The values that a schema allows for one parameter."""
 
     choices: dict[str, Any]
-    """The values that it lists, by the texts that spell them."""
+    """Enumerated values, by their text form."""
     types: frozenset[str]
 
 
 class Schemas:
-    """The parameters of the functions that a request allows, each looked at once."""
+    """Parameter schemas of the functions that a request allows, analysed lazily."""
 
     def __init__(self, functions: Sequence[FunctionDefinition]) -> None:
         self._roots = {each.name: each.parameters or {} for each in functions}
         self._known: dict[tuple[str, str], Allowed | None] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a function."""
+        """Return whether there is such a function."""
         return name in self._roots
 
     def allowed(self, name: str, key: str) -> Allowed | None:
-        """Return what a function's parameter may be, None if the schema does not name it."""
+        """Return what a schema allows for a parameter, None if it does not name it."""
         if (name, key) not in self._known:
             self._known[name, key] = _allowed(self._roots.get(name, {}), key)
         return self._known[name, key]
 
     def names(self, name: str) -> list[str]:
-        """Return the names of a function's parameters, in the schema's order."""
+        """Return the names of a function's parameters in schema order."""
         root = self._roots.get(name, {})
         return [key for part in _parts(root, root) for key in _properties(part)]
 
 
 class Parameters:
-    """The JSON object of one call's arguments, built as its parameters come.
+    """The JSON object of one call's arguments, built parameter by parameter.
 
-    A value is the JSON value, or the Python literal, that the text spells if the function's
-    schema allows that type, else text.
+    A value's text is read as JSON or as a Python literal if the function's schema allows the
+    resulting type, else as a string.
     """
 
     def __init__(self, schemas: Schemas, name: str) -> None:
-        """`name` is the function that is called; it need not be one of the request's."""
+        """`name` is the called function; it need not be one of the request's."""
         self._schemas = schemas
         self._name = name
         self._count = 0
 
     def has(self, key: str) -> bool:
-        """Whether the function's schema names a parameter."""
+        """Return whether the function's schema names a parameter."""
         return self._schemas.allowed(self._name, key) is not None
 
     def add(self, key: str, text: str, *, is_text: bool = False) -> str:
-        """Return the JSON text of one more parameter, with the separator before it.
+        """Return the JSON text of another parameter, including the separator before it.
 
         Args:
             key: the parameter's name.
-            text: its value as the model wrote it.
-            is_text: whether the model said that the value is text.
+            text: its value as written by the model.
+            is_text: whether the model marked the value as a string.
         """
         separator = ", " if self._count else ""
         self._count += 1
@@ -156,7 +156,7 @@ def _allowed(root: dict[str, Any], key: str) -> Allowed | None:
 
 
 def _parts(root: dict[str, Any], schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and those that it refers to or is made of; `root` is the whole."""
+    """Yield a schema and its subschemas, following references; `root` is the whole schema."""
     pending, seen = [schema], 0
     while pending and seen < _MAX_SCHEMAS:
         part = pending.pop()
@@ -171,7 +171,7 @@ def _parts(root: dict[str, Any], schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _referred(root: dict[str, Any], reference: object) -> Any:
-    """Return what a reference within a schema points to, None if nothing."""
+    """Return the target of a reference within a schema, None if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = root
@@ -184,7 +184,7 @@ def _referred(root: dict[str, Any], reference: object) -> Any:
 def _converted(text: str, types: frozenset[str]) -> Any:
     spelled = text.strip()
     if "null" in types and spelled in ("null", "None"):
-        # text that may be anything spells JSON's constant only
+        # without type restrictions only JSON's own spelling of constants counts
         return text if spelled == "None" and types == _ANY else None
     others = types - {"string", "null"}
     if not others:
@@ -207,7 +207,7 @@ def _converted(text: str, types: frozenset[str]) -> Any:
 
 
 def _decoded(text: str) -> Any:
-    """Return the JSON value that a text spells, None if it spells none."""
+    """Return the JSON value of a text, None if it is not valid JSON."""
     try:
         value = json.loads(text)
         json_text(value)

@@ -1,7 +1,7 @@
-"""What an answer consists of: reasoning, content and tool calls, in the order of the text.
+"""The parts of an answer: reasoning, content and tool calls, in the order of the text.
 
-Parsers give parts as the text comes. How the text was cut into pieces changes where a part is
-cut, never what the parts add up to.
+Parsers emit parts incrementally. How the text was split into pieces affects how parts are split,
+but never their concatenation.
 """
 
 from collections.abc import Iterable
@@ -11,26 +11,26 @@ import msgspec
 
 
 class ReasoningText(msgspec.Struct, frozen=True):
-    """More of what the model thinks before it answers."""
+    """A piece of the reasoning."""
 
     text: str
 
 
 class ContentText(msgspec.Struct, frozen=True):
-    """More of what the model says."""
+    """A piece of the content."""
 
     text: str
 
 
 class CallBegin(msgspec.Struct, frozen=True):
-    """A tool call, the `index`-th of the answer, whose arguments follow."""
+    """Start of the answer's `index`-th tool call; its arguments follow."""
 
     index: int
     name: str
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """More of the JSON text of a call's arguments."""
+    """A piece of the JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -40,26 +40,26 @@ Part = ReasoningText | ContentText | CallBegin | CallArguments
 
 
 class AnswerParser(Protocol):
-    """Takes an answer's text apart; a state machine without I/O."""
+    """Incremental parser of an answer's text; a state machine without I/O."""
 
     def push(self, text: str) -> list[Part]:
         """Add text; return the parts that are now certain."""
         ...
 
     def finish(self) -> list[Part]:
-        """End: return what was held back."""
+        """End of input: return the parts held back."""
         ...
 
 
 class Call(msgspec.Struct):
-    """A whole tool call; `arguments` is JSON if the model wrote JSON."""
+    """A complete tool call; `arguments` is JSON if the model wrote valid JSON."""
 
     name: str
     arguments: str
 
 
 class Message(msgspec.Struct):
-    """A whole answer; None where it has no such part."""
+    """A complete answer; None for absent parts."""
 
     reasoning: str | None
     content: str | None
@@ -67,7 +67,7 @@ class Message(msgspec.Struct):
 
 
 def whole_message(parts: Iterable[Part]) -> Message:
-    """Return the sum of an answer's parts."""
+    """Join an answer's parts to a message."""
     reasoning: list[str] = []
     content: list[str] = []
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""A call as Python, as Llama 3.2 and 4, ToolACE and others write it.
+"""Calls in Python syntax, as written by Llama 3.2 and 4, ToolACE and others.
 
 get_weather(city="Oslo")
 """
@@ -21,7 +21,7 @@ _STRING_END = {quote: re.compile(rf"\\|{quote}") for quote in ("'", '"', "'''", 
 
 _SUFFIX = "_of_tool"
 _FIXED = re.compile(
-    # A text that is never closed is scanned once.
+    # Possessive and with optional ends, so that an unterminated string is scanned once.
     r"""(?P<text>'''(?:(?!''').)*+(?:''')?|\"\"\"(?:(?!\"\"\").)*+(?:\"\"\")?"""
     r"""|'(?:\\.|[^'\\])*+'?|"(?:\\.|[^"\\])*+"?)"""
     rf"|\b(?P<keyword>{'|'.join(keyword.kwlist)})(?=\s*=)|(?<![\w.])0+(?=[1-9])",
@@ -30,17 +30,17 @@ _FIXED = re.compile(
 
 
 def _fixed(match: re.Match[str]) -> str:
-    """Return valid Python for what models write: keywords as names, numbers with zeros."""
+    """Return valid Python for a match: keywords used as names, numbers with leading zeros."""
     if match["text"] is not None:
         return match[0]
     return match[0] + _SUFFIX if match["keyword"] is not None else ""
 
 
 class PythonCall(CallBody):
-    """Reads one call, which is known when it is complete.
+    """Parses one call, which is recognized only when complete.
 
-    Since nothing else marks it, its arguments have to be literals. Those without a name are the
-    function's parameters in the order of its schema.
+    Its arguments have to be literals, because no marker identifies calls. Positional arguments are
+    assigned to the parameters in schema order.
     """
 
     def __init__(self, functions: Schemas, accepts: Callable[[str], bool]) -> None:
@@ -78,7 +78,7 @@ class PythonCall(CallBody):
         return text[end:]
 
     def _begin(self, text: str) -> int:
-        """Return where the arguments' bracket stands, -1 as long as it does not."""
+        """Return the position of the opening parenthesis, -1 if it has not come yet."""
         named = _BEGIN.match(text)
         if named is None:
             if len(text) > MAX_HEAD or not _MAY_BEGIN.fullmatch(text):
@@ -91,7 +91,7 @@ class PythonCall(CallBody):
         return named.end() - 1
 
     def _parsed(self, text: str) -> str | None:
-        """Return `(key=literal, ...)` as a JSON object, None if it is anything else."""
+        """Return `(key=literal, ...)` as a JSON object, None for any other text."""
         call = parsed(f"_{text}") or parsed(_FIXED.sub(_fixed, f"_{text}"))
         if not isinstance(call, ast.Call):
             return None
@@ -111,16 +111,16 @@ class PythonCall(CallBody):
 
 
 class _Scan:
-    """Looks for the bracket that closes the first one."""
+    """Finds the bracket that closes the first one."""
 
     def __init__(self) -> None:
         self._tail = ""
-        """What has come and means nothing without what follows."""
+        """Text held back because its meaning depends on what follows."""
         self._depth = 0
         self._quote = ""
 
     def advance(self, piece: str) -> int | None:
-        """Return where the call ends in a further piece of text, None if it does not."""
+        """Return where the call ends in the next piece of text, None if it does not."""
         text = self._tail + piece
         position: int | None = 0
         before = len(self._tail)
@@ -132,7 +132,7 @@ class _Scan:
         return None
 
     def _next(self, text: str, position: int) -> int | None:
-        """Return the position behind what means something next, None if that has not come."""
+        """Return the position after the next relevant character, None if there is none yet."""
         if self._quote:
             return self._in_text(text, position)
         match = _STRUCTURE.search(text, position)
@@ -148,7 +148,7 @@ class _Scan:
             self._tail = quotes
             return None
         if quotes[:2] == found * 2 != quotes[1:]:
-            return start + 2  # an empty text
+            return start + 2  # an empty string
         self._quote = found * 3 if quotes == found * 3 else found
         return start + len(self._quote)
 

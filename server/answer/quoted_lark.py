@@ -1,19 +1,19 @@
-"""A Lark grammar of a text as the grammar of that text within a JSON string.
+"""Rewrites a Lark grammar of a text to match that text within a JSON string.
 
-The input of a custom tool is a parameter of a function, so that models write it as a JSON string:
-quotes, backslashes and control characters are escaped there. Each terminal is rewritten to match
-the escaped text; rules stay as they are.
+The input of a custom tool is a parameter of a function, so models write it as a JSON string with
+quotes, backslashes and control characters escaped. Each terminal is rewritten to match the escaped
+text; rules are unchanged.
 
-An expression whose text may be escaped becomes a rule, because the library finds the end of a
-terminal by one byte: behind a backslash it cannot tell another character of `.*` from an escaped
-line end that follows.
+A regex whose text may need escapes becomes a rule, because the library decides the end of a
+terminal by one byte: after a backslash it cannot tell whether another character of `.*` follows
+or an escaped line end.
 """
 
 import functools
 import json
 import re
 
-# Repetitions are possessive and ends optional: text that is never closed is scanned once.
+# Possessive and with optional ends, so that unterminated text is scanned once.
 _STRING = r'"(?:\\.|[^"\\\n])*+"?'
 _TERMINAL = re.compile(
     rf"(?P<range>{_STRING}\s*+\.\.\s*+{_STRING})|(?P<string>{_STRING})(?P<fold>i?)"
@@ -32,9 +32,9 @@ _ATOM = re.compile(
     re.DOTALL,
 )
 MAX_SIZE = 8 * 1024
-"""Characters of a grammar: each may be a class that is compiled, on the event loop."""
+"""Maximum characters of a grammar: each may become a class compiled on the event loop."""
 _SPECIAL = ['"', "\\", *map(chr, range(32))]
-"""Characters that JSON strings hold escaped only."""
+"""Characters that must be escaped in JSON strings."""
 _PLAIN = r'[^"\\\x00-\x1f]'
 
 _COMMON = {
@@ -46,18 +46,18 @@ _COMMON = {
     "SIGNED_NUMBER": r"[+-]?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\.)*"',
 }  # fmt: skip
-"""Terminals of Lark's own library."""
+"""Terminals of Lark's common library."""
 
 
 class NotQuotable(ValueError):
-    """The grammar holds what cannot be enforced within a JSON string; the message names it."""
+    """The grammar contains something not enforceable in a JSON string; the message names it."""
 
 
 def quoted_lark(grammar: str) -> str:
-    """Return the grammar of the JSON strings, without their quotes, that hold such texts.
+    """Return the grammar of JSON strings, without quotes, whose value matches `grammar`.
 
     Raises:
-        NotQuotable: it holds a directive, a special token or an assertion, or is too long.
+        NotQuotable: it has a directive, a special token or an assertion, or is too long.
     """
     if len(grammar) > MAX_SIZE:
         raise NotQuotable(f"a tool's grammar has at most {MAX_SIZE} characters")
@@ -111,7 +111,7 @@ def _quoted_regex(regex: str, flags: str) -> str:
         closing -= 1
     pieces = []
     for index, atom in enumerate(atoms):
-        # As many as there are, in one piece, where nothing follows that they could take away.
+        # Greedy, in one piece, if nothing follows that could match part of the repetition.
         is_last = index + 2 >= closing
         repeated = is_last and index + 1 < len(atoms) and atoms[index + 1].group() in ("*", "+")
         pieces.append(_as_rule(atom, flags, repeated=repeated))
@@ -119,7 +119,7 @@ def _quoted_regex(regex: str, flags: str) -> str:
 
 
 def _as_rule(atom: "re.Match[str]", flags: str, *, repeated: bool) -> str:
-    """Return an atom of an expression as a piece of a rule; of a class several if `repeated`."""
+    """Return a regex atom as part of a rule; a repeated class is matched greedily."""
     fold = "i" if "i" in flags else ""
     if atom["group"]:
         return "("
@@ -134,7 +134,7 @@ def _as_rule(atom: "re.Match[str]", flags: str, *, repeated: bool) -> str:
 
 
 def _specials(atom: "re.Match[str]", flags: str) -> list[str]:
-    """Return the characters that an atom matches and that JSON escapes, in Lark's syntax."""
+    """Return the characters in Lark syntax that an atom matches and that JSON escapes."""
     if atom["group"] or atom["operator"]:
         return []
     return _specials_of(_class(atom, flags))
@@ -142,7 +142,7 @@ def _specials(atom: "re.Match[str]", flags: str) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _specials_of(character: str) -> list[str]:
-    """Return those that an expression of one character matches."""
+    """Return the escaped characters that a one-character regex matches."""
     try:
         matches = re.compile(character).fullmatch
     except re.error as error:
@@ -151,7 +151,7 @@ def _specials_of(character: str) -> list[str]:
 
 
 def _class(atom: "re.Match[str]", flags: str) -> str:
-    """Return what matches the same single character, the dot as a class."""
+    """Return an equivalent character class; the dot becomes one too."""
     if atom.group() != ".":
         return atom.group()
     return r"[\s\S]" if "s" in flags else r"[^\n]"

@@ -1,4 +1,4 @@
-"""An answer's text as a message: first reasoning, then content and tool calls."""
+"""Incremental parsing of an answer into a message: reasoning, then content and tool calls."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -20,22 +20,22 @@ from server.answer.reasoning import ReasoningReader, ReasoningTags
 from server.answer.tool_choice import ToolUse
 
 _MOST_AT_ONCE = 512
-"""Characters that are taken apart at once: parsers look again at what stands behind each tag."""
+"""Maximum characters parsed at once: parsers rescan what follows each tag."""
 
 
 class AnswerReader:
-    """Composes the parsers of reasoning and of tool calls.
+    """Combines the parsers of reasoning and of tool calls.
 
-    Whitespace between content and tool calls belongs to the format of the calls and is left out.
+    Whitespace between content and tool calls belongs to the call format and is dropped.
 
     Args:
         reasoning: splits off the reasoning; None if there is none.
         calls: finds tool calls in the rest; None if none are allowed.
-        calls_in_reasoning: finds the calls in reasoning, which count if nothing follows it.
-        only_calls: the answer is held to calls: of one that is cut off, its begin is no content.
-        parallel: whether more than the first call is shown.
+        calls_in_reasoning: finds calls in reasoning, which count if nothing follows it.
+        only_calls: calls are enforced, so the start of a truncated one is not content.
+        parallel: whether calls after the first are kept.
         show_reasoning: whether reasoning is part of the message.
-        reasoning_end: the token that ends the reasoning; None if several do.
+        reasoning_end: the token that ends the reasoning; None if there are several.
     """
 
     def __init__(
@@ -53,41 +53,41 @@ class AnswerReader:
         self._calls = calls
         self._probe = calls_in_reasoning
         self._probed: list[Part] = []
-        """Calls in the reasoning, and what comes after them."""
+        """Calls in the reasoning, and the parts after them."""
         self._unshown: list[str] = []
-        """Reasoning that may be, or be followed by, a call."""
+        """Reasoning held back because it may contain a call."""
         self._certain = 0
-        """Characters of it that are no call."""
+        """Number of characters of it that are certainly not a call."""
         self._only_calls = only_calls
         self._parallel = parallel
         self._show_reasoning = show_reasoning
         self._reasoning_end = reasoning_end
-        """Until it has come."""
+        """Set to None once it has occurred."""
         self._reasoning_tokens = 0
         self._in_channels = 0
-        """Tokens that came with reasoning that the parser of calls found."""
+        """Tokens of reasoning that the parser of calls separated."""
         self._whitespace: list[str] = []
-        """Whitespace that came last: content, unless a call follows or has come before."""
+        """Trailing whitespace: content unless a call follows or precedes it."""
         self._arguments: list[list[str]] = []
 
     @property
     def num_calls(self) -> int:
-        """Tool calls that have begun."""
+        """Number of tool calls started."""
         return len(self._arguments)
 
     @property
     def unreadable_calls(self) -> list[int]:
-        """The calls whose arguments, as far as they have come, are no JSON object."""
+        """Indices of calls whose arguments so far are not a JSON object."""
         return [i for i, text in enumerate(self._arguments) if not is_object("".join(text))]
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many of the tokens that were pushed were for reasoning."""
+        """Number of reasoning tokens among those pushed."""
         reasoned = self._reasoning is not None and self._reasoning.reasoned
         return self._reasoning_tokens if reasoned else self._in_channels
 
     def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Part]:
-        """Add text and the tokens behind it; return the parts that are now certain."""
+        """Add text and its tokens; return the parts that are now certain."""
         if self._reasoning_end is not None:
             count = len(token_ids)
             if self._reasoning_end in token_ids:
@@ -103,7 +103,7 @@ class AnswerReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """End: return what was held back."""
+        """End of input: return the parts held back."""
         thought, said = ("", "") if self._reasoning is None else self._reasoning.finish()
         parts = self._thought(thought) + self._said(said) + self._unclosed()
         if self._calls is not None:
@@ -117,7 +117,7 @@ class AnswerReader:
             return self._said(text)
         thought, said = self._reasoning.push(text)
         parts = self._thought(thought)
-        if self._probe is not None and said.strip():  # the calls were thoughts
+        if self._probe is not None and said.strip():  # the calls were part of the reasoning
             self._probe = None
             parts += self._reasoned("".join(self._unshown))
         return parts + self._said(said)
@@ -132,7 +132,7 @@ class AnswerReader:
         return self._probe_result(self._probe.push(text))
 
     def _probe_result(self, parts: list[Part]) -> list[Part]:
-        """Keep calls and what follows them; return the reasoning before them."""
+        """Store calls and the parts after them; return the reasoning before them."""
         is_text = False
         for part in parts:
             if isinstance(part, ContentText) and not self._probed:
@@ -149,7 +149,7 @@ class AnswerReader:
         return self._reasoned(shown)
 
     def _unclosed(self) -> list[Part]:
-        """Return the end of reasoning that nothing followed: the calls in it count."""
+        """Return the end of reasoning that nothing followed: its calls count."""
         if self._probe is None:
             return []
         parts = self._probe_result(self._probe.finish())
@@ -201,32 +201,32 @@ class AnswerReader:
 
 
 class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answers to a request are taken apart."""
+    """How the answers to a request are parsed."""
 
     tools: ToolUse = ToolUse()
     reasoning: ReasoningTags | None = None
-    """None: the answers hold no reasoning."""
+    """None: the answers have no reasoning."""
     reasoning_end: int | None = None
-    """The end tag's token; None if it is spelled by several."""
+    """The end tag's token; None if it consists of several."""
     channels: CallFormat | None = None
-    """Tells reasoning from the rest in answers without tools too."""
+    """Separates reasoning from content even in answers without tools."""
     begins_inside: bool = False
-    """The answers begin inside the reasoning."""
+    """Whether answers start inside the reasoning."""
     may_call_at_once: bool = False
-    """An answer that begins with a call has no reasoning, wherever it begins."""
+    """Whether an answer that starts with a call has no reasoning, wherever it starts."""
     show_reasoning: bool = True
     reasoning_field: Literal["both", "reasoning", "reasoning_content"] = "both"
-    """The name by which it is shown."""
+    """Field name for reasoning in responses."""
     echo: str = ""
-    """What each answer repeats before it begins."""
+    """Text that precedes each answer."""
 
     def reader(self) -> AnswerReader | None:
-        """Return a reader for one answer, or None if all of the answer is content."""
+        """Return a parser for one answer, or None if the whole answer is content."""
         tools, tags, format = self.tools, self.reasoning, self._format
         if tags is None and format is None:
             return None
         if format is not None and format.channels is not None:
-            tags = None  # the parser does it
+            tags = None  # handled by the parser of channels
         functions = [*tools.functions.values()]
         starts = tools.format.starts if tools.format is not None and self.may_call_at_once else ()
         probe = None if format is None or tags is None else format.in_reasoning
@@ -244,13 +244,13 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def new_call_id(self) -> str:
-        """Return a name for a call of an answer."""
+        """Return a new ID for a call."""
         assert self.tools.format is not None, "nothing else finds calls"
         return self.tools.format.new_id()
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that readers have to see even if they are special tokens."""
+        """Strings that parsers have to see even if they are special tokens."""
         calls = self._format.markers if self._format is not None else ()
         tags = (self.reasoning.start, self.reasoning.end) if self.reasoning is not None else ()
         return calls + tags

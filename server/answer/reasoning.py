@@ -1,4 +1,4 @@
-"""Reasoning that a model writes between tags before its answer."""
+"""Parsing of reasoning that a model writes between tags before its answer."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from server.text.markers import MAX_HEAD, certain_length
 
 
 class ReasoningTags(msgspec.Struct, frozen=True):
-    """How a model marks its reasoning.
+    """A model's reasoning tags.
 
-    With `implied` an answer begins inside whether or not it opens with the start tag, because
-    the prompt ends with the tag or the model was trained to always think. `end_before_calls` is
-    the end where calls of tools follow, for models that have another then.
+    With `implied` an answer starts inside the reasoning even without the start tag, because the
+    prompt ends with the tag or the model was trained to always reason. `end_before_calls` is the
+    end tag before tool calls, for models that use a different one there.
     """
 
     start: str
@@ -21,11 +21,11 @@ class ReasoningTags(msgspec.Struct, frozen=True):
     end_before_calls: str = ""
 
     def opening(self, prompt: str, *, continues: bool) -> bool | None:
-        """Return whether an answer to a rendered prompt begins inside; None: reasoning is over.
+        """Return whether an answer starts inside the reasoning; None if reasoning is over.
 
         Args:
-            prompt: what the template rendered; it may have opened the reasoning, or closed it.
-            continues: the prompt ends inside the message that the answer goes on with.
+            prompt: the rendered prompt, which may have opened or closed the reasoning.
+            continues: whether the answer continues the last message of the prompt.
         """
         if continues:
             return True if prompt.rfind(self.start) > prompt.rfind(self.end) else None
@@ -47,45 +47,46 @@ REASONING_FORMATS = {
     "command_r": ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
     "gemma4": ReasoningTags("<|channel>thought\n", "<channel|>"),
 }
-"""Formats by the names that `--reasoning-parser` knows, but for those that need more settings."""
+"""Formats by name in `--reasoning-parser`, except ones that need more settings."""
 
 
 class ReasoningReader:
     """Splits an answer into reasoning and what follows it.
 
-    Line ends next to the tags belong to neither: templates write them around both.
+    Line ends next to the tags are dropped: templates add them around both parts.
     """
 
     def __init__(
         self, tags: ReasoningTags, *, inside: bool, call_starts: Sequence[str] = ()
     ) -> None:
-        """Make a reader of one answer.
+        """Create a reader of one answer.
 
         Args:
-            tags: how the model marks its reasoning.
-            inside: the answer begins in the middle of it.
-            call_starts: what calls of tools begin with: an answer that begins so has no reasoning.
+            tags: the model's reasoning tags.
+            inside: whether the answer starts inside the reasoning.
+            call_starts: start markers of tool calls; an answer that starts with one has no
+                reasoning.
         """
         self._tags = tags
         self._call_starts = call_starts
         self._inside = inside
         self._may_open = True
-        """Nothing but whitespace has come: a start tag here is one."""
+        """Whether only whitespace has come, so that a start tag here counts."""
         self._at_edge = False
-        """The last thing that came was a tag: line ends are left out."""
+        """Whether a tag came last, so that line ends are dropped."""
         self._held = ""
         self._line_ends: list[str] = []
-        """Line ends that came last, and belong to the reasoning if it goes on."""
+        """Trailing line ends, which belong to the reasoning if it continues."""
         self.over = False
-        """Whether the reasoning has ended: everything that comes now is content."""
+        """Whether the reasoning has ended: all further text is content."""
 
     @property
     def reasoned(self) -> bool:
-        """Whether there is reasoning in what has come."""
+        """Whether there has been any reasoning."""
         return self._inside
 
     def push(self, text: str) -> tuple[str, str]:
-        """Add text; return what is certain of the reasoning and of what follows it."""
+        """Add text; return the certain parts of the reasoning and of what follows it."""
         if self.over:
             return "", self._content(text)
         self._held += text
@@ -98,21 +99,21 @@ class ReasoningReader:
         return self._reasoning()
 
     def finish(self) -> tuple[str, str]:
-        """End: return what was held back; reasoning that was not closed stays reasoning."""
+        """End of input: return the text held back; unclosed reasoning stays reasoning."""
         held, self._held = self._held, ""
         return (
             (self._joined(held.rstrip("\n")), "") if self._inside and not self.over else ("", held)
         )
 
     def _joined(self, text: str) -> str:
-        """Return more of the reasoning, if there is any, behind the line ends before it."""
+        """Return reasoning text, preceded by pending line ends unless it is empty."""
         if not text:
             return ""
         held, self._line_ends = self._line_ends, []
         return "".join([*held, text])
 
     def _open(self) -> bool:
-        """Take a start tag off the held text; return whether it is known if there is one."""
+        """Consume a start tag; return whether it is certain if there is one."""
         start, begin = self._tags.start, self._held.lstrip()
         if len(self._held) <= MAX_HEAD and any(
             len(begin) < len(marker) and marker.startswith(begin)

@@ -1,4 +1,4 @@
-"""A call whose parameters stand between tags, as many models write them instead of JSON.
+"""Calls whose parameters stand between tags, as many models write them instead of JSON.
 
 <function=get_weather>
 <parameter=city>
@@ -25,8 +25,8 @@ _NAME_END = re.compile(r"[>\n<]")
 class TaggedStyle(msgspec.Struct, frozen=True, kw_only=True):
     """The tags of a call.
 
-    A name ends with `>`, and quotes around it are left out; attributes may follow it. Without a
-    tag before the name, the name ends where the next tag begins.
+    A name ends with `>`; quotes around it are removed, and attributes may follow it. Without a tag
+    before the name, the name ends where the next tag starts.
     """
 
     call: str = ""
@@ -34,20 +34,20 @@ class TaggedStyle(msgspec.Struct, frozen=True, kw_only=True):
     parameter: str
     parameter_name_end: str = ">"
     value: str = ""
-    """Stands before a value where it does not follow the parameter's tag."""
+    """Tag before a value, if the value does not directly follow the parameter's tag."""
     parameter_end: str
     starts: tuple[str, ...] = ()
-    """What stands before calls: it ends a call whose own end is missing."""
+    """Markers before calls; they also end a call that lacks its end tag."""
     around: tuple[str, ...] = ()
-    """What stands behind calls: so does it."""
+    """Markers after calls; they also end a call that lacks its end tag."""
     ends_values: bool = True
-    """The end of a call ends a value whose own end is missing."""
+    """Whether the end of a call ends a value that lacks its end tag."""
     trims_line_ends: bool = True
-    """One line end at each side of a value is no part of it."""
+    """Whether one line end at each side of a value is removed."""
 
 
 class TaggedCall(CallBody):
-    """Reads one call; its arguments come parameter by parameter."""
+    """Parses one call; its arguments are emitted parameter by parameter."""
 
     def __init__(
         self, functions: Schemas, accepts: Callable[[str], bool], style: TaggedStyle
@@ -62,7 +62,7 @@ class TaggedCall(CallBody):
             style.call_end: (*style.around, *begins),
         }
         self._followers |= dict.fromkeys(style.around, begins)
-        """What has to follow what ends a value: values may hold such a text themselves."""
+        """What must follow each end marker of a value: values can contain such text themselves."""
         ends = ends if style.ends_values else ()
         self._value_ends = (style.parameter_end, style.parameter, *ends)
         self._held = ""
@@ -70,15 +70,15 @@ class TaggedCall(CallBody):
         self._parameters = Parameters(functions, "")
         self._key, self._is_text = "", False
         self._value: list[str] = []
-        """What has come of a value."""
+        """Pieces of the current value."""
         self._end = ""
-        """What may have ended the value."""
+        """The text that may have ended the value."""
         self._until = Until(self._value_ends)
         self._json = JsonValue("{")
         self._is_empty = True
-        """Nothing but blanks has come since the name."""
+        """Whether only whitespace has followed the name."""
         self._closing = "{}"
-        """What the end of the call adds to the arguments; empty behind arguments in one piece."""
+        """Text that the call's end adds to the arguments; empty if they came in one piece."""
 
     @property
     def raw(self) -> str:
@@ -94,12 +94,12 @@ class TaggedCall(CallBody):
         return rest
 
     def finish(self) -> None:
-        """End: a value that may have ended has; a call that has not ended stays as it is."""
+        """End of input: a possible end of a value counts; an unfinished call stays unfinished."""
         if self._step == self._maybe_end:
             self._end_value()
             self._arguments += [] if self._end == self._style.parameter_end else ["}"]
 
-    # Each step takes the next piece off the held text and returns whether there may be another.
+    # Each step consumes a piece of the held text and returns whether to continue.
 
     def _head(self) -> bool:
         found = self._named() if self._style.call else self._bare_name()
@@ -122,7 +122,7 @@ class TaggedCall(CallBody):
         return not is_closed
 
     def _named(self) -> tuple[str, int] | None:
-        """Return the name in the call's tag and where that ends, "" if this is none."""
+        """Return the name in the call's tag and where it ends, "" if it is invalid."""
         tag, held = self._style.call, self._held
         if not held.startswith(tag):
             return None if tag.startswith(held) else ("", 0)
@@ -136,7 +136,7 @@ class TaggedCall(CallBody):
         return (name, found.start()) if is_known else ("", 0)
 
     def _bare_name(self) -> tuple[str, int] | None:
-        """Return the name up to the next tag, "" if there is none."""
+        """Return the name up to the next tag, "" if it is invalid."""
         named = _NAME.match(self._held)
         if named is None:
             return None if not self._held.strip() else ("", 0)
@@ -146,7 +146,7 @@ class TaggedCall(CallBody):
         return None if any(tag.startswith(rest) for tag in self._tags) else ("", 0)
 
     def _in_call(self) -> bool:
-        """Between parameters: what stands there besides tags means nothing."""
+        """State between parameters: text other than tags is ignored."""
         style = self._style
         if self._is_empty:
             self._held = self._held.lstrip()
@@ -170,7 +170,7 @@ class TaggedCall(CallBody):
         return False
 
     def _in_json(self) -> bool:
-        """Arguments in one piece."""
+        """State in arguments that are a single JSON object."""
         end = self._json.take(self._held, 0)
         self._arguments.append(self._held[:end])
         self._held = self._held[end:]
@@ -179,12 +179,12 @@ class TaggedCall(CallBody):
         return self._json.done
 
     def _in_parameter(self) -> bool:
-        """In a parameter's name. A line end ends it, too, if a value follows at once."""
+        """State in a parameter's name. A line end also ends it, if a value tag follows directly."""
         style = self._style
         ends = (style.parameter_name_end, style.value or "\n")
         found = find_first(self._held, ends)
         if (len(self._held) if found is None else found[0]) > MAX_HEAD:
-            self._step = self._in_call  # no parameter: like all else between tags
+            self._step = self._in_call  # not a parameter: ignored like all text between tags
             return True
         if found is None:
             return False
@@ -197,7 +197,7 @@ class TaggedCall(CallBody):
         return True
 
     def _before_value(self) -> bool:
-        """Behind a parameter's name, where the tag of the value may be missing."""
+        """State after a parameter's name, where the value's tag may be missing."""
         style = self._style
         self._held = self._held.lstrip()
         tags = (style.value, style.parameter_name_end, *self._tags)
@@ -222,7 +222,7 @@ class TaggedCall(CallBody):
         return True
 
     def _maybe_end(self) -> bool:
-        """Behind what ends a value only if the call goes on, or ends, behind it."""
+        """State after a marker that ends a value only if the call continues or ends after it."""
         followers = self._followers[self._end]
         rest = self._held.lstrip()
         if rest.startswith(followers) or len(self._held) > MAX_HEAD + len(rest):
@@ -240,7 +240,7 @@ class TaggedCall(CallBody):
         self._until, self._step = Until(self._value_ends), self._in_value
 
     def _maybe_next(self) -> bool:
-        """Behind what ends a value only if it is the tag of another parameter."""
+        """State after a marker that ends a value only if it starts a known parameter's tag."""
         name, end, _ = self._held.partition(self._style.parameter_name_end)
         if not end and len(name) <= MAX_HEAD:
             return False
@@ -260,7 +260,7 @@ class TaggedCall(CallBody):
 
 
 def _attribute(header: str) -> tuple[str, str]:
-    """Return the name in the head of a tag, and the attributes behind it."""
+    """Return the name in the head of a tag, and its attributes."""
     begin = header.strip()
     if begin.startswith('"'):
         name, _, rest = begin[1:].partition('"')

@@ -1,4 +1,4 @@
-"""From a request's tools and tool choice to what its prompt shows and what its answer may be."""
+"""Tools and tool choice of a request: what its prompt shows and how its answers are constrained."""
 
 import json
 import re
@@ -27,20 +27,20 @@ _TEXT = r"TEXT: /(.|\n)*/"
 
 
 def arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
-    """Return the schema that a function's arguments have to fit, always that of an object."""
+    """Return the schema of a function's arguments, always of type object."""
     return {**ANY_ARGUMENTS, **(function.parameters or {})}
 
 
 class CallsGrammar:
-    """Grammars of calls of some functions, in Lark's syntax as llguidance knows it.
+    """Grammars of calls to some functions, in llguidance's Lark syntax.
 
-    Every schema is a root of its own, so that references within it keep their meaning.
+    Every schema is a separate root, so that references within it keep their meaning.
 
     Args:
-        functions: those that may be called.
-        format: how the model writes calls; it has a syntax.
-        parallel: whether there may be several.
-        is_special: whether a text is a special token of the tokenizer.
+        functions: the functions that can be called.
+        format: the model's call format; it must have a syntax.
+        parallel: whether several calls are allowed.
+        is_special: returns whether a text is a special token of the tokenizer.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class CallsGrammar:
         self._parallel = parallel
         before = self._syntax.opening + self._syntax.before
         self._marker = next((each for each in format.markers if before.startswith(each)), None)
-        """What every call, or the list of them, begins with."""
+        """Marker that starts every call, or the list of calls."""
         self._special = [marker for marker in format.markers if is_special(marker)]
         self._cut = re.compile(f"({'|'.join(map(re.escape, self._special))})")
 
     def calls(self) -> LarkGrammar:
-        """Return the grammar of one call or several, and nothing else."""
+        """Return the grammar of one or more calls and nothing else."""
         return self._lark("start: calls", self._calls_rule(), *self._call_rules(""))
 
     def calls_or(self, answer: GrammarSpec) -> LarkGrammar | None:
-        """Return the grammar of calls, or else of such an answer.
+        """Return the grammar of either calls or an answer that matches `answer`.
 
-        None for kinds but JSON, or if no marker tells calls from JSON.
+        None if `answer` is not JSON, or if no marker distinguishes calls from JSON.
         """
         if self._marker is None:
             return None
@@ -91,9 +91,9 @@ class CallsGrammar:
         )
 
     def calls_in_text(self) -> LarkGrammar | None:
-        """Return the grammar of any text in which calls fit their schemas.
+        """Return the grammar of free text in which calls match their schemas.
 
-        None if no marker in the text says that a call begins, or if calls stand between others.
+        None if calls have no start marker, or are written as a list with an opening text.
         """
         marker = self._marker
         if marker is None or self._syntax.opening:
@@ -117,7 +117,7 @@ class CallsGrammar:
         return f"calls: {' '.join(filter(None, [opening, calls, closing]))}"
 
     def _call_rules(self, begun: str) -> list[str]:
-        """Return the rules of one call, of which the text `begun` has come already."""
+        """Return the rules of one call, of which the text `begun` has already been matched."""
         syntax = self._syntax
         names = [f"call_{index}" for index in range(len(self._functions))]
         rules = [f"call: {' | '.join(names)}"]
@@ -143,7 +143,7 @@ class CallsGrammar:
         return rules
 
     def _literal(self, text: str) -> str:
-        """Return a text in Lark's syntax; markers as the tokens that they are."""
+        """Return a string in Lark syntax, with markers as token references."""
         pieces = self._cut.split(text) if self._special else [text]
         written = [
             piece if piece in self._special else json.dumps(piece) for piece in pieces if piece
@@ -152,26 +152,26 @@ class CallsGrammar:
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request does with its tools."""
+    """How a request uses its tools."""
 
     shown: list[dict[str, Any]] | None = None
-    """The tools for the template, as the client sent them."""
+    """The tools for the template, as sent by the client."""
     mode: Literal["none", "auto", "required", "named"] = "none"
     functions: dict[int, FunctionDefinition] = {}
-    """The functions that may be called, by their index in the request's tools."""
+    """The functions that can be called, by their index in the request's tools."""
     format: CallFormat | None = None
-    """How calls are found in the answer; None if it cannot hold any."""
+    """Format in which calls are parsed; None if the answer cannot contain any."""
     parallel: bool = True
-    """Whether there may be more than one call."""
+    """Whether several calls are allowed."""
 
     @property
     def forced(self) -> bool:
-        """Whether the answer has to hold a call."""
+        """Whether the answer must contain a call."""
         return self.mode in ("required", "named")
 
     @property
     def schemas(self) -> Iterator[tuple[GrammarSpec, str]]:
-        """The schemas and grammars that have to be enforceable, each with its field."""
+        """The schemas and grammars that must be enforceable, each with its field."""
         for index, function in self.functions.items():
             if self.forced or function.strict:
                 schema = json.dumps(arguments_schema(function))
@@ -185,11 +185,11 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     def grammar(
         self, answer: GrammarSpec | None, is_special: Callable[[str], bool]
     ) -> GrammarSpec | None:
-        """Return what the whole answer is held to.
+        """Return the grammar of the whole answer.
 
         Args:
-            answer: what an answer without calls is held to.
-            is_special: whether a text is a special token of the tokenizer.
+            answer: constraint on answers without calls.
+            is_special: returns whether a text is a special token of the tokenizer.
         """
         if self.format is None or self.format.syntax is None:
             return answer
@@ -212,10 +212,10 @@ def tool_use(
     *,
     parallel: bool,
 ) -> ToolUse:
-    """Return what a request does with its tools.
+    """Return how a request uses its tools.
 
     Raises:
-        ApiError: tools and choice do not fit each other, or the model has no format for calls.
+        ApiError: tools and choice do not match, or the model has no call format.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -275,7 +275,7 @@ def _checked(tools: Sequence[Tool]) -> dict[int, FunctionDefinition]:
 def _chosen(
     choice: ToolChoice | None, names: Sequence[str]
 ) -> tuple[Literal["none", "auto", "required", "named"], Sequence[str]]:
-    """Return the mode and the names that it is about."""
+    """Return the mode and the function names that it applies to."""
     mode: Literal["none", "auto", "required", "named"]
     wanted = names
     match choice:
