@@ -1,4 +1,4 @@
-"""Chat templates: Jinja as Hugging Face models use it, compiled once, in a sandbox."""
+"""Hugging Face chat templates: Jinja, compiled once, rendered in a sandbox."""
 
 import functools
 import json
@@ -25,25 +25,25 @@ RESERVED_ARGUMENTS = frozenset(
 
 
 class TemplateFailed(ValueError):
-    """The template refused the conversation or failed on it; the message says why."""
+    """The template rejected the conversation or failed on it; the message says why."""
 
 
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation, and what else a template is given."""
+    """A conversation and the other inputs of a template."""
 
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool
     continue_final_message: bool = False
-    """The prompt ends where the last message's content ends."""
+    """Whether the prompt ends at the end of the last message's content."""
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     arguments: Mapping[str, Any] | None = None
     images: bool = False
-    """There are marks of images in the texts (`server.text.placeholders`)."""
+    """Whether the texts contain image placeholders (`server.text.placeholders`)."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what is trained on: rendered as it is."""
+    """`{% generation %}...{% endgeneration %}`, which marks training targets: rendered as is."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it as an instance variable
 
@@ -63,7 +63,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
+    """Encode JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -86,12 +86,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may write.
+    """A compiled template with its special tokens.
 
     Args:
         source: the template.
         special_tokens: maps names such as `bos_token` to text.
-        tool_use: the template for conversations with tools, if the model has one of its own.
+        tool_use: template for conversations with tools, if the model has a separate one.
 
     Raises:
         ValueError: the template is not valid Jinja.
@@ -109,15 +109,15 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.shows_tools = "tools" in self.source
-        """Whether the template does something with tools."""
+        """Whether the template renders tools."""
 
     def render(self, *attempts: Rendering) -> str:
-        """Return the prompt for the first of several forms of a conversation that is accepted.
+        """Return the prompt for the first form of a conversation that the template accepts.
 
-        A `developer` turn is shown as `system` to templates that do not know the role. System and
-        developer turns at the beginning are merged; later ones become the user's where the template
-        shows none. Templates that show no content that is a text get it as a list of parts; so do
-        all that can read one, if there are images.
+        A `developer` turn is rendered as `system` if the template does not know the role. System
+        and developer turns at the beginning are merged; later ones are merged into user turns if
+        the template does not render them. Templates that do not render string contents get lists of
+        parts; with images so do all templates that can read them.
 
         Raises:
             TemplateFailed: the template accepts none.
@@ -156,7 +156,7 @@ class ChatTemplate:
             context["documents"] = given.documents
         try:
             text = self._template.render(context)
-        except Exception as error:  # templates run expressions over the client's data
+        except Exception as error:  # templates evaluate expressions on the client's data
             raise TemplateFailed(f"the chat template failed: {error}") from error
         if not given.continue_final_message:
             return text
@@ -167,21 +167,21 @@ class ChatTemplate:
 
     @functools.cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template shows texts that are parts of a content."""
+        """Whether the template renders text parts of a content."""
         return self._shows([{"type": "text", "text": _PROBE}])
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template shows texts only if they are parts of a content."""
+        """Whether the template renders text only in parts."""
         return not self._shows(_PROBE) and self._reads_parts
 
     @functools.cached_property
     def _shows_later_system(self) -> bool:
-        """Whether a system message after the first turn reaches the prompt."""
+        """Whether a system message after the first turn is rendered."""
         return self._shows("c", ("user", "a"), ("assistant", "b"), ("system", _PROBE))
 
     def _shows(self, content: object, *before: tuple[str, str]) -> bool:
-        """Whether the probe in a user's last message, or in one before it, reaches the prompt."""
+        """Return whether a probe in the last user message, or in one before it, is rendered."""
         said = [*before, ("user", content)]
         messages = [{"role": role, "content": each} for role, each in said]
         context = {"messages": messages, "tools": None, "add_generation_prompt": False}
@@ -189,11 +189,11 @@ class ChatTemplate:
             text = self._template.render({**self._special_tokens, **context})
         except Exception:  # as in `render`
             return False
-        return _PROBE in text and "'type'" not in text  # a list may be shown as Python writes it
+        return _PROBE in text and "'type'" not in text  # not a list rendered as its Python repr
 
 
 def _with_one_opening(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the system and developer messages that a conversation begins with."""
+    """Merge the system and developer messages at the start of a conversation."""
     turns = [dict(message) for message in messages]
     begin = next((i for i, turn in enumerate(turns) if turn["role"] not in _SYSTEM), len(turns))
     if begin > 1:
@@ -203,9 +203,9 @@ def _with_one_opening(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _without_later_system(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the text of later system messages to the user's, or the tool's, before or after them.
+    """Merge later system messages into an adjacent user or tool message.
 
-    Templates that take one system message often want the user and the assistant to alternate, too.
+    Templates that take one system message often require user and assistant turns to alternate too.
     """
     kept = [*turns[:1]]
     joins = False

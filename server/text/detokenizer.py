@@ -1,9 +1,9 @@
-"""Token ids to text, token by token, and the search for stop strings in it.
+"""Incremental detokenization, and the search for stop strings.
 
-Most tokenizers spell text as bytes, each token standing for the same bytes wherever it occurs
-(byte-level BPE, and SentencePiece with byte fallback): there a table of bytes and an incremental
-UTF-8 decoder give exactly what decoding everything at once gives. For the rest the tokenizers
-library's own stream decoder is used.
+In most tokenizers each token stands for the same bytes wherever it occurs (byte-level BPE, and
+SentencePiece with byte fallback): for these a table of bytes and an incremental UTF-8 decoder give
+exactly the result of decoding everything at once. For the rest the tokenizers library's stream
+decoder is used.
 """
 
 import codecs
@@ -17,24 +17,24 @@ from server.text.markers import certain_length
 from server.text.tokenizer import ServedTokenizer
 
 _SPACE_MARK = "\u2581"
-# A stream decoder may need a little of what came before to place spaces.
+# A stream decoder may need some context to place spaces.
 _CONTEXT_TOKENS = 5
 _MAX_HELD_TOKENS = 16
 
 
 class TokenDecoder(Protocol):
-    """Text of one sequence of tokens, never ending within a character."""
+    """Incremental decoder of one sequence of tokens; never splits a character."""
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is now certain, often but not always the token's."""
         ...
 
     def push_all(self, token_ids: Sequence[int], *, last: bool) -> str:
-        """Add tokens, and end behind the last ones; return the text that is now certain."""
+        """Add tokens, and flush if `last`; return the text that is now certain."""
         ...
 
     def flush(self) -> str:
-        """End: return what is left, with U+FFFD for a character that was never completed."""
+        """End of input: return the remaining text, with U+FFFD for an incomplete character."""
         ...
 
 
@@ -46,9 +46,10 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + position): byte
     for position, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
 }
-"""The byte behind each character of byte-level vocabularies.
+"""The byte of each character in byte-level vocabularies.
 
-Printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up, in order.
+Printable Latin-1 characters stand for themselves, the other bytes are mapped to U+0100 and up, in
+order.
 """
 
 
@@ -69,7 +70,7 @@ def _byte_fallback(token: str) -> bytes:
 
 
 def _spelling(tokenizer: ServedTokenizer) -> Callable[[str], bytes] | None:
-    """Return how tokens spell bytes, or None where a token's text depends on its neighbours."""
+    """Return a function from tokens to bytes, or None if a token's text depends on its context."""
     decoder = json.loads(tokenizer.backend.to_str())["decoder"]
     if decoder is None:
         return None
@@ -91,7 +92,7 @@ def _spelling(tokenizer: ServedTokenizer) -> Callable[[str], bytes] | None:
 
 
 class TokenTable:
-    """What each token of a vocabulary stands for, computed at its first use."""
+    """The bytes of each token of a vocabulary, computed lazily."""
 
     def __init__(self, tokenizer: ServedTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -101,14 +102,14 @@ class TokenTable:
         self._texts: tuple[dict[int, str | None], dict[int, str | None]] = ({}, {})
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for, special tokens included."""
+        """Return a token's bytes; special tokens have those of their text."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._spell(token_id)
         return known
 
     def name_of(self, token_id: int) -> str:
-        """Return a token's text for people; bytes that are no text as `bytes:\\xe2\\x80`."""
+        """Return a token's text for display; invalid UTF-8 as `bytes:\\xe2\\x80`."""
         known = self._names.get(token_id)
         if known is None:
             raw = self.bytes_of(token_id)
@@ -120,7 +121,7 @@ class TokenTable:
         return known
 
     def decoder(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> TokenDecoder:
-        """Return a decoder for a sequence that goes on after the tokens in `context`."""
+        """Return a decoder for a sequence that continues after the tokens in `context`."""
         if self._spelling is None:
             return _StreamDecoder(self.tokenizer, skip_special_tokens, context[-_CONTEXT_TOKENS:])
         return _BytesDecoder(self, self._texts[skip_special_tokens], skip_special_tokens)
@@ -133,7 +134,7 @@ class TokenTable:
 
 
 class _BytesDecoder:
-    """Decoder for vocabularies that spell bytes."""
+    """Decoder for vocabularies whose tokens have fixed bytes."""
 
     __slots__ = ("_pending", "_skip_special_tokens", "_table", "_texts")
 
@@ -172,7 +173,7 @@ class _BytesDecoder:
         return decoded
 
     def _learn(self, token_id: int) -> str | None:
-        """Cache the text of tokens that are whole characters; None stands for the others."""
+        """Cache a token's text if it is whole characters, else None."""
         text: str | None
         if self._skip_special_tokens and self._table.tokenizer.is_special(token_id):
             text = ""
@@ -200,7 +201,7 @@ class _StreamDecoder:
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer.backend, token_id)
-        except Exception:  # raised where a token changes the text of those before it
+        except Exception:  # raised if a token changes the text of earlier ones
             return self._restart()
         if text is not None:
             self._held.clear()
@@ -227,22 +228,22 @@ class _StreamDecoder:
 
 
 class StopStrings:
-    """Finds the first stop string in text that comes in pieces.
+    """Finds the first stop string in incremental text.
 
-    Of several, the one that is complete first ends the text; of those complete at the same
-    character, the longest. So the result does not depend on how the text was cut into pieces.
-    Text that may be the beginning of a stop string is held back until that is decided.
+    Of several, the one that is completed first ends the text; of those completed at the same
+    character, the longest. So the result does not depend on how the text was split into pieces.
+    Text that may be the start of a stop string is held back until that is decided.
     """
 
     def __init__(self, strings: Sequence[str], *, include: bool) -> None:
-        """Search for `strings` (none empty); `include` leaves the one found in the text."""
+        """Search for `strings` (none empty); `include` keeps the one found in the text."""
         self._strings = strings
         self._include = include
         self._held = ""
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """Add text; return what is certain. Once `found` is set, the text is over."""
+        """Add text; return what is certain. Once `found` is set, the text has ended."""
         text = self._held + piece
         found = [(text.find(string), string) for string in self._strings if string in text]
         if found:
@@ -255,6 +256,6 @@ class StopStrings:
         return text[:keep]
 
     def flush(self) -> str:
-        """End: return what was held back."""
+        """End of input: return the text held back."""
         held, self._held = self._held, ""
         return held

@@ -1,14 +1,14 @@
-"""The search for markers in text that comes in pieces."""
+"""Search for markers in incremental text."""
 
 from collections.abc import Sequence
 
 MAX_HEAD = 1024
-"""Characters within which what a format begins with, or names, has to come. Until then all of them
-are looked at again with each piece, so they are not any number: what is longer is content."""
+"""Maximum characters of a format's start or name. Text up to it is rescanned with each piece, so it
+has to be bounded: anything longer is content."""
 
 
 def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Return where the first marker begins and which it is, the longest where several begin."""
+    """Return the offset of the first marker, and the longest marker that starts there."""
     found = [(text.find(marker), -len(marker), marker) for marker in markers]
     start, _, marker = min(
         ((start, size, marker) for start, size, marker in found if start >= 0),
@@ -18,7 +18,7 @@ def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
 
 
 def certain_length(text: str, markers: Sequence[str]) -> int:
-    """Return how much of a text that holds no marker cannot be the beginning of one."""
+    """Return the length of the prefix, in text without markers, that cannot start one."""
     certain = len(text)
     for marker in markers:
         start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
@@ -31,17 +31,17 @@ def certain_length(text: str, markers: Sequence[str]) -> int:
 
 
 class Until:
-    """Text of any length up to the first of some markers, each piece of which is read once."""
+    """Finds the first of some markers in text of any length, scanning each piece once."""
 
     def __init__(self, markers: Sequence[str]) -> None:
         self._markers = markers
         self._overlap = max(map(len, markers)) - 1
         self._pieces: list[str] = []
         self._tail = ""
-        """The end of what has come, in which a marker may have begun."""
+        """The end of the text so far, in which a marker may have started."""
 
     def push(self, text: str) -> tuple[str, str, str] | None:
-        """Add text; return what came before the marker, the marker, and the rest, once it comes."""
+        """Add text; return the text before the marker, the marker, and the rest, once found."""
         seen = self._tail + text
         found = find_first(seen, self._markers)
         if found is None:

@@ -1,7 +1,7 @@
-"""Texts whose tokens stand for images, kept apart from the same texts when clients write them.
+"""Image placeholder texts, distinguished from the same text written by clients.
 
-What clients write is hidden behind characters of their own before a template renders it, and
-tokenized as plain text afterwards. So every such token of a prompt is one that an image has.
+Client text is escaped with private-use characters before a template renders it, and afterwards
+tokenized as plain text. So every placeholder token of a prompt belongs to an image.
 """
 
 import re
@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 IMAGE = "\U0010f000"
-"""Stands for an image in the content of a message, until a template has rendered it."""
+"""Stands for an image in the content of a message until the template is rendered."""
 PART = "\U0010f001"
-"""Stands between two parts of a content."""
+"""Separates two parts of a content."""
 
 _FIRST_HIDDEN = 0x10F010
 _OWN = re.compile("[\U0010f000-\U0010f0ff]")
-"""Characters that mean something here. Nothing else uses them: they are for private use."""
+"""Reserved characters of this module, from a private-use area."""
 
 
 class Placeholders:
-    """The texts of a model that only images may bring into a prompt."""
+    """The placeholder texts of a model, which only images may bring into a prompt."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(dict.fromkeys(texts))
@@ -27,7 +27,7 @@ class Placeholders:
         self._marks = re.compile(f"([{''.join(self._hidden)}])")
 
     def hide(self, value: Any) -> Any:
-        """Return texts, also those in lists and objects, with nothing in them that is reserved."""
+        """Escape reserved text in a string, or in all strings of a list or object."""
         match value:
             case str():
                 value = _OWN.sub("\ufffd", value)
@@ -43,15 +43,15 @@ class Placeholders:
                 return value
 
     def show(self, text: str) -> str:
-        """Return a text as it was before it was hidden."""
+        """Undo the escaping of a text."""
         return self._marks.sub(lambda found: self._hidden[found[0]], text)
 
     def hides(self, text: str) -> bool:
-        """Whether something is hidden in a text."""
+        """Return whether a text contains escaped text."""
         return self._marks.search(text) is not None
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Yield a text in pieces whose tokens, each by itself, stand for no image."""
+        """Yield a text in pieces, none of which is tokenized to an image token."""
         for piece in self._marks.split(text):
             plain = self._hidden.get(piece)
             if plain is not None:
@@ -62,9 +62,9 @@ class Placeholders:
 
 
 def content_parts(content: str, *, images: bool) -> list[dict[str, Any]]:
-    """Return a content as the list of parts that templates of vision models take.
+    """Return a content as a list of parts, as templates of vision models expect.
 
-    With `images` there are marks in it: texts on both sides of one are parts of their own, as
+    With `images` it contains placeholders: texts on both sides of one become separate parts, as
     clients sent them.
     """
     parts: list[dict[str, Any]] = []

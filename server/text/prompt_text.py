@@ -1,26 +1,26 @@
-"""Token ids of a prompt, at a cost that the model's context bounds, however long the text is.
+"""Tokenization of prompts at a cost bounded by the model's context, however long the text is.
 
-Tokenizing takes some hundred bytes of memory per byte of text. A text that is far too long is
-tokenized in pieces, only until that is certain; a text that is cut to its first or last tokens only
-at that end.
+Tokenizing takes about a hundred bytes of memory per byte of text. A text that is far too long is
+tokenized in pieces, only until that is certain; a text that is truncated to its first or last
+tokens is tokenized only at that end.
 """
 
 from server.text.tokenizer import ServedTokenizer
 
 _PIECE = 1 << 16
-"""Characters that are tokenized at once."""
+"""Characters tokenized at once."""
 _MORE_BY_A_CUT = 16
-"""Maximum extra tokens that a cut in a text causes."""
+"""Maximum extra tokens caused by splitting a text."""
 _SLACK = 1024
-"""Extra tokens with which the tokens of a part of a text decide for all of it.
+"""Extra tokens from which on the tokens of part of a text are decisive for the whole.
 
-A cut in a text may cut a token, and tokenizers that split at words resume at the next word. So the
-tokens of a part differ from those of the whole text only near the cut.
+A split can cut a token, and tokenizers that pre-split at words resynchronize at the next word. So
+the tokens of a part differ from those of the whole text only near the split.
 """
 
 
 class TextTooLong(Exception):
-    """A text has more tokens than a model can hold; `tokens` were counted in its beginning."""
+    """A text exceeds the model's context; `tokens` were counted in its first part."""
 
     def __init__(self, characters: int, tokens: int) -> None:
         super().__init__(f"its first {characters} characters are {tokens} tokens")
@@ -36,20 +36,20 @@ async def encode_prompt(
     keep: int | None = None,
     keep_beginning: bool = False,
 ) -> tuple[list[int], bool]:
-    """Return the token ids of a prompt, and whether they are all that it has.
+    """Return the token IDs of a prompt, and whether they are complete.
 
     Args:
         tokenizer: of the model.
         text: the prompt.
-        add_special_tokens: whether the tokenizer adds its own.
-        longest: maximum tokens of a prompt; of a longer one an unknown number is returned.
+        add_special_tokens: whether the tokenizer adds special tokens.
+        longest: maximum tokens of a prompt; for a longer one an unspecified number is returned.
         keep: number of last tokens to return; None for all.
         keep_beginning: return the first `keep` tokens instead.
 
     Raises:
         TextTooLong: the text is much longer than `longest`.
     """
-    if len(text) > max(_PIECE, 2 * longest):  # a token is rarely less than two characters
+    if len(text) > max(_PIECE, 2 * longest):  # a token rarely has fewer than two characters
         if keep is None or keep > longest:
             count, slack = 0, _SLACK
             for first in range(0, len(text), _PIECE):
@@ -71,7 +71,7 @@ async def encode_prompt(
 async def _end(
     tokenizer: ServedTokenizer, text: str, add_special_tokens: bool, keep: int, *, first: bool
 ) -> list[int] | None:
-    """Return the first or last tokens of a text from that end; None if that is most of it."""
+    """Return the first or last tokens of a text; None if that takes most of the text."""
     size = _PIECE
     while size < len(text):
         part = text[:size] if first else text[-size:]

@@ -1,4 +1,4 @@
-"""Chat templates that requests bring along, rendered in a process that can be ended.
+"""Chat templates sent in requests, rendered in a process that can be killed.
 
 Templates are programs. The process is `python -m server.text.request_templates`.
 """
@@ -16,7 +16,7 @@ from server.text.chat_template import ChatTemplate, Rendering, TemplateFailed
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A template, and what to render with it: the first of several that it accepts."""
+    """A template, and the renderings to try in order."""
 
     source: str
     special_tokens: dict[str, str]
@@ -24,7 +24,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """The result of a job: a text, or why there is none."""
+    """The result of a job: the text, or an error."""
 
     text: str = ""
     error: str = ""
@@ -36,7 +36,7 @@ def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 
 def render(job: Job) -> Rendered:
-    """Return the result of a job."""
+    """Run a job."""
     try:
         text = _compiled(job.source, tuple(job.special_tokens.items())).render(*job.attempts)
     except (ValueError, MemoryError, RecursionError) as failure:
@@ -47,7 +47,7 @@ def render(job: Job) -> Rendered:
 
 
 class RequestTemplates:
-    """Renders templates one at a time in a process, which is started for the first."""
+    """Renders templates one at a time in a child process, started on first use."""
 
     def __init__(self, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` maps names such as `bos_token` to text, for all templates."""
@@ -57,10 +57,10 @@ class RequestTemplates:
         self._process = HelperProcess("server.text.request_templates", nothing)
 
     async def render(self, source: str, attempts: Sequence[Rendering]) -> str:
-        """Return what a template makes of the first conversation that it accepts.
+        """Return the text of the first rendering that the template accepts.
 
         Raises:
-            TemplateFailed: it is no template, accepts none, or takes too much time or memory.
+            TemplateFailed: it is not a template, accepts none, or takes too much time or memory.
         """
         job = msgspec.msgpack.encode(Job(source, self._special_tokens, list(attempts)))
         rendered = await asyncio.wrap_future(self._thread.submit(self._answered, job))
@@ -81,8 +81,8 @@ class RequestTemplates:
 if __name__ == "__main__":
 
     def answer(job: bytes) -> bytes:
-        """Do one job."""
+        """Run one job."""
         return msgspec.msgpack.encode(render(msgspec.msgpack.decode(job, type=Job)))
 
-    # Ended here, too, in case the parent does not end it.
+    # A limit here too, in case the parent does not kill this process.
     serve(answer, MAX_TEMPLATE_MEMORY, 2 * MAX_TEMPLATE_SECONDS)

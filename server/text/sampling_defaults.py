@@ -1,4 +1,4 @@
-"""What is known of a model beyond its weights, and its authors' defaults for sampling."""
+"""Known properties of models, and their authors' sampling defaults."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ _FILE = Path(__file__).parents[1] / "presets.yaml"
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry, or what several say together; None where nothing is known."""
+    """One preset, or several merged; None for unknown properties."""
 
     family: tuple[str, ...] = ()
     name: str = ""
@@ -25,23 +25,23 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reasoning_parser: str | None = None
 
     def fits(self, family: str, name: str, *, gguf: bool) -> bool:
-        """Whether the entry is about such a model."""
+        """Return whether the preset applies to a model."""
         if self.family and family not in self.family:
             return False
         return self.name in name.lower() and (gguf or not self.gguf)
 
 
 def presets() -> list[Preset]:
-    """Return all entries."""
+    """Return all presets."""
     return msgspec.convert(yaml.safe_load(_FILE.read_text(encoding="utf-8")), list[Preset])
 
 
 def preset_of(family: str, name: str, *, gguf: bool = False) -> Preset:
-    """Return what is known of a model.
+    """Return the merged presets of a model.
 
     Args:
         family: the `model_type` of its configuration.
-        name: what it is called, in full.
+        name: its full name.
         gguf: whether it is a GGUF file.
     """
     found: dict[str, Any] = {}
@@ -54,15 +54,15 @@ def preset_of(family: str, name: str, *, gguf: bool = False) -> Preset:
 
 
 NEUTRAL = ("vllm", "none")
-"""Settings that leave the model's recommendation out."""
+"""Values of the setting that ignore the model's recommendation."""
 
 
 class BadGenerationConfig(ValueError):
-    """The file with the recommended parameters is missing or wrong."""
+    """The generation config is missing or invalid."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of requests that do not name them; fields are those of generation_config.json."""
+    """Defaults for request parameters; fields are named as in generation_config.json."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_k: int = 0
@@ -70,23 +70,23 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
     max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
-    """Tokens to generate where a request names no limit."""
+    """Default of the maximum tokens to generate."""
 
 
 def read_sampling_defaults(
     model: Path, source: str, overrides: str = "{}", known: dict[str, Any] | None = None
 ) -> SamplingDefaults:
-    """Return the defaults that `--generation-config` and `--override-generation-config` ask for.
+    """Return the defaults according to `--generation-config` and `--override-generation-config`.
 
     Args:
         model: the served model's directory.
-        source: "auto" reads generation_config.json there, if there is one; "vllm" or "none"
-            recommends nothing; anything else is the directory to read it from.
-        overrides: JSON object of those that win.
-        known: what is recommended for the model where "auto" finds nothing.
+        source: "auto" reads generation_config.json from it, if there is one; "vllm" or "none"
+            uses no recommendation; anything else is the directory to read the file from.
+        overrides: JSON object of parameters that take precedence.
+        known: recommendation for the model if "auto" finds no file.
 
     Raises:
-        BadGenerationConfig: there is no such directory or file, or it cannot be used.
+        BadGenerationConfig: the directory or file does not exist or is invalid.
     """
     flag = "--override-generation-config"
     try:
@@ -104,7 +104,7 @@ def read_sampling_defaults(
 
 
 def _recommended(model: Path, source: str) -> dict[str, Any]:
-    """Return what the model's file, or the named one, says."""
+    """Return the parameters in the model's file, or in the specified one."""
     if source in NEUTRAL:
         return {}
     path = (model if source == "auto" else Path(source).expanduser()) / "generation_config.json"

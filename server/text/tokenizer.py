@@ -23,12 +23,12 @@ from server.text.sampling_defaults import (
     read_sampling_defaults,
 )
 
-# More than this takes over a millisecond and is done beside the event loop.
+# More than this takes over a millisecond and is done off the event loop.
 _INLINE_CHARACTERS = 4000
 _INLINE_TOKENS = 4000
 
 _BATCH_CHARACTERS = 1 << 17
-"""Characters of texts that are encoded at once: they take some hundred bytes each meanwhile."""
+"""Characters of texts encoded at once: encoding takes about a hundred bytes for each."""
 
 NO_DEFAULTS = SamplingDefaults()
 
@@ -48,10 +48,10 @@ class TokenizerError(ValueError):
 
 
 def check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Check that token ids are in the model's vocabulary.
+    """Check that token IDs are in the model's vocabulary.
 
     Raises:
-        ApiError: one is not; `field` is what it names.
+        ApiError: one is not; `field` is the field that it names.
     """
     if token_ids and max(token_ids) >= vocab_size:
         raise invalid_field(
@@ -60,7 +60,7 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str) -> N
 
 
 class ServedTokenizer:
-    """Text to token ids and back, special tokens, and the chat template of one model."""
+    """Tokenizer, special tokens and chat template of one model."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ServedTokenizer:
 
         Args:
             vocab_size: of the model, which may be padded beyond the tokenizer's.
-            placeholders: of a model that takes images.
+            placeholders: image placeholders of a model that takes images.
         """
         self.placeholders = placeholders
         found = [backend.token_to_id(text) for text in placeholders.texts] if placeholders else []
@@ -90,9 +90,9 @@ class ServedTokenizer:
         self.chat_template = chat_template
         self.sampling_defaults = sampling_defaults
         self.named_tokens = named_tokens
-        """Names such as `bos_token` to text, for templates."""
+        """Text of named tokens such as `bos_token`, for templates."""
         self.preset = preset
-        """What is known of the model."""
+        """Known properties of the model."""
         special = {
             token_id: token.content
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -100,10 +100,10 @@ class ServedTokenizer:
         }
         self._special = frozenset(special)
         self.special_tokens = tuple(special.values())
-        """Texts of the tokens that are left out of text when special tokens are skipped."""
+        """Texts of the tokens that are omitted when special tokens are skipped."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text; of what is hidden in it, those of plain text."""
+        """Return the token IDs of a text; escaped placeholders are encoded as plain text."""
         if self.placeholders is None or not self.placeholders.hides(text):
             batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return batch[0].ids
@@ -128,14 +128,14 @@ class ServedTokenizer:
     async def encode_many_async(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[int]]:
-        """The same without holding up other requests, and with little memory at a time."""
+        """Like `encode_many`, off the event loop and in batches that bound the memory."""
         each = self.encode_each_async(texts, add_special_tokens=add_special_tokens)
         return [token_ids async for token_ids in each]
 
     async def encode_each_async(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> AsyncGenerator[list[int]]:
-        """The same one by one, for callers that may not need all of them."""
+        """Like `encode_many_async`, one text at a time for callers that may stop early."""
         for batch in _batches(texts):
             if sum(map(len, batch)) + len(batch) <= _INLINE_CHARACTERS:
                 encoded = self.encode_many(batch, add_special_tokens=add_special_tokens)
@@ -147,17 +147,17 @@ class ServedTokenizer:
                 yield token_ids
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The same without holding up other requests when the text is long."""
+        """Like `encode`, off the event loop if the text is long."""
         if len(text) <= _INLINE_CHARACTERS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of token ids; ids that the tokenizer does not have are left out."""
+        """Return the text of token IDs; unknown IDs are skipped."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def decode_async(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The same without holding up other requests when there are many."""
+        """Like `decode`, off the event loop if there are many."""
         if len(token_ids) <= _INLINE_TOKENS:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return await asyncio.to_thread(
@@ -165,37 +165,37 @@ class ServedTokenizer:
         )
 
     def id_to_token(self, token_id: int) -> str:
-        """Return the vocabulary's string for an id, empty if there is none."""
+        """Return the vocabulary's string for an ID, empty if there is none."""
         return self.backend.id_to_token(token_id) or ""
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is left out of text when special tokens are skipped."""
+        """Return whether the token is omitted when special tokens are skipped."""
         return token_id in self._special
 
     def token_to_id(self, text: str) -> int | None:
-        """Return the id of the vocabulary's string, None if there is none."""
+        """Return the ID of a string in the vocabulary, None if there is none."""
         return self.backend.token_to_id(text)
 
     def is_special_text(self, text: str) -> bool:
-        """Whether a text is a special token, so that it is left out when those are skipped."""
+        """Return whether a text is a special token, which is omitted when those are skipped."""
         return self.backend.token_to_id(text) in self._special
 
     @classmethod
     def load(
         cls, directory: Path, model: ModelConfig, placeholders: Placeholders | None = None
     ) -> Self:
-        """Read tokenizer.json and what lies beside it in a model directory.
+        """Load tokenizer.json and related files from a model directory.
 
         Args:
-            directory: holds tokenizer.json; tokenizer_config.json, special_tokens_map.json,
+            directory: contains tokenizer.json; tokenizer_config.json, special_tokens_map.json,
                 chat_template.jinja, config.json and generation_config.json are used if present.
-            model: may name a file that replaces the model's chat template, and where defaults for
-                sampling are.
-            placeholders: of a model that takes images.
+            model: settings that can replace the model's chat template and its source of sampling
+                defaults.
+            placeholders: image placeholders of a model that takes images.
 
         Raises:
-            TokenizerError: a file is missing or broken.
-            BadGenerationConfig: the same of the one with the defaults.
+            TokenizerError: a file is missing or invalid.
+            BadGenerationConfig: the generation config is missing or invalid.
         """
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -205,7 +205,7 @@ class ServedTokenizer:
             )
         try:
             backend = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
+        except Exception as error:  # the library raises no more specific type
             raise TokenizerError(f"{path} cannot be read: {error}") from error
         backend.no_truncation()
         backend.no_padding()
@@ -253,7 +253,7 @@ class ServedTokenizer:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Split texts into groups with a limited number of characters, or of one longer text."""
+    """Split texts into batches with a limited total of characters; longer texts are alone."""
     first = size = 0
     for index, text in enumerate(texts):
         if index > first and size + len(text) > _BATCH_CHARACTERS:
@@ -276,7 +276,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _add_tokens(backend: Tokenizer, config: dict[str, Any]) -> None:
-    """Add the tokens that only tokenizer_config.json has, or has with other properties."""
+    """Add tokens that only tokenizer_config.json defines, or defines with other properties."""
     described = config.get("added_tokens_decoder") or {}
     try:
         for number in sorted(described, key=int):
@@ -288,7 +288,7 @@ def _add_tokens(backend: Tokenizer, config: dict[str, Any]) -> None:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return name to text; the files spell a token as a string or as an object with `content`."""
+    """Return name to text; files store a token as a string or as an object with `content`."""
     found = {}
     for name in _SPECIAL_TOKEN_NAMES:
         token = config.get(name)
@@ -299,7 +299,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _templates(directory: Path, config: dict[str, Any], given: str | None) -> dict[str, str]:
-    """Return the model's chat templates by name; `default` serves where no other is named."""
+    """Return the model's chat templates by name; `default` is used if none is named."""
     if given is not None:
         if "{{" in given or "{%" in given or "\n" in given:
             return {"default": given}
