@@ -1,1 +1,1 @@
-"""Responses and conversations that are kept for later requests, by all front ends of a node."""
+"""Storage of responses and conversations for later requests, shared by a node's front ends."""

@@ -1,4 +1,4 @@
-"""A PostgreSQL database that the front ends of all nodes share."""
+"""Storage in a PostgreSQL database that the front ends of all nodes share."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,19 +9,19 @@ import psycopg
 from server.store.records import TABLES, BackendFailed, since_boot
 
 _WAIT = 10
-"""Seconds for which a front end waits for a connection, a lock or a statement."""
+"""Timeout in seconds for connecting, for locks and for statements."""
 _LOCK = 0x5357_454C_4C
-"""Number of the advisory lock that every transaction holds."""
+"""Key of the advisory lock that every transaction takes."""
 
 
 class PostgresDatabase:
     """A connection that is reopened when it is lost; methods raise `BackendFailed`.
 
-    Its tables are in a schema of its own, `swell`.
+    Its tables are in the schema `swell`.
 
     Args:
-        url: `postgresql://...`, as libpq has it; what it leaves out is in libpq's variables and
-            files.
+        url: `postgresql://...` as in libpq; omitted parts come from libpq's environment variables
+            and files.
 
     Raises:
         OSError: the database cannot be used.
@@ -56,19 +56,19 @@ class PostgresDatabase:
         self._connection.close()
 
     def now(self) -> float:
-        """Return the database's time at the start of this process, and what has passed since."""
+        """Return the database's time at this process's start, plus the time elapsed since."""
         return self._epoch + since_boot()
 
     def has_room(self, _: int) -> bool:
-        """Always true: the database's operator looks after its disk."""
+        """Always true: disk space is the responsibility of the database's operator."""
         return True
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> Any:
-        """Execute a statement whose values are `?`; return the library's cursor.
+        """Execute a statement with `?` placeholders; return the library's cursor.
 
-        Outside a transaction that is done on a new connection if this one is lost.
+        Outside a transaction, a lost connection is reopened and the statement repeated.
         """
-        # No text here has a NUL, which the database does not take.
+        # PostgreSQL does not accept NUL in text.
         sent = [each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in values]
         text = statement.replace("?", "%s").encode()
         try:
@@ -84,7 +84,7 @@ class PostgresDatabase:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make changes atomically; no other process makes any at the same time."""
+        """Make changes atomically, excluding changes by other processes."""
         self.execute("BEGIN")
         self._in_transaction = True
         try:
@@ -93,7 +93,7 @@ class PostgresDatabase:
             self.execute("COMMIT")
         except BaseException:
             if not self._connection.closed:
-                with contextlib.suppress(BackendFailed):  # the server rolls back by itself, too
+                with contextlib.suppress(BackendFailed):  # the server also rolls back by itself
                     self.execute("ROLLBACK")
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Records of the store: responses, and the conversations that they belong to, each of a tenant."""
+"""Records of the store: responses and conversations, each owned by a tenant."""
 
 import time
 from typing import Literal
@@ -8,29 +8,29 @@ import msgspec
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 ROW_BYTES = 256
-"""What a row counts against the store's limit besides its texts."""
+"""Bytes that a row counts against the store's limit in addition to its texts."""
 
 UNFINISHED: frozenset[str] = frozenset(("queued", "in_progress"))
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """A response with the items that it was made of, or a conversation."""
+    """A response with its input items, or a conversation."""
 
     id: str
     tenant: str
     created: float
-    """Seconds since the epoch."""
+    """Unix time in seconds."""
     status: Status | Literal[""] = ""
-    """Of a response; empty: a conversation."""
+    """Status of a response; empty for a conversation."""
     previous: str | None = None
-    """The response that this one continues."""
+    """ID of the response that this one continues."""
     conversation: str | None = None
     input: bytes = b""
     """JSON array of the items that a response's request added."""
     body: bytes
-    """JSON of a response as clients see it, or of a conversation's metadata."""
+    """JSON of a response as shown to clients, or of a conversation's metadata."""
     beat: int = 0
-    """Grows while a process generates an unfinished response."""
+    """Heartbeat counter while a process generates the response."""
 
     @property
     def size(self) -> int:
@@ -43,9 +43,9 @@ class Part(msgspec.Struct, kw_only=True):
 
     id: str = ""
     body: bytes
-    """JSON object of an item; frames of events as clients get them."""
+    """JSON object of an item, or event frames as sent to clients."""
     position: int | None = None
-    """Number of the first of the events, from 0; None: an item, which is appended."""
+    """Number of the first event, from 0; None for an item, which is appended."""
 
     @property
     def size(self) -> int:
@@ -54,7 +54,7 @@ class Part(msgspec.Struct, kw_only=True):
 
 
 class Progress(msgspec.Struct):
-    """How far a background response is."""
+    """Progress of a background response."""
 
     status: str
     beat: int
@@ -62,19 +62,19 @@ class Progress(msgspec.Struct):
 
 
 class TooLong(Exception):
-    """A conversation is longer than what one request may have."""
+    """A conversation exceeds what one request can have."""
 
 
 class StoreFull(Exception):
-    """There is no room, even after other records were deleted; the message says where."""
+    """There is no room, even after deleting other records; the message says where."""
 
 
 class BackendFailed(Exception):
-    """The database does not work now; the message is for the log."""
+    """The database is unavailable; the message is for the log."""
 
 
 class DiskFull(BackendFailed):
-    """The file system of the database has no room."""
+    """The database's file system is full."""
 
 
 TABLES = """
@@ -94,9 +94,9 @@ CREATE TABLE IF NOT EXISTS parts (
     FOREIGN KEY (tenant, record) REFERENCES records (tenant, id) ON DELETE CASCADE
 );
 """
-"""Texts of any length are in `parts`, as every change of a row writes all of it."""
+"""Texts of unbounded length are in `parts`, because every update of a row rewrites all of it."""
 
 
 def since_boot() -> float:
-    """Return seconds that no change of the clock affects, the same in all processes."""
+    """Return seconds since boot: unaffected by clock changes, and the same in all processes."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

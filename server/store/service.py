@@ -1,4 +1,4 @@
-"""Stored responses and conversations, without blocking the event loop."""
+"""Asynchronous access to stored responses and conversations."""
 
 import asyncio
 import logging
@@ -17,39 +17,39 @@ from server.tenant_budget import TenantBudget
 logger = logging.getLogger(__name__)
 
 SILENCE = 15.0
-"""Seconds without a heartbeat after which an unfinished response is shown as failed."""
+"""Seconds without a heartbeat after which an unfinished response is reported as failed."""
 _MAX_WAITING = 1024
-"""Calls that wait for the store's thread; more are refused."""
+"""Maximum calls queued for the store's thread; further ones are refused."""
 _MAX_WAITING_OF_ONE = _MAX_WAITING // 2
-"""Maximum of them for one tenant."""
+"""Maximum queued calls per tenant."""
 _AT_ONCE = 4
-"""Maximum calls whose results are in memory before their callers take them."""
+"""Maximum results in memory that callers have not taken yet."""
 _MAX_WATCHED = 4096
-"""Maximum unfinished responses whose heartbeats are remembered."""
+"""Maximum unfinished responses whose heartbeats are tracked."""
 _LOG_INTERVAL = 60.0
-"""Seconds between log lines about a store that does not work."""
+"""Minimum seconds between log messages about an unavailable store."""
 _LOOK = 1.0
-"""Seconds between beats."""
+"""Seconds between heartbeats."""
 
 
 class Jobs:
-    """The responses that are being generated here, by id."""
+    """The responses being generated in this process, by ID."""
 
     def __init__(self, store: "ResponseStore") -> None:
         self._store = store
         self._tasks: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._watch: asyncio.Task[None] | None = None
         self.closing = False
-        """Whether the process is shutting down: jobs that end now were not cancelled by their
+        """Whether the process is shutting down: then cancelled jobs were not cancelled by their
         owners."""
 
     def is_full_for(self, owner: str) -> bool:
-        """Whether an owner may not begin another one now."""
+        """Return whether an owner has reached the limit of jobs."""
         own = sum(owner == each for each, _ in self._tasks.values())
         return self.closing or len(self._tasks) >= MAX_JOBS or own >= MAX_JOBS_OF_ONE
 
     def begin(self, id_: str, owner: str, making: Coroutine[Any, Any, None]) -> None:
-        """Generate a response in a task, which is cancelled to cancel the response."""
+        """Run the generation of a response in a task; cancelling the response cancels it."""
         task = asyncio.create_task(making, name=f"background {id_}")
         self._tasks[id_] = owner, task
         task.add_done_callback(lambda _: self._tasks.pop(id_, None))
@@ -57,12 +57,12 @@ class Jobs:
             self._watch = asyncio.create_task(self._look_after())
 
     def cancel(self, id_: str) -> None:
-        """Cancel a response, if it is generated here."""
+        """Cancel a response if it is generated here."""
         if id_ in self._tasks:
             self._tasks[id_][1].cancel()
 
     async def close(self) -> None:
-        """Cancel all of them."""
+        """Cancel all jobs."""
         self.closing = True
         tasks = [task for _, task in self._tasks.values()]
         if self._watch is not None:
@@ -91,28 +91,28 @@ Result = TypeVar("Result")
 
 
 class StoreUnavailable(Exception):
-    """The store does not work now, or has too much to do; the message is for the log."""
+    """The store is unavailable or overloaded; the message is for the log."""
 
 
 class ResponseStore:
-    """Calls a backend from one thread; tenants take turns."""
+    """Calls a backend in a single thread, scheduled fairly between tenants."""
 
     def __init__(self, backend: SqlBackend) -> None:
         self.backend = backend
         self._thread = ThreadPoolExecutor(1, "response store")
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue(_MAX_WAITING, _MAX_WAITING_OF_ONE)
         self._beats: dict[str, tuple[int, float]] = {}
-        """The newest beat of unfinished responses, and when it was first seen here."""
+        """Newest heartbeat of unfinished responses, and when it was first seen here."""
         self.followers = TenantBudget(MAX_JOBS_OF_ONE, MAX_JOBS)
-        """Clients that follow background responses."""
+        """Limits clients that follow background responses."""
         self.unread = TenantBudget(MAX_UNSENT_OF_ONE, MAX_UNSENT)
-        """Bytes of large events that clients have not read yet."""
+        """Limits bytes of large events that clients have not read yet."""
         self._log_after = 0.0
         self.jobs = Jobs(self)
         """Responses that this process generates in the background."""
 
     def close(self) -> None:
-        """Close once pending calls are done."""
+        """Close after pending calls have completed."""
         self._thread.shutdown()
         self.backend.close()
 
@@ -123,11 +123,11 @@ class ResponseStore:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Result:
-        """Call a method of the backend on the records of a tenant.
+        """Call a method of the backend on a tenant's records.
 
         Raises:
-            StoreUnavailable: it does not work now, or too many calls wait.
-            StoreFull: see the method, which may raise more.
+            StoreUnavailable: the store is unavailable, or too many calls are queued.
+            StoreFull: see the method, which can raise other errors too.
         """
         await self._turn(tenant)
         began = time.monotonic()
@@ -146,7 +146,7 @@ class ResponseStore:
             self._end_turn(tenant, time.monotonic() - began)
 
     async def mend(self) -> None:
-        """Restore a file that was removed, before a new process opens an empty one."""
+        """Restore a deleted database file, before a new process creates an empty one."""
         with suppress(StoreUnavailable):
             await self.call(SqlBackend.get, "", "")
 
@@ -160,7 +160,7 @@ class ResponseStore:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had come already
+            if turn.done() and not turn.cancelled():  # granted just before the cancellation
                 self._end_turn(tenant, 0.0)
             raise
 
@@ -184,9 +184,9 @@ class ResponseStore:
             logger.warning("the store of responses is %s: %s", what, error)
 
     def is_abandoned(self, id_: str, status: str, beat: int) -> bool:
-        """Whether the process that generates a response has been silent for `SILENCE` seconds.
+        """Return whether the process generating a response has been silent for `SILENCE` seconds.
 
-        This is not stored: the process may only be suspended, and finish later.
+        This is not stored: the process may only be suspended and finish later.
         """
         if status not in UNFINISHED:
             self._beats.pop(id_, None)

@@ -1,4 +1,4 @@
-"""Records in an SQL database that several front ends share."""
+"""Records in an SQL database shared by several front ends."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from server.store.sqlite import SqliteDatabase
 
 _INPUT, _BODY = -2, -1
-"""Positions of a record's own texts."""
+"""Positions in `parts` of a record's input and body."""
 _COLUMNS = "id, tenant, created, status, previous, conversation, beat"
 _TEXT = (
     "(SELECT body FROM parts WHERE parts.tenant = records.tenant AND record = records.id"
@@ -32,17 +32,17 @@ _ONE = "tenant = ? AND id = ?"
 
 
 class SqlBackend:
-    """Stores records up to a size and an age; used by one thread at a time.
+    """Stores records, limited in size and age; not thread-safe.
 
     If there is no room, the least recently used record of the tenant with the most bytes is
-    deleted. Every change is one transaction. Methods raise `StoreFull` where they add something,
-    and `BackendFailed`.
+    deleted. Every change is one transaction. Methods raise `BackendFailed`, and `StoreFull` if they
+    add something.
 
     Args:
-        database: has the tables; used by one thread at a time.
-        max_bytes: of all records.
+        database: contains the tables; not thread-safe.
+        max_bytes: maximum total of all records.
         max_age: seconds for which a record is kept after its last use.
-        evicted: is told why something was deleted: age, limit or disk.
+        evicted: called with the reason of each deletion: age, limit or disk.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SqlBackend:
         self._max_age = max_age
         self._evicted = evicted
         self.total = 0
-        """Bytes of all records, as of the last change."""
+        """Bytes of all records at the last change."""
 
     def close(self) -> None:
         """Close the database."""
@@ -66,12 +66,12 @@ class SqlBackend:
     def put(
         self, tenant: str, record: Record, items: Sequence[Part] = (), only_known: bool = False
     ) -> None:
-        """Store a record; it replaces an unfinished response or a conversation of the same id.
+        """Store a record; replaces an unfinished response or a conversation with the same ID.
 
         Items are added to the response's conversation.
 
         Args:
-            only_known: store nothing if there is no such record: it was deleted meanwhile.
+            only_known: store nothing if the record does not exist (any more).
 
         Raises:
             TooLong: the conversation would have too many items, or be too large.
@@ -117,9 +117,9 @@ class SqlBackend:
         return None if row is None else Record(**dict(zip(names, row, strict=True)))
 
     def chain(self, tenant: str, id_: str) -> list[Record] | None:
-        """Return a response after all that it continues, the oldest first; None: one is missing.
+        """Return a response and its predecessors, oldest first; None if one is missing.
 
-        All of them count as used now.
+        This counts as a use of all of them.
 
         Raises:
             TooLong: there are too many of them, or they are too large.
@@ -141,12 +141,12 @@ class SqlBackend:
         return found[::-1]
 
     def delete(self, tenant: str, id_: str) -> bool:
-        """Delete a record with its parts; return whether there was one."""
+        """Delete a record with its parts; return whether it existed."""
         with self._database.transaction():
             return self._delete(_ONE, tenant, id_) > 0
 
     def cancel(self, tenant: str, id_: str) -> None:
-        """Ask the process that generates a response to cancel it."""
+        """Request the process that generates a response to cancel it."""
         with self._database.transaction():
             self._execute(f"UPDATE records SET cancelled = 1 WHERE {_ONE}", tenant, id_)
 
@@ -164,11 +164,11 @@ class SqlBackend:
         return stopped
 
     def progress(self, tenant: str, id_: str, after: int) -> Progress | None:
-        """Return how far a response is, with some of its events from number `after` + 1 on.
+        """Return the progress of a response, with some of its events after number `after`.
 
-        The first batch may begin with earlier ones.
+        The first batch can start with earlier events.
         """
-        # In this order: if it has ended, all events are there.
+        # In this order: if the response has ended, all its events are visible.
         found = self._execute(f"SELECT status, beat FROM records WHERE {_ONE}", tenant, id_)
         row = found.fetchone()
         if row is None:
@@ -176,7 +176,7 @@ class SqlBackend:
         return Progress(row[0], row[1], self._parts(tenant, id_, after + 1, MAX_KEPT_BATCHES))
 
     def add(self, tenant: str, id_: str, parts: Sequence[Part]) -> bool:
-        """Add parts to a record; return whether there is one.
+        """Add parts to a record; return whether it exists.
 
         Raises:
             TooLong: a conversation would have too many items, or be too large.
@@ -186,12 +186,12 @@ class SqlBackend:
             return self._add(tenant, id_, parts)
 
     def items(self, tenant: str, id_: str) -> list[Part] | None:
-        """Return all items of a conversation, which counts as used now; None if there is none."""
+        """Return all items of a conversation, which counts as a use; None if it does not exist."""
         with self._database.transaction():
             return self._parts(tenant, id_, 0) if self._grow(tenant, id_, 0) else None
 
     def delete_item(self, tenant: str, id_: str, item: str) -> bool:
-        """Delete an item of a conversation; return whether there was one."""
+        """Delete an item of a conversation; return whether it existed."""
         with self._database.transaction():
             row = self._execute(
                 "DELETE FROM parts WHERE tenant = ? AND record = ? AND id = ? AND position >= 0"
@@ -237,7 +237,7 @@ class SqlBackend:
     # -- room ------------------------------------------------------------------------------------
 
     def _grow(self, tenant: str, id_: str, by: int) -> int:
-        """Add to the size of a record that is used now; return its size, 0 if there is none."""
+        """Add to the size of a record and mark it used; return its size, 0 if it does not exist."""
         row = self._execute(
             f"UPDATE records SET size = size + ?, used = ? WHERE {_ONE} RETURNING size",
             by, self._database.now(), tenant, id_,
@@ -263,9 +263,9 @@ class SqlBackend:
         return len(gone)
 
     def _make_room(self, size: int, tenant: str, kept: str) -> None:
-        """Delete records that are too old, and others until `size` more bytes fit, but not `kept`.
+        """Delete expired records, and others until `size` more bytes fit, except `kept`.
 
-        In a transaction of its own: a database cannot write over what it may have to restore.
+        Runs in a separate transaction: a database cannot reuse space that it may have to restore.
         """
         with self._database.transaction():
             too_old = self._database.now() - self._max_age

@@ -1,4 +1,4 @@
-"""One SQLite file that all front ends of a node share."""
+"""Storage in one SQLite file that all front ends of a node share."""
 
 import contextlib
 import errno
@@ -15,30 +15,30 @@ from server.store.records import TABLES, BackendFailed, DiskFull, since_boot
 logger = logging.getLogger(__name__)
 
 _WAIT = 10.0
-"""Seconds for which a front end waits for others that write."""
+"""Seconds to wait for other writers."""
 _PAUSE = 0.02
-"""Seconds between tries where SQLite itself does not wait."""
+"""Seconds between retries where SQLite itself does not wait."""
 _RESERVED_SHARE, _MOST_RESERVED = 8, 64 << 20
-"""An eighth of the file system, at most this many bytes, is left to others."""
+"""Reserve: an eighth of the file system, at most this many bytes, stays free."""
 _JOURNAL = 1 << 18
-"""Bytes of a journal that are kept between transactions: to delete needs room, too."""
+"""Bytes of journal kept between transactions, because deleting needs space too."""
 _TREES = 1 << 16
-"""Bytes that indexes may need when anything is added, beside an eighth of it."""
+"""Bytes that indexes may need per addition, in addition to an eighth of its size."""
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 _VERSION = 1
-"""Of the tables, noted in the file."""
+"""Version of the tables, stored in the file."""
 _OLD_TABLES = ("conversations", "events", "items", "responses", "tenants")
-"""Of versions that kept each kind of record in tables of its own."""
+"""Tables of versions with separate tables for each kind of record."""
 
 
 class SqliteDatabase:
-    """A file; methods raise `BackendFailed`.
+    """An SQLite file; methods raise `BackendFailed`.
 
-    Without `lasting` it is the node's own. It does not survive a crash of the machine, so that no
-    write waits for the disk, and is restored if a cleaner of /tmp removes it.
+    Without `lasting` the file belongs to the node: it need not survive a machine crash, so writes
+    do not wait for the disk, and it is restored if a cleaner of /tmp removes it.
 
     Args:
-        path: of the file; if it does not exist, it is made, readable by its owner alone.
+        path: of the file; created if missing, readable only by its owner.
         lasting: whether the file outlives the node.
 
     Raises:
@@ -54,13 +54,13 @@ class SqliteDatabase:
         self._in_transaction = False
         try:
             self._connected()
-        except DiskFull as error:  # there may be room later: a front end starts without it
+        except DiskFull as error:  # there may be space later, so the front end still starts
             logger.warning("the store of responses cannot be opened yet: %s", error)
         except BackendFailed as error:
             raise OSError(f"{path} cannot be used as a store of responses: {error}") from error
 
     def _connected(self) -> sqlite3.Connection:
-        """Return a connection to the file that is at the path now."""
+        """Return a connection to the file currently at the path."""
         old = self._connection
         if old is not None:
             if self._in_transaction or self._lasting:
@@ -91,9 +91,9 @@ class SqliteDatabase:
         return connection
 
     def _put_back(self, old: sqlite3.Connection) -> None:
-        """Copy the file, which is still open, back to its path, unless another process has."""
+        """Copy the deleted but still open file back to its path, unless another process has."""
         logger.warning("%s was removed: restored it", self._path)
-        # Of no use without its file, and SQLite fails to open it.
+        # Useless without its file, and SQLite fails to open it.
         self._journal.unlink(missing_ok=True)
         copy = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
@@ -106,10 +106,10 @@ class SqliteDatabase:
             copy.unlink(missing_ok=True)
 
     def _set_up(self, connection: sqlite3.Connection, until: float) -> None:
-        """Create what is missing; all front ends of a node do so at the same time.
+        """Create missing tables; all front ends of a node do so concurrently.
 
-        SQLite does not wait for another that writes a file which is about to get its write-ahead
-        log: it says at once that it is busy.
+        While another process switches the file to a write-ahead log, SQLite does not wait but
+        reports immediately that it is busy.
         """
         journal, synchronous = ("WAL", "NORMAL") if self._lasting else ("PERSIST", "OFF")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -119,7 +119,7 @@ class SqliteDatabase:
                 connection.execute(f"PRAGMA journal_mode = {journal}")
                 connection.execute(f"PRAGMA synchronous = {synchronous}")
                 connection.execute("PRAGMA wal_autocheckpoint = 256")
-                # Some distributions overwrite what is deleted, which needs as much of a journal.
+                # Some distributions overwrite deleted data, which needs a journal of equal size.
                 connection.execute("PRAGMA secure_delete = FAST")
                 connection.execute(f"PRAGMA journal_size_limit = {_JOURNAL}")
                 if _version(connection) != _VERSION:
@@ -153,11 +153,11 @@ class SqliteDatabase:
             self._connection.close()
 
     def now(self) -> float:
-        """Return seconds since boot, from the epoch that the first process of this boot noted."""
+        """Return seconds since boot, plus the epoch stored by the first process of this boot."""
         return float(self._epoch) + since_boot()
 
     def has_room(self, size: int) -> bool:
-        """Whether the file has enough unused pages, or the file system more than the reserve."""
+        """Return whether the file has enough free pages, or the disk more than the reserve."""
         (unused,) = self.execute(
             "SELECT freelist_count * page_size FROM pragma_freelist_count, pragma_page_size"
         ).fetchone()
@@ -169,7 +169,7 @@ class SqliteDatabase:
         return disk.f_bavail * disk.f_frsize > size + reserved
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> Any:
-        """Execute a statement whose values are `?`, in the transaction if there is one."""
+        """Execute a statement with `?` placeholders, within the current transaction if any."""
         try:
             return self._connected().execute(statement, tuple(values))
         except sqlite3.Error as error:
@@ -184,7 +184,7 @@ class SqliteDatabase:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make changes atomically; no other process makes any at the same time."""
+        """Make changes atomically, excluding changes by other processes."""
         self.execute("BEGIN IMMEDIATE")
         self._in_transaction = True
         try:
