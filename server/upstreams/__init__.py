@@ -1,1 +1,1 @@
-"""Models that other servers serve, behind the same address."""
+"""Forwarding of requests for models that other servers serve."""

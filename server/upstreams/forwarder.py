@@ -1,8 +1,8 @@
-"""Sends requests for models of other servers there, and their answers back as they come.
+"""Forwards requests for models of other servers, and streams their responses back.
 
-The client's key goes with a request, so that the other server's keys, limits and counts of
-tenants hold. Nothing is sent on twice: a request that came from another server, which its `Via`
-header tells, is answered here or not at all.
+The client's key is forwarded, so that the other server's authentication, limits and tenant counts
+apply. Nothing is forwarded twice: a request that came from another server, as its `Via` header
+shows, is answered here or refused.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from server.upstreams.routes import ModelRoutes
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
-"""To all other servers together; further requests wait for `_PLACE_SECONDS`."""
+"""Maximum connections to all servers together; further requests wait for `_PLACE_SECONDS`."""
 
 _CONNECT_SECONDS = 5.0
 _WRITE_SECONDS = 60.0
 _PLACE_SECONDS = 5.0
 _IDLE_SECONDS = 2.0
-"""Connections are kept for less than servers do: nothing is sent into one that is being closed."""
+"""Idle timeout, shorter than servers' own, so that no request meets a connection being closed."""
 
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -35,11 +35,11 @@ _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 ]
-"""An answer may be long in coming, but not from a node that is gone: 30 seconds."""
+"""Keep-alive options: responses may take long, but a dead peer is detected within 30 seconds."""
 
 _CONNECT_TRIES = 4
 _FIRST_PAUSE = 0.1
-"""Seconds before a server that could not be reached is tried again; doubles each time."""
+"""Seconds before an unreachable server is retried; doubles each time."""
 
 _EVENT_END = b"\n\n"
 _VIA = b"1.1 swell"
@@ -79,11 +79,11 @@ class _Asked(msgspec.Struct):
 
 
 class Forwarder:
-    """Serves the models of other servers.
+    """Forwards requests to the servers of their models.
 
     Args:
-        routes: which server serves which model.
-        metrics: counts what was forwarded.
+        routes: the server of each model.
+        metrics: counts forwarded requests.
     """
 
     def __init__(self, routes: ModelRoutes, metrics: FrontEndMetrics) -> None:
@@ -111,9 +111,9 @@ class Forwarder:
         return list(self._routes.current())
 
     def remote_model(self, call: Call, here: Collection[str]) -> str | None:
-        """Return the model that a call asks for if another server has it, and none of those `here`.
+        """Return the model that a call names if another server has it and it is not one of `here`.
 
-        A call that came from a server is never another's.
+        None for a call that was forwarded from another server.
         """
         routes = self._routes.current()
         if not routes or _came_from_server(call):
@@ -121,15 +121,15 @@ class Forwarder:
         try:
             asked = msgspec.json.decode(call.content, type=_Asked).model
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None  # what is wrong with the body is said where it is read in full
+            return None  # errors in the body are reported where it is parsed in full
         return asked if asked in routes and asked not in here else None
 
     async def forward(self, call: Call, model: str) -> None:
-        """Answer a call with what a model's server says.
+        """Answer a call with the response of a model's server.
 
         Raises:
             ApiError: 503, the server cannot be reached.
-            ClientDisconnected: the client hung up.
+            ClientDisconnected: the client disconnected.
         """
         with call:
             response = await self._ask(call, model)
@@ -141,10 +141,10 @@ class Forwarder:
                 await response.aclose()
 
     async def _ask(self, call: Call, model: str) -> httpx.Response:
-        """Return the beginning of the answer of a model's server.
+        """Send a call to a model's server; return the response once its headers have arrived.
 
-        One that cannot be reached is tried again, since nothing has arrived there: it may be
-        being replaced.
+        Connecting to an unreachable server is retried, since it has received nothing: it may be
+        in the middle of a replacement.
         """
         pause = _FIRST_PAUSE
         for left in reversed(range(_CONNECT_TRIES)):
@@ -173,7 +173,7 @@ class Forwarder:
         raise _unreachable(model)
 
     async def close(self) -> None:
-        """Close all connections; streams that are not over break off."""
+        """Close all connections; unfinished streams are cut off."""
         await self._client.aclose()
 
 
@@ -197,14 +197,14 @@ def _headers(call: Call) -> list[tuple[bytes, bytes]]:
 
 
 async def _body(call: Call) -> AsyncIterator[bytes]:
-    """Yield the body of a call; a request that was made of it does not keep it."""
+    """Yield the body of a call, without keeping a reference in the request."""
     yield call.content
 
 
 async def _answer(call: Call, response: httpx.Response) -> None:
-    """Send an answer back, as fast as the client reads it.
+    """Send a response back, as fast as the client reads it.
 
-    A stream of events that breaks off between two of them ends with an error event.
+    An event stream that is cut off between two events ends with an error event.
     """
     given = [(name.lower(), value) for name, value in response.headers.raw]
     is_stream = dict(given).get(b"content-type", b"").startswith(b"text/event-stream")

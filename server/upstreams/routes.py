@@ -1,4 +1,4 @@
-"""Which other server serves which model, as a file says that operators change at any time."""
+"""Models of other servers, from a file that operators can change at any time."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ from engine.shared.watched_file import WatchedFile
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 1.0
-"""Seconds between looks at whether the file has changed."""
+"""Seconds between checks for a changed file."""
 
 MAX_FILE_BYTES = 1 << 20
 MAX_ROUTES = 1024
@@ -23,19 +23,19 @@ _ORIGIN = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 
 
 class BadModelRoutes(Exception):
-    """The file cannot be used; the message is for people."""
+    """The file is unusable; the message is shown to the user."""
 
 
 _Routes = dict[Annotated[str, Meta(min_length=1, max_length=256)], str]
 
 
 def read_routes(path: Path) -> dict[str, str]:
-    """Return the address of the server of each model that a file of `NAME: URL` lines has.
+    """Return the server address of each model in a file of `NAME: URL` lines.
 
     Raises:
-        BadModelRoutes: the file cannot be read, or something else is in it.
+        BadModelRoutes: the file is unreadable or malformed.
     """
-    import yaml  # front ends without such a file start without it
+    import yaml  # imported only by front ends that have such a file
 
     what = f"--model-routes {path}"
     try:
@@ -57,20 +57,20 @@ def read_routes(path: Path) -> dict[str, str]:
 
 
 class ModelRoutes:
-    """The routes of a file, read again when it changes; one that cannot be used changes nothing."""
+    """The routes in a file, reloaded on change; an unusable version is ignored."""
 
     def __init__(self, path: str) -> None:
-        """Read the file.
+        """Load the file.
 
         Raises:
-            BadModelRoutes: it cannot be used.
+            BadModelRoutes: it is unusable.
         """
         self._file = WatchedFile(path)
         self._look_at = 0.0
         self._routes = read_routes(self._file.path)
 
     def current(self) -> dict[str, str]:
-        """Return the address of each model's server."""
+        """Return the server address of each model."""
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_INTERVAL
