@@ -1,1 +1,1 @@
-"""`swell run-batch`: answers a file of requests."""
+"""`swell run-batch`: processes a file of requests."""

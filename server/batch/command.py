@@ -43,11 +43,11 @@ _CHECK_SECONDS = 30.0
 
 
 Here = Callable[[], AbstractAsyncContextManager[FastAPI]]
-"""Serves the endpoints from a model in this process."""
+"""Serves the endpoints of a model in this process."""
 
 
 class ServerUnusable(Exception):
-    """There is no server, or none that lets this client in."""
+    """The server is unreachable or denies access."""
 
 
 async def send_all(
@@ -83,7 +83,7 @@ async def send_all(
             raise ServerUnusable(f"{base_url} answers {models.status_code}: {models.text}")
 
         async def work() -> None:
-            for request in requests:  # one iterator for all workers: each takes the next
+            for request in requests:  # one iterator shared by all workers
                 done(await _send(client, request, config))
 
         try:
@@ -100,7 +100,7 @@ async def _answer_here(
     requests: Iterator[BatchRequest],
     done: Callable[[BatchResult], None],
 ) -> None:
-    """Do what `send_all` does, without a server."""
+    """Like `send_all`, without a server."""
     async with here() as app:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         await send_all("http://localhost", config, requests, done, transport)
@@ -109,7 +109,7 @@ async def _answer_here(
 async def _send(
     client: httpx.AsyncClient, request: BatchRequest, config: BatchConfig
 ) -> BatchResult:
-    """Send one request until it is answered, or has been sent often enough."""
+    """Send one request, with retries up to the limit."""
     name, body = new_id(), bytes(request.body)
     for attempt in range(config.max_retries + 1):
         last, asked_wait = attempt == config.max_retries, None
@@ -141,7 +141,7 @@ async def _send(
 
 
 def _wait(attempt: int, asked: str | None) -> float:
-    """Return the seconds until the next try, a little different for everybody."""
+    """Return the seconds until the next attempt, with jitter."""
     if asked is not None and asked.isdecimal():
         return min(float(asked), _LONGEST_WAIT) * random.uniform(1.0, 1.25)
     return min(_FIRST_WAIT * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
@@ -150,10 +150,10 @@ def _wait(attempt: int, asked: str | None) -> float:
 def run_batch(config: RunBatchConfig, here: Here | None = None) -> int:
     """Run a batch; return 0 if every request was answered or refused, else 1.
 
-    `here` takes the place of a server.
+    `here`, if given, replaces a server.
     """
     console = Console(stderr=True)
-    # SIGTERM ends a run as Ctrl-C does: what was answered is in the file.
+    # SIGTERM ends a run as Ctrl-C does: answered requests are already in the file.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _run(config, console, here)
@@ -229,7 +229,7 @@ def _unanswered(lines: Iterator[bytes], answered: Collection[str]) -> Iterator[B
 
 
 def _attempts(lines: Iterator[bytes]) -> Iterator[Attempt]:
-    """Yield what the lines are: requests, each by a name of its own, or none."""
+    """Parse the lines to requests with unique IDs, or errors."""
     seen: set[str] = set()
     for line in lines:
         if not line.strip():

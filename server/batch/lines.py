@@ -1,4 +1,4 @@
-"""The lines of batch files, as OpenAI has them: requests, and what came of them."""
+"""Lines of batch files, in OpenAI's format: requests and results."""
 
 import fcntl
 import os
@@ -27,11 +27,11 @@ URLS = (
     "/pooling",
     "/classify",
 )
-"""What requests of a batch may ask for."""
+"""Endpoints that batch requests can use."""
 
 
 def new_id() -> str:
-    """Return a name for an attempt to answer a line."""
+    """Return an ID for an attempt to answer a line."""
     return f"batch_req_{uuid.uuid4().hex}"
 
 
@@ -46,14 +46,14 @@ class BatchRequest(msgspec.Struct, frozen=True):
 
 
 class BatchError(msgspec.Struct, frozen=True):
-    """Why there is no response."""
+    """Why a request has no response."""
 
     code: str
     message: str
 
 
 class BatchResponse(msgspec.Struct, frozen=True):
-    """What the server answered, success or not."""
+    """The server's response, success or not."""
 
     status_code: int
     request_id: str
@@ -70,7 +70,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outcome(self) -> Literal["answered", "refused", "failed"]:
-        """What came of it; only what failed may be answered in another way the next time."""
+        """Outcome; only failed requests are worth retrying."""
         status = 503 if self.response is None else self.response.status_code
         if status == 200:
             return "answered"
@@ -78,7 +78,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadLine(ValueError):
-    """A line is no request that could be sent."""
+    """A line is not a valid request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -87,7 +87,7 @@ class BadLine(ValueError):
 
 
 Attempt = BatchRequest | BadLine
-"""What a line of the input file is."""
+"""The parsed form of an input line."""
 
 _encode = msgspec.json.Encoder().encode
 _decode_request = msgspec.json.Decoder(BatchRequest).decode
@@ -95,10 +95,10 @@ _decode_result = msgspec.json.Decoder(BatchResult).decode
 
 
 def read_request(line: bytes) -> BatchRequest:
-    """Return the request on a line.
+    """Parse a line to a request.
 
     Raises:
-        BadLine: it is none; the reason names what is wrong.
+        BadLine: it is invalid; the reason names what is wrong.
     """
     try:
         request = _decode_request(line)
@@ -132,12 +132,12 @@ def _name(line: bytes) -> str | None:
 
 
 def write_result(result: BatchResult) -> bytes:
-    """Return the line of a result."""
+    """Return the output line of a result."""
     return _encode(result) + b"\n"
 
 
 def read_result(line: bytes) -> BatchResult | None:
-    """Return the result on a line; None if the line is damaged, as by a crash."""
+    """Parse an output line; None if the line is damaged, e.g. by a crash."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -147,27 +147,27 @@ def read_result(line: bytes) -> BatchResult | None:
 
 
 class OutputBusy(Exception):
-    """Another run writes to the file."""
+    """Another run is writing to the file."""
 
 
 class OutputFile:
-    """Takes results, as a context manager, and is put into the order of the input at the end.
+    """Output file that collects results, as a context manager, and is finally put in input order.
 
-    A line is written at once and whole, so that at most the last one can be damaged. When a file is
-    taken up again, damaged lines and those that another try may change (no answer, server busy or
-    failing) are removed; `answered` names the rest.
+    Each line is written at once and completely, so only the last one can be damaged. When a run is
+    resumed, damaged lines and those worth retrying (no response, server busy or failing) are
+    removed; `answered` has the rest.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.answered: dict[str, int] = {}
-        """Where in the file the line of each request begins."""
+        """Offset in the file of each answered request's line."""
 
     def __enter__(self) -> "OutputFile":
         """Open the file.
 
         Raises:
-            OutputBusy: another run writes to it.
+            OutputBusy: another run is writing to it.
             OSError: it cannot be read or written.
         """
         writable_file(self._path)
@@ -180,7 +180,7 @@ class OutputFile:
         return self
 
     def append(self, result: BatchResult) -> None:
-        """Write a line."""
+        """Append a line."""
         line = write_result(result)
         begin = os.fstat(self._file).st_size
         if os.write(self._file, line) != len(line):
@@ -189,9 +189,9 @@ class OutputFile:
             self.answered[result.custom_id] = begin
 
     def order(self, attempts: Iterable[Attempt]) -> None:
-        """Put the lines into the order of what they answer, and say what is wrong with the rest.
+        """Put the lines in input order, and add errors for requests without an answer.
 
-        Answers to other requests, as of an earlier run with more of them, stay behind these.
+        Answers to other requests, e.g. of an earlier run with more of them, follow at the end.
 
         Raises:
             OSError: there is no space for a second file.
@@ -236,7 +236,7 @@ class OutputFile:
         return kept, dropped
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        """Put a file with these lines in place of the present one, in one step."""
+        """Atomically replace the file by one with these lines."""
         beside = self._path.with_name(self._path.name + ".new")
         with beside.open("wb") as file:
             file.writelines(lines)
