@@ -57,12 +57,12 @@ async def send_all(
     done: Callable[[BatchResult], None],
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> None:
-    """Send all requests to a server; tell of each result as soon as there is one.
+    """Send all requests to a server; report each result as soon as it arrives.
 
-    `transport` leads to it, if not HTTP.
+    `transport` replaces HTTP.
 
     Raises:
-        ServerUnusable: no server answers, before any request is counted as failed.
+        ServerUnusable: no server responds, before any request is counted as failed.
     """
     headers = {"content-type": "application/json"}
     if config.api_key is not None:
