@@ -1,4 +1,4 @@
-"""One completion as its client sees it: what came, when, and what went wrong."""
+"""One completion request as seen by the client: output, timing and errors."""
 
 import asyncio
 import re
@@ -17,13 +17,13 @@ _DETAIL_LENGTH = 300
 
 
 class EventParser:
-    """Splits a stream of server-sent events, cut anywhere, into the data of its events."""
+    """Incremental parser of server-sent events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of every event that is now complete; comments and names are skipped."""
+        """Return the data of every completed event; comments and event names are skipped."""
         data = self._rest + data if self._rest else data
         held = b""
         if b"\r" in data:
@@ -45,7 +45,7 @@ class EventParser:
 
 
 class Message(msgspec.Struct):
-    """What a chat chunk adds, or a chat answer says."""
+    """Content of a chat chunk or of a whole chat answer."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -54,7 +54,7 @@ class Message(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """One choice of a chunk or an answer; completions have `text`."""
+    """One choice of a chunk or answer; completions have `text`."""
 
     text: str = ""
     delta: Message | None = None
@@ -63,7 +63,7 @@ class Choice(msgspec.Struct):
 
     @property
     def shows_output(self) -> bool:
-        """Whether a client could show something of it: an opening role or an end is not that."""
+        """Whether it has visible output, not only a role or a finish reason."""
         said = self.delta or self.message
         if said is None:
             return bool(self.text)
@@ -78,7 +78,7 @@ class Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """A chunk of a stream or a whole answer; unknown fields are ignored."""
+    """A chunk of a stream, or a whole answer; unknown fields are ignored."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -90,7 +90,7 @@ decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
 class _Stream:
-    """Fills a record from the events of an answer."""
+    """Fills a record from the events of a stream."""
 
     def __init__(self, record: Record) -> None:
         self.began = self._previous = time.monotonic()
@@ -122,7 +122,7 @@ class _Stream:
 
 
 def _noted(record: Record, payload: bytes | bytearray) -> list[Choice]:
-    """Note what a chunk or an answer says of its request; return its choices."""
+    """Record the data of a chunk or answer; return its choices."""
     try:
         chunk = decode_chunk(payload)
     except msgspec.DecodeError:
@@ -157,12 +157,12 @@ async def complete(
     give_up_after: float,
     record: Record | None = None,
 ) -> Record:
-    """Send one completion and read its answer; failures are part of the record.
+    """Send one completion request and read its answer; failures are part of the record.
 
     Args:
-        body: JSON body, which asks for a stream with usage if `stream`.
-        give_up_after: seconds for all of it.
-        record: filled while the answer arrives and returned; a new one if absent.
+        body: JSON body, which requests a stream with usage if `stream`.
+        give_up_after: total timeout in seconds.
+        record: filled while the answer arrives, and returned; a new one if None.
     """
     record = Record() if record is None else record
     seen = _Stream(record)
@@ -187,6 +187,6 @@ async def complete(
     elif not seen.done and record.error is None:
         record.error = "stream_cut"
     elif record.first_token is None and seen.first_choice:
-        # Tokens without a text of their own were drawn all the same.
+        # Tokens without visible text were generated nevertheless.
         record.first_token = seen.first_choice - seen.began
     return record

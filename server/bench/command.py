@@ -1,4 +1,4 @@
-"""`swell bench`: runs a benchmark, shows it live, prints and saves its result."""
+"""`swell bench`: runs a benchmark with a live display, prints and saves the result."""
 
 import importlib.util
 import json
@@ -49,7 +49,7 @@ _BINS = 60
 def bench(config: BenchConfig) -> int:
     """Run a benchmark, print and save its result; return the exit code."""
     output, plot = config.report.output, config.report.plot
-    # SIGTERM ends a run as Ctrl-C does: sending processes stop and what was measured is shown.
+    # SIGTERM ends a run as Ctrl-C does: sending processes stop, and partial results are shown.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         limits = parse_goodput(config.report.goodput)
@@ -95,7 +95,7 @@ def _run(config: BenchConfig) -> Progress:
 
 
 class _LiveDisplay:
-    """Shows a run while it goes on."""
+    """Shows the progress of a run."""
 
     def __init__(self, console: Console, planned: int) -> None:
         self._bar = Bar(
@@ -113,7 +113,7 @@ class _LiveDisplay:
         self._tokens: deque[tuple[float, int]] = deque()
 
     def update(self, progress: Progress) -> None:
-        """Show the newest state."""
+        """Show the latest progress."""
         for record in progress.records[self._seen :]:
             self._failed += record.error is not None
             if record.first_token is not None:
@@ -198,7 +198,7 @@ def _latency_table(summary: Summary) -> Table:
 
 
 def _client_line(progress: Progress) -> str:
-    """Return what the measuring itself cost."""
+    """Return a line with the client's own CPU usage."""
     costs = progress.costs
     cpu = sum(cost.cpu_seconds for cost in costs)
     deltas = sum(cost.deltas for cost in costs)
@@ -218,7 +218,7 @@ def _client_line(progress: Progress) -> str:
 def _result(
     config: BenchConfig, progress: Progress, summary: Summary, warnings: list[str]
 ) -> dict[str, Any]:
-    """Return the result for a file; latencies under the names that vLLM's benchmark gives them."""
+    """Return the result for a file; latencies have the names that vLLM's benchmark uses."""
     rate = config.traffic.request_rate
     result: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -263,7 +263,7 @@ def _result(
 
 
 def _save_plot(path: Path, records: Sequence[Record], title: str) -> None:
-    """Draw latencies and throughput of the successful requests into a PNG file."""
+    """Plot latencies and throughput of the successful requests to a PNG file."""
     from matplotlib.figure import Figure
 
     good = [record for record in records if record.error is None]

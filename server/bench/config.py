@@ -12,7 +12,7 @@ from engine.shared.config import NonNegativeInt, PositiveFloat, PositiveInt, Sec
 
 
 class BenchError(Exception):
-    """The run cannot begin or go on; the message says why."""
+    """The run cannot start or continue; the message says why."""
 
 
 class TargetConfig(Section, frozen=True, kw_only=True):
@@ -105,10 +105,10 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     seed: Annotated[int, "Seed of prompts, lengths and arrivals."] = 0
 
     def extra_fields(self) -> dict[str, Any]:
-        """Return what is merged into every request body.
+        """Return the fields to merge into every request body.
 
         Raises:
-            BenchError: it is no JSON object, or sets what has a setting of its own.
+            BenchError: not a JSON object, or it sets a field that has its own setting.
         """
         text = self.extra_body
         try:

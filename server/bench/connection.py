@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests for load: raw transports, a C parser, little work per byte."""
+"""Low-overhead HTTP/1.1 client for load generation: raw transports and a C parser."""
 
 import asyncio
 import ssl
@@ -11,42 +11,42 @@ from urllib.parse import urlsplit
 import httptools
 
 OnBody = Callable[[bytes, float], None]
-"""Takes a piece of a body and the monotonic time at which it arrived."""
+"""Receives a piece of a body and the monotonic time of its arrival."""
 
 
 class BadAnswer(Exception):
-    """What came is not HTTP."""
+    """The response is not valid HTTP."""
 
 
 @dataclass
 class Answer:
-    """What a server answered."""
+    """A server's response."""
 
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
-    """Empty if the caller took it as it came."""
+    """Empty if the caller received the body in pieces."""
     ended: float = 0.0
     """Monotonic time of its last byte."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, which carries one exchange at a time."""
+    """A connection, which handles one exchange at a time."""
 
     _transport: asyncio.Transport
     _ended: asyncio.Future[None] | None = None
-    """Done when the answer is complete; None between exchanges."""
+    """Set when the response is complete; None between exchanges."""
 
     def __init__(self) -> None:
         self.reusable = False
-        """Whether the last exchange left it ready for another."""
+        """Whether the connection can be reused after the last exchange."""
         self.silent = True
-        """Whether nothing of the current answer has arrived yet."""
+        """Whether nothing of the current response has arrived yet."""
         self._parser = httptools.HttpResponseParser(self)
         self._has_length = False
-        """Whether the answer says where it ends; else it ends with the connection."""
+        """Whether the response declares its length; otherwise it ends with the connection."""
 
     async def exchange(self, request: bytes, on_body: OnBody | None) -> Answer:
-        """Send a request and return its answer; see `HttpClient.request`."""
+        """Send a request and return the response; see `HttpClient.request`."""
         self.reusable, self.silent, self._has_length = False, True, False
         if self._transport.is_closing():
             raise ConnectionResetError("the connection is closed")
@@ -60,7 +60,7 @@ class _Connection(asyncio.Protocol):
         return self._answer
 
     def close(self) -> None:
-        """Close it, whatever it is doing."""
+        """Close the connection immediately."""
         self._transport.abort()
 
     # -- called by the event loop ----------------------------------------------------------------
@@ -70,7 +70,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._ended is None:
-            self.close()  # nothing was asked for
+            self.close()  # unsolicited data
             return
         self._answer.ended = time.monotonic()
         self.silent = False
@@ -118,15 +118,15 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Sends requests to one server and nowhere else: no redirects, no proxies.
+    """Sends requests to a single server, without redirects or proxies.
 
     Args:
-        url: base address, `http://` or `https://`; a path in it is put before those of requests.
+        url: base address, `http://` or `https://`; its path is prepended to those of requests.
         headers: sent with every request.
-        keep_alive: reuse connections.
+        keep_alive: whether to reuse connections.
 
     Raises:
-        ValueError: `url` is no HTTP address.
+        ValueError: `url` is not an HTTP address.
     """
 
     def __init__(
@@ -153,17 +153,17 @@ class HttpClient:
     async def request(
         self, method: str, path: str, body: bytes = b"", *, on_body: OnBody | None = None
     ) -> Answer:
-        """Send a request and return its answer when it has ended.
+        """Send a request and return the complete response.
 
-        A kept connection that turns out to be closed already is replaced once, silently: the
-        server was free to close it.
+        If a reused connection turns out to be closed, the request is silently resent once on a new
+        one: the server was free to close it.
 
         Args:
-            on_body: called with each piece of a body of status 200, in place of keeping it.
+            on_body: called with each piece of a body of status 200, which is then not stored.
 
         Raises:
-            OSError: there is no connection, or it was lost.
-            BadAnswer: the answer cannot be parsed.
+            OSError: connecting failed, or the connection was lost.
+            BadAnswer: the response cannot be parsed.
         """
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._lines}\r\n"
         request = b"%bContent-Length: %d\r\n\r\n%b" % (head.encode("latin-1"), len(body), body)

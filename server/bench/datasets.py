@@ -1,4 +1,4 @@
-"""What is asked: prompts and output lengths, drawn or read from files, counted by the server."""
+"""Prompts and output lengths, sampled or read from files, with tokens counted by the server."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ _FIT_ROUNDS = 10
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
-"""Conversations outside of these lengths are left out, as is the custom with ShareGPT."""
+"""Conversations outside these lengths are skipped, as is customary with ShareGPT."""
 
 
 class _Models(msgspec.Struct):
@@ -37,9 +37,9 @@ class _Text(msgspec.Struct):
 
 
 class ServerTokens:
-    """Tokenizes with the server's own tokenizer, so that none has to be installed here.
+    """Tokenizes with the server's tokenizer, so that none needs to be installed here.
 
-    Its methods raise BenchError if the server does not answer as it should.
+    Methods raise BenchError if the server does not respond as expected.
     """
 
     def __init__(self, client: HttpClient, model: str | None) -> None:
@@ -48,7 +48,7 @@ class ServerTokens:
         self._model = model
 
     async def find_model(self) -> str:
-        """Return the model to ask for: the first that the server lists if none was named."""
+        """Return the model to use: the configured one, or the first that the server lists."""
         if self._model is None:
             models = await self._ask("GET", "/v1/models", None, _Models)
             if not models.data:
@@ -57,12 +57,12 @@ class ServerTokens:
         return self._model
 
     async def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
+        """Return the token IDs of a text, without special tokens."""
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
         return (await self._ask("POST", "/tokenize", body, _Tokens)).tokens
 
     async def decode(self, token_ids: list[int]) -> str:
-        """Return the text of token ids."""
+        """Return the text of token IDs."""
         body = {"model": self._model, "tokens": token_ids}
         return (await self._ask("POST", "/detokenize", body, _Text)).prompt
 
@@ -86,20 +86,20 @@ class ServerTokens:
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One thing to ask."""
+    """A prompt with its output length."""
 
     content: str | list[int]
     output_tokens: int
 
 
 def draw_token_prompts(workload: WorkloadConfig, count: int, pool: Sequence[int]) -> list[Prompt]:
-    """Return prompts of token ids from `pool`, of exactly the lengths that the settings say."""
+    """Return prompts of token IDs from `pool`, of exactly the configured lengths."""
     generator = random.Random(workload.seed)
     prefix = generator.choices(pool, k=workload.random_prefix_len)
     ratio = workload.random_range_ratio
 
     def lengths(mean: int) -> list[int]:
-        """Draw evenly from mean * (1 - ratio) to mean * (1 + ratio)."""
+        """Sample uniformly from mean * (1 - ratio) to mean * (1 + ratio)."""
         low = max(1, round(mean * (1 - ratio)))
         return [generator.randint(low, max(low, round(mean * (1 + ratio)))) for _ in range(count)]
 
@@ -113,12 +113,12 @@ def draw_token_prompts(workload: WorkloadConfig, count: int, pool: Sequence[int]
 async def _random_prompts(
     workload: WorkloadConfig, tokens: ServerTokens, count: int, *, as_text: bool
 ) -> list[Prompt]:
-    """Return prompts of drawn token ids, or of texts that have as many tokens, or nearly."""
+    """Return prompts of random token IDs, or of texts with about as many tokens."""
     generator = random.Random(workload.seed)
     if workload.random_vocab_size is not None:
         pool = list(range(workload.random_vocab_size))
     else:
-        # Made-up words, whose tokens are harmless to any model.
+        # Made-up words, whose tokens have no special meaning to any model.
         words = [
             "".join(generator.choices(_LETTERS, k=generator.randint(1, 8)))
             for _ in range(_POOL_WORDS)
@@ -133,7 +133,7 @@ async def _random_prompts(
         assert isinstance(prompt.content, list)
         wanted = len(prompt.content)
         text = await tokens.decode(prompt.content)
-        for _ in range(_FIT_ROUNDS):  # not every length exists
+        for _ in range(_FIT_ROUNDS):  # not every length is possible
             found = await tokens.encode(text)
             if len(found) == wanted:
                 break
@@ -144,10 +144,10 @@ async def _random_prompts(
 
 
 def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
-    """Read a file of prompts: JSON lines with `prompt`, or a prompt per line.
+    """Read a file of prompts: JSON lines with `prompt`, or one prompt per line.
 
     Raises:
-        BenchError: the file cannot be read, or a JSON line is not of that form.
+        BenchError: the file cannot be read, or a JSON line is malformed.
     """
     lines = [line for line in _read(path).splitlines() if line.strip()]
     if path.suffix not in (".jsonl", ".json"):
@@ -170,10 +170,10 @@ def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
 async def conversation_prompts(
     workload: WorkloadConfig, path: Path, count: int, tokens: ServerTokens
 ) -> list[Prompt]:
-    """Return up to `count` first questions of a ShareGPT file, in an order drawn from the seed.
+    """Return up to `count` first questions of a ShareGPT file, shuffled by the seed.
 
     Raises:
-        BenchError: the file is not JSON of that form, or the server has no /tokenize.
+        BenchError: the file is malformed, or the server has no /tokenize.
     """
     try:
         entries = json.loads(_read(path))
@@ -216,14 +216,13 @@ def _read(path: Path) -> str:
 async def make_prompts(
     workload: WorkloadConfig, tokens: ServerTokens, *, as_text: bool
 ) -> list[Prompt]:
-    """Return the prompts of a run, those of the warm-up at the end; a short dataset is repeated.
+    """Return the prompts of a run, followed by those of the warm-up; a short dataset is repeated.
 
     Args:
-        as_text: whether prompts must be text: chat takes no token ids.
+        as_text: whether prompts must be text, because chat accepts no token IDs.
 
     Raises:
-        BenchError: the dataset cannot be read or holds no prompt, or the server does not answer
-            what is needed.
+        BenchError: the dataset is unreadable or empty, or a request to the server failed.
     """
     count = workload.num_prompts + workload.num_warmups
     if workload.dataset_name == "random":

@@ -1,4 +1,4 @@
-"""One run of `swell bench`: prepare, start the sending processes, watch them, sum up."""
+"""One run of `swell bench`: prepares, starts the sending processes, monitors and summarizes."""
 
 import asyncio
 import contextlib
@@ -34,67 +34,67 @@ _STOP_SECONDS = 5.0
 
 
 class _WarmedUp(msgspec.Struct):
-    """The first message of a sending process, which then waits for the start."""
+    """First message of a sending process, which then waits for the start."""
 
     succeeded: int
     errors: dict[str, str]
 
 
 class Report(msgspec.Struct):
-    """What happened in one sending process since its last report."""
+    """What a sending process has done since its last report."""
 
     records: list[Record] = []
     running: int = 0
     tokens: int = 0
-    """Output tokens so far; those of running requests by their deltas."""
+    """Output tokens so far; for running requests the number of deltas."""
     cost: ClientCost | None = None
-    """In the last report: all is sent and answered, or was cut off."""
+    """Set in the last report, when all requests have ended or were cut off."""
 
 
 @dataclass
 class Progress:
-    """What is known of a run so far."""
+    """Progress of a run."""
 
     planned: int
     started_at: float = 0.0
-    """Monotonic time of the start of the measurement; 0 before."""
+    """Monotonic time of the start of the measurement; 0 before it."""
     records: list[Record] = field(default_factory=list)
     newest: dict[int, Report] = field(default_factory=dict)
-    """The last report of each sending process."""
+    """Last report of each sending process."""
     model: str = ""
     parent_cpu_seconds: float = 0.0
-    """CPU time of this process, the live display's, during the measurement."""
+    """CPU time of this process, including the live display, during the measurement."""
 
     @property
     def costs(self) -> list[ClientCost]:
-        """What each sending process that has finished has used."""
+        """Costs of the sending processes that have finished."""
         return [report.cost for report in self.newest.values() if report.cost is not None]
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one sending process has to do."""
+    """The task of one sending process."""
 
     config: BenchConfig
     bodies: list[bytes]
-    """Bodies of all requests of the run, whichever process sends them."""
+    """Bodies of all requests of the run, in all processes."""
     schedule: list[float]
-    """Seconds after the start at which each is due."""
+    """Due time of each request, in seconds after the start."""
     warmups: list[bytes]
-    """Bodies that this process sends before."""
+    """Bodies that this process sends for warm-up."""
     share: slice
-    """Which requests this process sends if there is no limit of concurrency."""
+    """Indices of this process's requests if concurrency is unlimited."""
     slots: int | None
-    """How many requests it may have in flight; None for no limit."""
+    """Maximum requests in flight in this process; None for no limit."""
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Return the seconds after the start at which `count` requests are due, in order.
+    """Return the due times of `count` requests in seconds after the start, in order.
 
-    The gaps are drawn from a gamma distribution of shape `burstiness` and mean 1 / `rate`: shape
+    The gaps are sampled from a gamma distribution of shape `burstiness` and mean 1 / `rate`: shape
     1 gives exponential gaps, a Poisson process; the coefficient of variation of the gaps is
-    1 / sqrt(burstiness). They are scaled so that the last request is due at count / rate, so
-    that short runs too have the rate that was asked for. An infinite rate makes all due at once.
+    1 / sqrt(burstiness). They are scaled so that the last request is due at count / rate, which
+    gives short runs the requested rate too. With an infinite rate all are due at once.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -111,7 +111,7 @@ def _client(target: TargetConfig, *, keep_alive: bool = True) -> HttpClient:
 
 
 async def _plans(config: BenchConfig) -> tuple[str, list[_Plan]]:
-    """Return the model's name, and what each sending process has to do."""
+    """Return the model's name, and the task of each sending process."""
     target, workload, traffic = config.target, config.workload, config.traffic
     client = _client(target)
     try:
@@ -143,7 +143,7 @@ async def _plans(config: BenchConfig) -> tuple[str, list[_Plan]]:
 
 
 class _Sender:
-    """Sends this process's requests and keeps what is to be reported."""
+    """Sends this process's requests and collects reports."""
 
     def __init__(self, plan: _Plan, counter: "Synchronized[int]") -> None:
         self._plan = plan
@@ -156,7 +156,7 @@ class _Sender:
         self.deltas = 0
 
     async def warm_up(self) -> _WarmedUp:
-        """Send what is not measured."""
+        """Send the warm-up requests, which are not measured."""
         plan = self._plan
         slots = asyncio.Semaphore(plan.slots or len(plan.warmups) or 1)
 
@@ -170,7 +170,7 @@ class _Sender:
         return _WarmedUp(sum(result.error is None for result in results), errors)
 
     async def run(self, start: float) -> None:
-        """Send all; requests that still run at the time limit are cut off and recorded as such."""
+        """Send all requests; ones that still run at the time limit are recorded as cut off."""
         plan, self._start = self._plan, start
         limit = asyncio.get_running_loop().time() + (start - time.monotonic())
         with contextlib.suppress(TimeoutError):
@@ -188,7 +188,7 @@ class _Sender:
         self._client.close()
 
     async def _send_next(self) -> None:
-        """Send one request after the other that no other task or process sends."""
+        """Repeatedly send the next request that no other task or process has claimed."""
         while True:
             with self._counter.get_lock():
                 index = self._counter.value
@@ -199,7 +199,7 @@ class _Sender:
             await self._send(index)
 
     async def _until_due(self, index: int) -> None:
-        # The loop's timers count milliseconds; sleep(0) lets answers be read.
+        # Event loop timers have a resolution of 1 ms; sleep(0) lets responses be read.
         await asyncio.sleep(max(0.0, self._start + self._plan.schedule[index] - time.monotonic()))
 
     async def _send(self, index: int) -> None:
@@ -227,16 +227,16 @@ class _Sender:
         )
 
     def report(self) -> Report:
-        """Return what is new, and forget it."""
+        """Return and clear what is new since the last report."""
         records, self._records = self._records, []
         running = sum(record.deltas for record in self._running.values())
         return Report(records, len(self._running), self._ended_tokens + running)
 
 
 async def _note_lateness(samples: list[float]) -> None:
-    """Note by how many seconds the timers of the event loop are late."""
+    """Record by how many seconds the event loop's timers are late."""
     while True:
-        # Not the loop's own clock, which stands still while callbacks run.
+        # Not the loop's clock, which is only updated between callbacks.
         due = time.monotonic() + _TICK_SECONDS
         await asyncio.sleep(_TICK_SECONDS)
         samples.append(max(0.0, time.monotonic() - due))
@@ -244,7 +244,7 @@ async def _note_lateness(samples: list[float]) -> None:
 
 async def _measure(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) -> None:
     async def tell(message: _WarmedUp | Report) -> None:
-        # The pipe is small: in a thread, a reader that is slow for once delays no answer.
+        # The pipe is small: a thread keeps a slow reader from delaying responses.
         await asyncio.to_thread(pipe.send_bytes, msgspec.msgpack.encode(message))
 
     loop = asyncio.get_running_loop()
@@ -254,7 +254,7 @@ async def _measure(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) 
     if start is None:
         return
     sending = asyncio.create_task(sender.run(start))
-    # Anything that comes now, also the end of the pipe, means to stop.
+    # Any message or the end of the pipe means to stop.
     loop.add_reader(pipe.fileno(), sending.cancel)
     await asyncio.sleep(max(0.0, start - time.monotonic()))
     cpu, began = time.process_time(), time.monotonic()
@@ -268,7 +268,7 @@ async def _measure(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) 
     if not sending.cancelled():
         sending.result()
     late.sort()
-    last = sender.report()  # whatever ended while the one before was on its way
+    last = sender.report()  # requests that ended while the previous report was being sent
     last.cost = ClientCost(
         cpu_seconds=time.process_time() - cpu,
         wall_seconds=time.monotonic() - began,
@@ -280,7 +280,7 @@ async def _measure(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) 
 
 
 def _work(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) -> None:
-    """Body of a sending process; its parent ends it through the pipe."""
+    """Main function of a sending process; its parent stops it through the pipe."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     settle_heap()
@@ -288,7 +288,7 @@ def _work(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) -> None:
         uvloop.run(_measure(plan, counter, pipe))
 
 
-# -- the process that watches --------------------------------------------------------------------
+# -- the monitoring process ----------------------------------------------------------------------
 
 
 class _Workers:
@@ -296,7 +296,7 @@ class _Workers:
 
     def __init__(self, plans: list[_Plan]) -> None:
         context = multiprocessing.get_context("spawn")
-        # Kept here: with its last owner in this process, the children could not open it.
+        # Referenced here because children cannot open it once its last owner is collected.
         self._counter = context.Value("q", 0)
         self.pipes: dict[Connection, int] = {}
         self._processes: list[BaseProcess] = []
@@ -311,7 +311,7 @@ class _Workers:
             self._processes.append(process)
 
     def receive(self) -> Iterator[tuple[Connection, bytes]]:
-        """Yield what comes within a moment."""
+        """Yield the messages that arrive within one refresh interval."""
         for pipe in multiprocessing.connection.wait(list(self.pipes), _REFRESH_SECONDS):
             assert isinstance(pipe, Connection)
             try:
@@ -336,16 +336,16 @@ class _Workers:
 
 
 def run(config: BenchConfig, watch: Callable[[Progress], None]) -> Progress:
-    """Run the whole benchmark and return what was measured.
+    """Run the whole benchmark and return the measurements.
 
-    An interrupt from the keyboard cuts off what still runs; the result is then partial.
+    A keyboard interrupt cuts off running requests; the result is then partial.
 
     Args:
-        watch: called several times a second.
+        watch: called several times per second.
 
     Raises:
         BenchError: nothing could be measured.
-        ValueError: the address of the target is none.
+        ValueError: the target address is invalid.
     """
     progress = Progress(planned=config.workload.num_prompts)
     watch(progress)
@@ -400,7 +400,7 @@ def _collect(workers: _Workers, progress: Progress, watch: Callable[[Progress], 
 
 @contextlib.contextmanager
 def _noted_interrupt() -> Iterator[threading.Event]:
-    """Note the first interrupt, where one would raise: within a read it would split a message."""
+    """Record the first interrupt instead of raising it: within a read it would split a message."""
     noted = threading.Event()
 
     def note(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""From measured requests to the numbers of a report; no I/O, no clock."""
+"""Computes the statistics of a report from measured requests; no I/O, no clock."""
 
 import math
 from array import array
@@ -11,13 +11,13 @@ SLO_NAMES = ("ttft", "tpot", "e2el")
 
 
 class Record(msgspec.Struct):
-    """One request as the client saw it; times in seconds."""
+    """One request as seen by the client; times in seconds."""
 
     index: int = 0
     scheduled: float = 0.0
-    """When it was due, after the start of the measurement."""
+    """Due time after the start of the measurement."""
     started: float = 0.0
-    """When it was sent, after the start of the measurement."""
+    """Time of sending after the start of the measurement."""
     total: float = 0.0
     """From sending to the last byte."""
     first_token: float | None = None
@@ -26,25 +26,25 @@ class Record(msgspec.Struct):
     """Times between consecutive deltas, as packed 32-bit floats."""
     prompt_tokens: int = 0
     output_tokens: int = 0
-    """As the server counts them."""
+    """As counted by the server."""
     deltas: int = 0
-    """Chunks of a stream that held output: a chunk can hold several tokens."""
+    """Stream chunks with output; one can have several tokens."""
     status: int = 0
     finish_reason: str | None = None
     error: str | None = None
     """Kind of failure, e.g. `http_503`, `timeout`; None for success."""
     detail: str = ""
-    """What the server or the system said of the failure."""
+    """Error message of the server or the system."""
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Mean time per token after the first; None where there is no second."""
+        """Mean time per token after the first; None with fewer than two."""
         if self.first_token is None or self.output_tokens < 2:
             return None
         return (self.total - self.first_token) / (self.output_tokens - 1)
 
     def inter_token_latencies(self) -> "array[float]":
-        """Return the times between consecutive deltas."""
+        """Times between consecutive deltas."""
         return array("f", self.gaps)
 
 
@@ -63,7 +63,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 class Distribution(msgspec.Struct):
-    """A latency over all requests, in ms."""
+    """Statistics of a latency over all requests, in ms."""
 
     count: int
     mean: float
@@ -73,7 +73,7 @@ class Distribution(msgspec.Struct):
 
 
 def distribution(seconds: Iterable[float], percents: Sequence[float]) -> Distribution | None:
-    """Return what many times have in common; None without any."""
+    """Return the statistics of some times; None if there are none."""
     ordered = sorted(1000 * each for each in seconds)
     if not ordered:
         return None
@@ -89,10 +89,10 @@ def distribution(seconds: Iterable[float], percents: Sequence[float]) -> Distrib
 
 
 def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
-    """Return limits in seconds from words like `ttft:500` (ms).
+    """Return limits in seconds from strings like `ttft:500` (ms).
 
     Raises:
-        ValueError: a word is not NAME:MILLISECONDS with a known name.
+        ValueError: a string is not NAME:MILLISECONDS with a known name.
     """
     parsed = {}
     for word in limits:
@@ -108,7 +108,7 @@ def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
 
 
 def is_good(record: Record, limits: dict[str, float]) -> bool:
-    """Whether a request succeeded within all limits; a time that it does not have keeps them."""
+    """Return whether a request succeeded within all limits; missing times are within them."""
     times = {
         "ttft": record.first_token,
         "tpot": record.time_per_output_token,
@@ -120,7 +120,7 @@ def is_good(record: Record, limits: dict[str, float]) -> bool:
 
 
 class Summary(msgspec.Struct):
-    """All numbers of a run; throughputs per second of `duration`."""
+    """All results of a run; throughputs are per second of `duration`."""
 
     duration: float
     """Seconds from the start to the end of the last request."""
@@ -132,19 +132,19 @@ class Summary(msgspec.Struct):
     output_throughput: float
     total_token_throughput: float
     request_goodput: float | None
-    """Requests per second that kept the limits; None if none were given."""
+    """Requests per second within all limits; None if there are no limits."""
     max_concurrent_requests: int
     errors: dict[str, int]
     latencies: dict[str, Distribution]
     """By name: ttft, tpot, itl, e2el; only those that were measured."""
     schedule_delay: Distribution | None
-    """How much later than due requests were sent; None if all were due at once."""
+    """How late requests were sent; None if all were due at once."""
 
 
 def summarize(
     records: Sequence[Record], percents: Sequence[float], limits: dict[str, float]
 ) -> Summary:
-    """Return the numbers of a run. Latencies and tokens are those of successful requests."""
+    """Summarize a run. Latencies and tokens are those of successful requests."""
     good = [record for record in records if record.error is None]
     duration = max((record.started + record.total for record in records), default=0.0)
     per_second = 1 / duration if duration > 0 else 0.0
@@ -179,7 +179,7 @@ def summarize(
 
 
 def max_at_once(records: Iterable[Record]) -> int:
-    """Return the largest number of requests that were in flight at the same time."""
+    """Return the maximum number of requests in flight at the same time."""
     changes = []
     for record in records:
         changes += [(record.started, 1), (record.started + record.total, -1)]
@@ -191,18 +191,18 @@ def max_at_once(records: Iterable[Record]) -> int:
 
 
 class ClientCost(msgspec.Struct):
-    """What one sending process used during the measurement."""
+    """Resources that one sending process used during the measurement."""
 
     cpu_seconds: float
     wall_seconds: float
     deltas: int
     loop_lag_p99: float
-    """Seconds by which timers of the event loop were late."""
+    """99th percentile of event loop timer lateness, in seconds."""
     loop_lag_max: float
 
     @property
     def cpu_share(self) -> float:
-        """Share of one core."""
+        """CPU usage as a fraction of one core."""
         return self.cpu_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
 
@@ -213,12 +213,12 @@ LATE_SECONDS = 0.010
 def client_warnings(
     costs: Sequence[ClientCost], schedule_delay_p99: float, *, open_loop: bool
 ) -> list[str]:
-    """Return why the client, not the server, may have set the numbers; empty if nothing says so.
+    """Return reasons why the client, not the server, may have limited the results, if any.
 
     Args:
         costs: one per sending process.
-        schedule_delay_p99: ms by which requests were sent late.
-        open_loop: whether requests had due times and no limit held them back.
+        schedule_delay_p99: lateness of requests in ms.
+        open_loop: whether requests had due times and no concurrency limit.
     """
     found = []
     busiest = max((cost.cpu_share for cost in costs), default=0.0)
