@@ -1,1 +1,1 @@
-"""`swell chat`: a conversation in the terminal, with a running server or one of its own."""
+"""`swell chat`: a conversation in the terminal, with a running server or a temporary one."""

@@ -1,4 +1,4 @@
-"""`swell chat`: reads what the user says, shows what the model answers."""
+"""`swell chat`: an interactive terminal chat."""
 
 import json
 import sys
@@ -18,18 +18,18 @@ _MAX_LINE_BYTES = 1 << 20
 
 
 class ServerRefused(Exception):
-    """The server gave no answer; the message says why."""
+    """The server returned no answer; the message says why."""
 
 
 @dataclass
 class Conversation:
-    """The messages of a conversation, and the system prompt that comes before them."""
+    """The messages of a conversation, and its system prompt."""
 
     system_prompt: str | None
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def body(self, model: str, settings: ChatSection) -> dict[str, Any]:
-        """Return the request that asks for the next answer."""
+        """Return the request body for the next answer."""
         first = [] if self.system_prompt is None else [_message("system", self.system_prompt)]
         body: dict[str, Any] = {"model": model, "messages": first + self.messages, "stream": True}
         if settings.max_tokens is not None:
@@ -39,18 +39,18 @@ class Conversation:
         return body
 
     def say(self, text: str) -> None:
-        """The user says something."""
+        """Append a user message."""
         self.messages.append(_message("user", text))
 
     def answered(self, text: str) -> None:
-        """The model has answered, perhaps in part; an empty answer takes the question back."""
+        """Append a possibly partial answer; an empty one removes the question instead."""
         if text:
             self.messages.append(_message("assistant", text))
         elif self.messages:
             self.messages.pop()
 
     def clear(self) -> None:
-        """Forget all but the system prompt."""
+        """Remove all messages; the system prompt stays."""
         self.messages.clear()
 
 
@@ -62,7 +62,7 @@ def find_model(client: httpx.Client) -> str:
     """Return the first model that the server lists.
 
     Raises:
-        ServerRefused: it lists none, or does not answer.
+        ServerRefused: it lists none, or does not respond.
     """
     try:
         answer = client.get("/v1/models")
@@ -76,12 +76,12 @@ def find_model(client: httpx.Client) -> str:
 
 
 def stream_answer(client: httpx.Client, body: dict[str, Any]) -> Generator[tuple[str, str]]:
-    """Ask, and yield the answer's pieces as they come: a kind and text.
+    """Send a request, and yield pieces of the streamed answer as (kind, text).
 
     Kinds are `content`, `reasoning` and, once at the end, `finish` with the reason.
 
     Raises:
-        ServerRefused: there is no answer, or it breaks off.
+        ServerRefused: there is no answer, or it is cut off.
     """
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -128,7 +128,7 @@ Ctrl-C          stop the answer; leave, if none is coming"""
 
 
 def chat(config: ChatConfig) -> int:
-    """Converse until the user leaves; return the exit code."""
+    """Run a chat until the user quits; return the exit code."""
     notes = Console(stderr=True, highlight=False)
     settings = config.chat
     try:
@@ -158,7 +158,7 @@ def _own_server(config: ChatConfig) -> OwnServer:
 
 
 class _Session:
-    """One user at one terminal."""
+    """A chat session in one terminal."""
 
     def __init__(self, client: httpx.Client, settings: ChatSection, notes: Console) -> None:
         self._client = client
@@ -169,16 +169,16 @@ class _Session:
         self._is_terminal = sys.stdin.isatty()
 
     def quick(self, message: str) -> int:
-        """Ask one thing and end."""
+        """Send a single message and exit."""
         self._conversation.say(message)
         self._answer()
         return 0
 
     def converse(self) -> int:
-        """Take turns until the input ends."""
+        """Alternate user input and answers until the input ends."""
         if self._is_terminal:
             with suppress(ImportError):
-                import readline  # noqa: F401  # gives input() its history and editing
+                import readline  # noqa: F401  # gives input() history and editing
             self._notes.print(f"You talk to {self._model}. /help lists commands.")
         while True:
             try:
@@ -213,7 +213,7 @@ class _Session:
             self._notes.print(f"there is no {word}; /help lists commands")
 
     def _answer(self) -> None:
-        """Show the next answer as it comes; Ctrl-C stops it and keeps what there is."""
+        """Stream the next answer; Ctrl-C stops it and keeps the partial text."""
         text, thinking = "", False
         pieces = stream_answer(self._client, self._conversation.body(self._model, self._settings))
         try:
