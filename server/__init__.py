@@ -1,1 +1,1 @@
-"""The front end and the supervisor: HTTP in, engine requests out, text back."""
+"""Front ends, supervisors and the `swell` command: HTTP in, engine requests out, text back."""

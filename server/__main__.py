@@ -1,4 +1,4 @@
-"""`python -m server`: one front end below a supervisor, which sends its launch parameters."""
+"""`python -m server`: a front end run by a supervisor, which sends the launch parameters."""
 
 import sys
 

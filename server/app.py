@@ -1,4 +1,4 @@
-"""The HTTP application: every router, guard and error handler in one place."""
+"""The HTTP application: assembly of all routers, guards and error handlers."""
 
 import functools
 
@@ -38,7 +38,7 @@ ROUTERS = (
     status.router,
     openapi.router,
 )
-"""Paths that every front end serves. Those of which many requests come in a second are first."""
+"""Routers of every front end, the most frequently used ones first."""
 ADMIN_ROUTERS = (
     meta.settings_router,
     admin.router,
@@ -46,11 +46,11 @@ ADMIN_ROUTERS = (
     operators.router,
     trainer.router,
 )
-"""Paths for operators, which are there if there is an admin key, and need it."""
+"""Operator routers, mounted only if there is an admin key, which they require."""
 
 
 def build_app(services: Services) -> FastAPI:
-    """Return the application of one front end."""
+    """Build the application of a front end."""
     config, metrics, access = services.config, services.metrics, services.access
     app = FastAPI(
         title="Swell",
@@ -58,10 +58,10 @@ def build_app(services: Services) -> FastAPI:
         description="OpenAI-compatible API over data-parallel engines. Unknown fields of request "
         "bodies are ignored.",
         redirect_slashes=False,
-        openapi_url=None,  # `server.api.openapi` has it
+        openapi_url=None,  # served by `server.api.openapi`
         docs_url=None,
         redoc_url=None,
-        # Spans and metrics are our own (`server.observe`): it need not look for others' each time.
+        # Spans and metrics come from `server.observe`; this skips a lookup per request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.services = services
@@ -75,10 +75,10 @@ def build_app(services: Services) -> FastAPI:
         of_operators = [route for router in ADMIN_ROUTERS for route in router.routes]
         access.admin_paths = frozenset(r.path for r in of_operators if isinstance(r, APIRoute))
     for router in routers:
-        app.router.routes += router.routes  # `include_router` would look up each request twice
+        app.router.routes += router.routes  # with `include_router` each request is matched twice
     for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
-    # The last that is added is the outermost.
+    # The last one added is the outermost.
     app.add_middleware(LoadHeader, load=functools.partial(engine_load, services.client))
     install(app, access, config, metrics)
     add_own(app, config.http.middleware)
@@ -98,7 +98,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return Response(
         answer.body(path),
         answer.status,
-        # Unexpected errors are answered outside the middleware that names all other answers.
+        # Unexpected errors are answered outside the middleware that adds the request ID.
         headers={**dict(answer.headers), "x-request-id": name},
         media_type="application/json",
     )

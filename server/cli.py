@@ -1,6 +1,6 @@
-"""The `swell` command: one subcommand per process kind, settings from flags, variables and YAML.
+"""The `swell` command: subcommands, with settings from flags, environment variables and YAML.
 
-Each subcommand imports its process only when it runs, so that a plain installation can run the
+Each subcommand imports its modules only when it runs, so that a minimal installation can run the
 coordinator without the HTTP stack or torch.
 """
 
@@ -138,7 +138,7 @@ def _save_sharded_state(config: ShardedConfig) -> int:
 
 def _run_batch(config: RunBatchConfig) -> int:
     is_elsewhere = config.batch.url or config.parallel.data_parallel_size > 1
-    if is_elsewhere or find_spec("torch") is None:  # an own server says what is missing
+    if is_elsewhere or find_spec("torch") is None:  # the server it starts reports what is missing
         from server.batch import command
 
         return command.run_batch(config)
@@ -168,7 +168,7 @@ def _completion(config: CompletionConfig) -> int:
 
 
 SPAN = frozenset({"nnodes", "node_rank", "master_addr", "master_port"})
-"""Settings of an engine that spans nodes: for those who run its processes."""
+"""Settings of an engine that spans nodes, for commands that run its processes."""
 
 MODEL = ("model", "model directory or hub id; the bundled model if absent")
 
@@ -309,11 +309,11 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the `swell` command; returns the exit code."""
     open_standard_descriptors()
     raise_descriptor_limit()
-    # Children import installed modules only: a model directory may hold a server.py. Those that we
-    # start have -P; this is for those that libraries start.
+    # Children must import installed modules only: a model directory may contain a server.py. Our
+    # own children are started with -P; this covers children started by libraries.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     if os.getpid() == 1:
-        # In a container the kernel does nothing for signals without a handler.
+        # As PID 1 in a container a process gets no default signal actions.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     flags = parse(COMMANDS, sys.argv[1:] if argv is None else argv)
     command = COMMANDS[flags["command"]]

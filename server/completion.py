@@ -1,4 +1,4 @@
-"""`swell completion SHELL`: the script that lets a shell complete subcommands, flags and values."""
+"""`swell completion SHELL`: prints a shell completion script for subcommands, flags and values."""
 
 from typing import Annotated, Any, Literal
 
@@ -25,7 +25,7 @@ class CompletionConfig(Section, frozen=True, kw_only=True):
 
 
 def script(commands: Commands, shell: str) -> str:
-    """Return the completion script of a shell: a text without calls of `swell`, so it is fast."""
+    """Return the completion script of a shell; it is static, so completion is fast."""
     import shtab
 
     parser = build_parser(commands)
@@ -36,7 +36,7 @@ def script(commands: Commands, shell: str) -> str:
             setting = action.dest.removesuffix(ARGUMENT)
             action.choices = words.get(setting) or None
             action.help = None if action.help is None else action.help.split("; ")[0]
-            if action.help is not None:  # the first clause, for the lists of zsh and fish
+            if action.help is not None:  # only the first clause, for zsh and fish
                 action.help = action.help.split(": ")[0].rstrip(".")
             place = _place(setting)
             if place is not None:

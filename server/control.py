@@ -8,20 +8,20 @@ from engine.shared.messages import ControlRequest, ControlStatus, encode
 from engine.shared.transport import Inbox, Transport
 
 ANSWER_TIMEOUT = 5.0
-"""Seconds until a supervisor that does not answer is given up."""
+"""Timeout in seconds for the supervisor's response."""
 
 
 class SupervisorSilent(Exception):
-    """The supervisor does not answer."""
+    """The supervisor does not respond."""
 
 
 class SupervisorControl:
-    """Asks the supervisor, one question at a time."""
+    """Sends requests to the supervisor, one at a time."""
 
     def __init__(
         self, address: str, transport: Transport, *, engines_may_wait: bool = False
     ) -> None:
-        """`engines_may_wait` says whether its engines may wait for resources of a cluster."""
+        """`engines_may_wait`: whether its engines may wait for resources of a cluster."""
         self.engines_may_wait = engines_may_wait
         self._answers = Inbox(transport.connect(zmq.DEALER, address), ControlStatus, "control")
         self._turn = asyncio.Lock()
@@ -33,10 +33,10 @@ class SupervisorControl:
             self._waiting.set_result(status)
 
     async def ask(self, request: ControlRequest) -> ControlStatus:
-        """Send a request and return the supervisor's answer.
+        """Send a request and return the supervisor's response.
 
         Raises:
-            SupervisorSilent: it did not come in time.
+            SupervisorSilent: it timed out.
         """
         async with self._turn:
             self._waiting = asyncio.get_running_loop().create_future()

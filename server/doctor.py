@@ -1,4 +1,4 @@
-"""`swell doctor`: what a question about a machine needs to be answered, with a verdict each."""
+"""`swell doctor`: checks of a machine, each with a verdict."""
 
 import os
 import platform
@@ -21,12 +21,12 @@ Verdict = Literal["ok", "warn", "fail"]
 
 _GIB = 1 << 30
 MIN_MEMORY = 2 * _GIB
-"""Bytes that a small model, its engine and an API server take."""
+"""Bytes needed by a small model, its engine and an API server."""
 MIN_TMP = _GIB
 MIN_SHM = 64 << 20
-"""What containers have by default; shared tables of a node take less."""
+"""Default size of /dev/shm in containers; the shared tables of a node need less."""
 MIN_DESCRIPTORS = 4096
-"""Below this a node with some hundred connections and a few engines has too few."""
+"""Too few below this for about a hundred connections and a few engines."""
 
 _NEEDED = ("msgspec", "pyzmq")
 _SERVER = ("fastapi", "pydantic", "tokenizers")
@@ -43,11 +43,11 @@ class Check(NamedTuple):
 
 
 def doctor(config: DoctorConfig, describe_processor: Callable[[], str]) -> int:
-    """Print the report; return 1 if something fails.
+    """Print the report; return 1 if a check fails.
 
     Args:
-        config: what would be served where.
-        describe_processor: says which kernels this processor gets; ImportError without torch.
+        config: what is to be served, and where.
+        describe_processor: returns which kernels this processor gets; ImportError without torch.
     """
     checks = list(examine(config.doctor, describe_processor))
     width = max(len(check.name) for check in checks)
@@ -59,7 +59,7 @@ def doctor(config: DoctorConfig, describe_processor: Callable[[], str]) -> int:
 
 
 def examine(target: DoctorTarget, describe_processor: Callable[[], str]) -> Iterator[Check]:
-    """Look at everything, one thing after the other."""
+    """Yield the results of all checks, one at a time."""
     yield Check("swell", "ok", f"{SWELL_VERSION}, protocol {PROTOCOL_VERSION}")
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     text = f"{platform.python_version()} at {sys.executable}, {system}"
@@ -156,7 +156,7 @@ def _room(name: str, directory: Path, least: int, advice: str) -> Check:
 
 
 def _cache() -> Check:
-    # As huggingface_hub finds it, which coordinators do not have.
+    # Same lookup as in huggingface_hub, which coordinator installations lack.
     caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
     home = os.environ.get("HF_HUB_CACHE") or f"{home}/hub"

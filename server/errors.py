@@ -1,4 +1,4 @@
-"""The error that clients see, and the ones that several packages raise."""
+"""The error responses for clients, and errors that several packages raise."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,27 +11,27 @@ from server.limits import MAX_ERROR_LENGTH
 RETRY_AFTER_SECONDS = 1
 
 _MAX_NAMED = 8
-"""Served models that an error names."""
+"""Maximum served models listed in an error."""
 
 MESSAGES_PREFIX = "/v1/messages"
-"""Paths whose clients know errors in another form than OpenAI's."""
+"""Path prefix whose clients expect Anthropic's error format instead of OpenAI's."""
 
 
 class MessagesErrorDetail(msgspec.Struct):
-    """What went wrong, as clients of /v1/messages know it."""
+    """Error details in Anthropic's format."""
 
     type: str
     message: str
 
 
 class MessagesErrorResponse(msgspec.Struct, tag_field="type", tag="error"):
-    """The body of an error answer to such clients."""
+    """Body of an error response in Anthropic's format."""
 
     error: MessagesErrorDetail
 
 
 class ErrorDetail(msgspec.Struct):
-    """What is wrong; `param` names the field that caused it, `code` is for programs."""
+    """Error details; `param` names the responsible field, `code` is for programs."""
 
     message: str
     type: str
@@ -40,13 +40,13 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """Body of every answer that is not a success, and of error events in a stream."""
+    """Body of every error response, and of error events in a stream."""
 
     error: ErrorDetail
 
 
 def _shortened(text: str) -> str:
-    """Return a text whose middle is left out if it is long: values of the client are quoted."""
+    """Return a text without its middle if it is long, as it may quote the client's values."""
     left_out = len(text) - MAX_ERROR_LENGTH
     if left_out <= 0:
         return text
@@ -55,7 +55,7 @@ def _shortened(text: str) -> str:
 
 
 class ApiError(Exception):
-    """An answer with an OpenAI error body; `kind` is the body's `type`."""
+    """An error response with an OpenAI body; `kind` is the body's `type`."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self, path: str = "") -> bytes:
-        """Return the JSON body, as clients of a path know errors."""
+        """Return the JSON body in the error format for a path."""
         if path.startswith(MESSAGES_PREFIX):
             return msgspec.json.encode(MessagesErrorResponse(message_error(self)))
         detail = ErrorDetail(self.message, self.kind, self.param, self.code)
         return msgspec.json.encode(ErrorResponse(detail))
 
     async def send(self, path: str, send: Send) -> None:
-        """Answer an ASGI request with it."""
+        """Send it as the response to an ASGI request."""
         body = self.body(path)
         headers = [(name.encode(), value.encode()) for name, value in self.headers]
         headers.append((b"content-type", b"application/json"))
@@ -92,7 +92,7 @@ class ApiError(Exception):
         await send({"type": "http.response.body", "body": body})
 
     def renamed(self, rename: Callable[[str], str]) -> "ApiError":
-        """Return the same error with another name of its field, if it has one, in its text too."""
+        """Return the error with its field renamed, if it has one, also within the message."""
         if self.param is None:
             return self
         param, message = rename(self.param), self.message
@@ -109,7 +109,7 @@ class ApiError(Exception):
 
 
 def message_error(error: ApiError) -> MessagesErrorDetail:
-    """Return an error as clients of /v1/messages know it: its kind follows from the status."""
+    """Return an error in Anthropic's format: its type follows from the status."""
     kind = _MESSAGES_KINDS.get(error.status)
     if kind is None:
         kind = "invalid_request_error" if error.status < 500 else "api_error"
@@ -124,40 +124,40 @@ _MESSAGES_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Source: the errors of Anthropic's API."""
+"""Error types by status, from the documentation of Anthropic's API."""
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request cannot be served as it is (400)."""
+    """Return a 400: the request is invalid or not supported."""
     return ApiError(400, message, param=param, code=code)
 
 
 def invalid_field(param: str, why: str, code: str | None = None) -> ApiError:
-    """A field of the request cannot be served as it is (400)."""
+    """Return a 400: a field of the request is invalid or not supported."""
     return invalid(f"{param}: {why}", param, code)
 
 
 def element(field: str, index: int, items: Sequence[object]) -> str:
-    """Return the name of an element of a field, which is the field's own if it is the only one."""
+    """Return the name of a field's element, or of the field if that is the only element."""
     return f"{field}[{index}]" if len(items) > 1 else field
 
 
 def rate_limited(
     message: str, *, kind: str = "invalid_request_error", retry_after: int = RETRY_AFTER_SECONDS
 ) -> ApiError:
-    """There is too much of something now (429); the client may try again."""
+    """Return a 429: a limit is exceeded at the moment; the client can retry."""
     headers = (("retry-after", str(retry_after)),)
     return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
 
 
 def too_complex(error: TooCostly, param: str | None = None) -> ApiError:
-    """A JSON text would make more objects than one request may (400)."""
+    """Return a 400: a JSON text would create too many objects."""
     what = param or "The body"
     return invalid(f"{what} has {error}.", param, code="body_too_complex")
 
 
 def model_not_found(name: str, served: Iterable[str]) -> ApiError:
-    """No served model has this name (404)."""
+    """Return a 404: no served model has this name."""
     known = sorted(served)
     shown = ", ".join(known[:_MAX_NAMED]) + (", ..." if len(known) > _MAX_NAMED else "")
     text = f"The model {name!r} is not served here. Served: {shown}."
@@ -167,7 +167,7 @@ def model_not_found(name: str, served: Iterable[str]) -> ApiError:
 def context_length_exceeded(
     max_model_len: int, prompt_tokens: int, max_tokens: int, param: str
 ) -> ApiError:
-    """Prompt and completion together do not fit into the model's context (400)."""
+    """Return a 400: prompt and completion together exceed the model's context length."""
     return ApiError(
         400,
         f"This model's maximum context length is {max_model_len} tokens, but the request needs "
@@ -179,7 +179,7 @@ def context_length_exceeded(
 
 
 def unavailable(message: str) -> ApiError:
-    """No engine can serve now (503); the client may try again."""
+    """Return a 503: no engine can serve now; the client can retry."""
     return ApiError(
         503,
         message,
@@ -190,7 +190,7 @@ def unavailable(message: str) -> ApiError:
 
 
 def kills_engines(message: str) -> ApiError:
-    """The request ended engines (500); clients that know the header do not send it again."""
+    """Return a 500: the request crashed engines; clients that know the header do not retry."""
     return ApiError(
         500,
         message,
@@ -201,12 +201,12 @@ def kills_engines(message: str) -> ApiError:
 
 
 def timed_out(message: str) -> ApiError:
-    """The request took longer than the server allows (408)."""
+    """Return a 408: the request exceeded the server's timeout."""
     return ApiError(408, message, code="request_timeout", headers=(("connection", "close"),))
 
 
 def internal() -> ApiError:
-    """Something went wrong on our side (500); details are in the log only."""
+    """Return a 500: an internal error, with details only in the log."""
     return ApiError(
         500, "The server had an error while it processed the request.",
         kind="server_error", code="internal_error",

@@ -1,4 +1,4 @@
-"""Fetches a model and says where it lies; shows the models in the hub's cache, or removes one."""
+"""Commands for model files: download, list and remove cached models, save sharded checkpoints."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from server.config.tools import CachedConfig, FetchConfig, ShardedConfig
 
 
 def cached(config: CachedConfig) -> int:
-    """Print what there is, or remove what is named; return the exit code."""
+    """List cached models, or remove the named ones; return the exit code."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
@@ -50,9 +50,9 @@ def cached(config: CachedConfig) -> int:
 
 
 def save_sharded_state(config: ShardedConfig, save: Callable[[Path, Path, int], list[Path]]) -> int:
-    """Have a checkpoint cut ahead, print the parts and return the exit code.
+    """Split a checkpoint into shards, print them and return the exit code.
 
-    `save` cuts one: model, output and number of processes.
+    `save` writes the shards, given the model, the output directory and the number of processes.
     """
     target = config.sharded
     if not target.model or not target.output:
@@ -70,7 +70,7 @@ def save_sharded_state(config: ShardedConfig, save: Callable[[Path, Path, int], 
 
 
 def fetch(config: FetchConfig) -> int:
-    """Fetch what is missing, print the directory and return the exit code."""
+    """Download missing files of a model, print its directory and return the exit code."""
     target = config.fetch
     if not target.model:
         print("swell fetch: which model? e.g. swell fetch Qwen/Qwen3-0.6B", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The command line: flags of every subcommand, made from its settings, and how they are read."""
+"""Command-line parsing: the flags of every subcommand, generated from its settings."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ NOT_NEEDED = {
     "--enable-sleep-mode": "engines can always be put to sleep",
     "--trust-remote-code": "code that comes with a model is never run",
 }
-"""Flags without a value that ask for what is always so, and that."""
+"""Flags without a value that request permanent behaviour, and an explanation."""
 
 INSTEAD = {
     "--all2all-backend": "experts exchange over torch.distributed",
@@ -61,7 +61,7 @@ INSTEAD = {
     "--worker-cls": "install a plugin for --engine-backend (docs/plugins.md)",
     "--worker-extension-cls": "use --worker-extensions",
 }
-"""What to do about other flags."""
+"""Alternatives to other flags."""
 
 
 class Command(NamedTuple):
@@ -72,21 +72,21 @@ class Command(NamedTuple):
     config: type[Section]
     run: Callable[[Any], int]
     positional: tuple[str, str] | None = None
-    """Name and help text of the setting that may stand without its flag, before all others."""
+    """Name and help text of the setting that can be given as the first positional argument."""
     hidden: frozenset[str] = frozenset()
     short: Mapping[str, str] = {}
     """Short flags of settings."""
     files: tuple[str, ...] = ()
-    """Further settings that may stand without their flags, in this order."""
+    """Further settings that can be given as positional arguments, in this order."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The settings that may stand without their flags, in their order."""
+        """Settings that can be given as positional arguments, in order."""
         return (*((self.positional[0],) if self.positional else ()), *self.files)
 
     @property
     def settings(self) -> Iterator[Setting]:
-        """The settings that it takes."""
+        """The command's settings."""
         return (s for s in settings_of(self.config) if s.name not in self.hidden)
 
 
@@ -102,7 +102,7 @@ COMMON = frozenset(
         "reasoning_parser", "api_server_count", "shutdown_timeout", "log_level",
     )
 )  # fmt: skip
-"""What `--help` shows of commands that have many settings; `--help-all` shows the rest."""
+"""Settings in `--help` of commands that have many; `--help-all` shows the rest."""
 _MANY = 40
 TUNING = frozenset(
     (
@@ -112,16 +112,16 @@ TUNING = frozenset(
         "publish_interval", "publish_idle_interval", "heartbeat_interval",
     )
 )  # fmt: skip
-"""Settings for measurements. `--tuning KEY=VALUE` sets them; their own flags still work."""
+"""Tuning settings, set by `--tuning KEY=VALUE`; their own flags still work."""
 
 ARGUMENT = "_argument"
-"""Ending of the name under which a setting is read that stands without its flag."""
+"""Suffix of the parsed name of a setting given as a positional argument."""
 
 
 def parse(commands: Commands, argv: list[str]) -> dict[str, Any]:
-    """Return what the command line says, by names of settings; `command` is the subcommand.
+    """Parse the command line to values by setting name; `command` is the subcommand.
 
-    Ends the process with status 2 and a reason if it cannot be understood.
+    Exits with status 2 and an error message if it is invalid.
     """
     name = next((word for word in argv if not word.startswith("-")), "")
     if name and name not in commands:
@@ -167,7 +167,7 @@ def parse(commands: Commands, argv: list[str]) -> dict[str, Any]:
 
 
 def _explain(commands: Commands, name: str, unknown: list[str]) -> str:
-    """Say what may have been meant by arguments that the command does not have."""
+    """Return a suggestion for arguments that the command does not have."""
     flag = next((word.split("=")[0] for word in unknown if word.startswith("-")), None)
     if flag is None:
         return f"unexpected argument {unknown[0]}"
@@ -198,12 +198,12 @@ def _flags_of(setting: Setting) -> list[str]:
 def build_parser(
     commands: Commands, only: str | None = None, *, everything: bool = True
 ) -> argparse.ArgumentParser:
-    """Return the parser of the whole command.
+    """Build the parser of the whole command.
 
     Args:
         commands: the subcommands.
-        only: the subcommand that gets its flags; None: all do.
-        everything: whether the help of commands with many settings shows them all.
+        only: the subcommand to add flags for; None for all.
+        everything: whether `--help` of commands with many settings shows all of them.
     """
     parser = argparse.ArgumentParser(
         prog="swell",

@@ -78,30 +78,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL = 0.0005
-"""Seconds after which other threads give the interpreter back to the event loop, which asks for it
-after each message that it sends or receives: Python's 5 ms would hold up all streams each time."""
+"""Thread switch interval in seconds, after which other threads return the GIL to the event loop,
+which reacquires it after each message: Python's 5 ms would delay all streams each time."""
 
 GRACEFUL_SECONDS = 1
-"""How long connections may take to be closed after the last request has ended."""
+"""Seconds for connections to close after the last request has ended."""
 
 LARGEST_OUTPUT = 16 << 20
-"""Bytes of a message with outputs; engines of protocol 3 send them whole."""
+"""Maximum bytes of a message with outputs; engines of protocol 3 send them whole."""
 
 MEND_INTERVAL = 1.0
-"""Seconds between looks at whether local sockets and the store's file are still there."""
+"""Seconds between checks that local sockets and the store's file still exist."""
 
 
 class FrontEndLaunch(msgspec.Struct, frozen=True):
-    """What the supervisor tells a front-end process at its start."""
+    """Launch parameters that a supervisor sends to a front-end process."""
 
     config: FrontEndConfig
     index: int
-    """Number of this front end; -1 to be given one by the coordinator."""
+    """Index of this front end; -1 to have the coordinator assign one."""
     incarnation: int
     socket_dir: str
-    """Private directory for this node's local sockets; empty: one of this process's own."""
+    """Private directory for this node's local sockets; empty: a directory of this process."""
     place: int = 0
-    """Which of its node's front ends this is; its row in the tables that they share."""
+    """Index among its node's front ends; its row in their shared tables."""
     listen_fd: int | None = None
     """Listening HTTP socket that the supervisor bound, shared by all front ends."""
     control: str | None = None
@@ -109,17 +109,17 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     engines_may_wait: bool = False
     """Whether the supervisor's engines may wait for resources of a cluster."""
     load_table: str | None = None
-    """Path of the table in which the front ends of this node see each other's sends."""
+    """Path of the table in which the front ends of a node share load they have sent to engines."""
     admission_table: str | None = None
-    """Directory of the table in which they count what the node has taken on."""
+    """Directory of the table in which they count requests that the node has accepted."""
     cpus: CpuList = ()
-    """What it runs on; empty: any."""
+    """CPUs to bind the process to; empty: any."""
     replaced: dict[str, int] = {}
-    """How many processes were in its place before, by what became of them: "died" or "hung"."""
+    """Number of previous processes in its place, by outcome: "died" or "hung"."""
 
 
 class FrontEnd:
-    """Wires one front end together, serves, and takes it apart."""
+    """Assembles a front end, serves, and shuts it down."""
 
     def __init__(self, launch: FrontEndLaunch, lifeline: Lifeline) -> None:
         self._launch = launch
@@ -142,9 +142,9 @@ class FrontEnd:
         return self._transport.bind(kind, f"ipc://{path}", largest=largest)
 
     async def run(self) -> None:
-        """Serve until a signal."""
+        """Serve until a signal arrives."""
         tracer = request_tracer(self._config.http.otlp_traces_endpoint)
-        threads = min(32, (os.cpu_count() or 1) + 4)  # as many as a loop makes by default
+        threads = min(32, (os.cpu_count() or 1) + 4)  # the default of `ThreadPoolExecutor`
         asyncio.get_running_loop().set_default_executor(FairThreads(threads, "front end"))
         self._lifeline.progress("loading the tokenizer")
         model = await asyncio.to_thread(model_directory, self._config.model, weights=False)
@@ -194,7 +194,7 @@ class FrontEnd:
             else SupervisorControl(address, self._transport, engines_may_wait=may_wait)
         )
         forwarder = self._forwarder(metrics)
-        store = await asyncio.to_thread(self._store, metrics)  # others may be writing
+        store = await asyncio.to_thread(self._store, metrics)  # may wait for other writers
         tasks = [
             asyncio.create_task(each)
             for each in self._background_work(client, store, link, elsewhere, metrics)
@@ -280,7 +280,7 @@ class FrontEnd:
     def _forwarder(self, metrics: FrontEndMetrics) -> "Forwarder | None":
         if self._config.http.model_routes is None:
             return None
-        from server.upstreams.forwarder import Forwarder  # an HTTP client takes long to import
+        from server.upstreams.forwarder import Forwarder  # slow: imports an HTTP client
 
         return Forwarder(ModelRoutes(self._config.http.model_routes), metrics)
 
@@ -368,8 +368,8 @@ class FrontEnd:
         stop = asyncio.Event()
 
         def stop_or_force(signum: int) -> None:
-            # Drains at the first signal, ends at once at the second. SIGHUP only drains: a terminal
-            # that closes may send it more than once.
+            # The first signal drains, the second ends at once. SIGHUP only drains: a closing
+            # terminal can send it more than once.
             if stop.is_set() and signum != signal.SIGHUP:
                 os._exit(1)
             stop.set()
@@ -398,7 +398,7 @@ class FrontEnd:
             cut_off = await client.drain(http.shutdown_timeout)
             if cut_off:
                 logger.warning("%d sequences did not end within --shutdown-timeout", cut_off)
-            # Other servers may go on answering; what engines have not is over, and only to be told.
+            # Forwarded requests may continue; those of engines have ended and only need answers.
             await server.answered(max(ends_at - loop.time(), GRACEFUL_SECONDS))
             if forwarder is not None:
                 await forwarder.close()
@@ -423,7 +423,7 @@ async def _every(seconds: float, work: Callable[[], Awaitable[None] | None]) -> 
 
 
 def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
-    """Run one front end until a signal and return the exit code."""
+    """Run a front end until a signal arrives and return the exit code."""
     if not launch.socket_dir:
         try:
             directory = NodeDirectory(launch.config.cluster.socket_dir)
@@ -462,5 +462,5 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
 
 
 def run_standalone(config: FrontEndConfig) -> int:
-    """Run `swell api-server`: one front end that another process did not launch."""
+    """Run `swell api-server`: a front end that was not launched by another process."""
     return run(FrontEndLaunch(config, -1, secrets.randbits(48), socket_dir=""), Lifeline(None))

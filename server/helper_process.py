@@ -1,7 +1,7 @@
-"""Work for clients in a process that can be ended, runs out of memory alone and has no secrets.
+"""Child process for clients' untrusted jobs: killable, memory-limited, and without secrets.
 
-A job goes to its standard input and the answer comes on its standard output, each a length in four
-bytes and that many bytes.
+Jobs are written to its standard input and results read from its standard output, each prefixed by
+its length in four bytes.
 """
 
 import os
@@ -22,11 +22,11 @@ _START_SECONDS = 30.0
 
 
 class HelperProcess:
-    """A process that is started for its first job, and restarted after one that killed it.
+    """A child process that is started on the first job, and restarted after a job killed it.
 
     Args:
-        module: what it runs, a `main` that calls `serve`.
-        first: a job without effect, after which it has loaded what it needs.
+        module: module to run, with a `main` that calls `serve`.
+        first: a job without effect that makes the process import what it needs.
     """
 
     def __init__(self, module: str, first: bytes) -> None:
@@ -36,11 +36,11 @@ class HelperProcess:
         self._end: Callable[[], object] = lambda: None
 
     def answer(self, job: bytes, seconds: float) -> bytes | None:
-        """Return the result of a job; None if it takes too much, which ends the process.
+        """Return the result of a job; None if it exceeded a limit, which kills the process.
 
         Args:
-            job: what to do; only one at a time.
-            seconds: how long it may take, waits for a processor included.
+            job: the encoded job; only one at a time.
+            seconds: wall-clock timeout.
 
         Raises:
             OSError: the process could not be started.
@@ -58,7 +58,7 @@ class HelperProcess:
         return found
 
     def end(self) -> None:
-        """End the process; idempotent."""
+        """Kill the process; idempotent."""
         self._end()
         self._process = None
 
@@ -69,15 +69,15 @@ def serve(
     seconds: float,
     timer: int = signal.ITIMER_REAL,
 ) -> None:
-    """Answer the jobs of a `HelperProcess` until there are no more.
+    """Process the jobs of a `HelperProcess` until its input ends.
 
     Args:
-        answer: does a job.
-        max_bytes: of address space.
-        seconds: after which a job ends this process, by the clock that `timer` names.
+        answer: runs a job.
+        max_bytes: limit of the address space.
+        seconds: time limit of a job, after which the process is killed; measured by `timer`.
         timer: `signal.ITIMER_REAL`, or `signal.ITIMER_PROF` for processor time.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # stopped by its parent
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     os.nice(_NICE)
     while (job := _read(sys.stdin.buffer)) is not None:
@@ -94,7 +94,7 @@ def _read(stream: BinaryIO) -> bytes | None:
 
 
 def _exchange(process: subprocess.Popen[bytes], job: bytes, seconds: float) -> bytes | None:
-    """Return the answer of the process; None if it ends, or takes longer."""
+    """Return the process's result; None if it exits or times out."""
     assert process.stdin is not None
     assert process.stdout is not None
     reads, writes = process.stdout.fileno(), process.stdin.fileno()
@@ -123,10 +123,10 @@ def _start(module: str) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # and none of the secrets
+        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # without secrets
         bufsize=0,
-        # Signals from a terminal are not for it. In a session of its own its niceness could mean
-        # nothing: Linux may divide processors between sessions first (`sched_autogroup_enabled`).
+        # Keeps terminal signals away. In a separate session niceness could have no effect: Linux
+        # may divide CPU time between sessions first (`sched_autogroup_enabled`).
         process_group=0,
     )
 

@@ -1,4 +1,4 @@
-"""Settings that have no effect beside the others, so that people are not left to wonder."""
+"""Detection of settings that have no effect in combination with the others."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ Values = Mapping[str, Any]
 class _Need(NamedTuple):
     names: tuple[str, ...]
     condition: str
-    """How people bring it about."""
+    """The flags or settings that make it effective."""
     holds: Callable[[Values], bool]
 
 
@@ -98,7 +98,7 @@ _NEEDS = (
 
 
 def ineffective(config: Section) -> Iterator[str]:
-    """Yield a sentence about each setting of a config that was changed and has no effect."""
+    """Yield a message for each setting that was changed but has no effect."""
     settings: dict[str, Setting] = {each.name: each for each in settings_of(config.__class__)}
     values = {name: getattr(getattr(config, each.section), name) for name, each in settings.items()}
     for names, condition, holds in _NEEDS:

@@ -1,10 +1,9 @@
-"""What a JSON text would cost to parse, found without parsing it.
+"""Cost of parsing a JSON text, computed without parsing it.
 
-A parser makes an object of every value and every key, so two megabytes of `[0,0,0` can become a
-gigabyte. Here only characters are counted, in a few passes that run in C, a part of the text at a
-time: what waits for the same thread has its turn in between. Of valid JSON the price is exact where
-it could be too much; of other texts it is not less than what a parser makes of them before it finds
-them wrong.
+A parser creates an object for every value and key, so two megabytes of `[0,0,0` can become a
+gigabyte. Here only characters are counted, in a few passes that run in C, on one part of the text
+at a time, so that callers can yield in between. For valid JSON near or above the limits the cost is
+exact; for invalid text it is at least what a parser creates before it finds the error.
 """
 
 import re
@@ -22,28 +21,28 @@ _TEXT_WITHOUT_QUOTES = bytes(set(_TEXT) - set(b'"'))
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRING = re.compile(rb'"[^"]*"?')
 _PART_BYTES = 1 << 15
-"""Of a text that are looked at in one go, about half a millisecond."""
+"""Bytes of a text processed without yielding, about 0.5 ms."""
 _NAMED_BYTES = 1 << 20
-"""Of a text in which the field that is too costly is looked for, in some milliseconds."""
+"""Maximum bytes of a text in which the costly field is searched for, in a few milliseconds."""
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\x00\x00")
 
 
 class TooCostly(Exception):
-    """A JSON text has more of something than is taken; the message is for the client."""
+    """A JSON text exceeds a limit; the message is for the client."""
 
 
 class Price(NamedTuple):
-    """What a text holds."""
+    """Number of objects in a JSON text."""
 
     values: int = 1
     """Values and keys."""
     containers: int = 0
     """Arrays and objects among them."""
     depth: int = 0
-    """Most containers around a value."""
+    """Maximum nesting depth of containers."""
 
     def plus(self, other: "Price") -> "Price":
-        """Return the price of both."""
+        """Return the combined price of two texts."""
         return Price(
             self.values + other.values,
             self.containers + other.containers,
@@ -51,10 +50,10 @@ class Price(NamedTuple):
         )
 
     def check(self) -> None:
-        """Compare with what one request may hold.
+        """Check the price against the limits for one request.
 
         Raises:
-            TooCostly: it is more.
+            TooCostly: a limit is exceeded.
         """
         for count, limit, what in (
             (self.values, MAX_JSON_VALUES, "values and keys"),
@@ -66,31 +65,31 @@ class Price(NamedTuple):
 
 
 def check_price(text: bytes) -> None:
-    """Compare a text's price with what one request may hold.
+    """Check a text's price against the limits for one request.
 
     Raises:
-        TooCostly: it is more.
+        TooCostly: a limit is exceeded.
     """
     for _ in checked_parts(text):
         pass
 
 
 def checked_parts(text: bytes) -> Iterator[None]:
-    """Compare a text's price with what one request may hold, and yield after each part of it.
+    """Check a text's price against the limits for one request, yielding after each part.
 
     Raises:
-        TooCostly: it is more.
+        TooCostly: a limit is exceeded.
     """
-    # So short a text has few values and containers, and so few brackets are not deep.
+    # Such short texts have few values and containers, and with few brackets they are not deep.
     if len(text) > MAX_JSON_CONTAINERS or text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH:
         for _ in _prices(text):
             yield
 
 
 def costly_field(text: bytes) -> str | None:
-    """Return the first field of an object that is too costly by itself.
+    """Return the first field of an object that alone exceeds a limit.
 
-    None if no single one is, or if it would take long to find out.
+    None if no single one does, or if the search would take too long.
     """
     if len(text) > _NAMED_BYTES or text.count(b":") > MAX_KEYS:
         return None
@@ -110,22 +109,22 @@ def price(text: bytes) -> Price:
     """Return the price of a text.
 
     Raises:
-        TooCostly: it is more than one request may hold.
+        TooCostly: a limit for one request is exceeded.
     """
     *_, found = _prices(text)
     return found
 
 
 def _prices(text: bytes) -> Iterator[Price]:
-    """Yield the price of the text up to the end of each of its parts.
+    """Yield the cumulative price after each part of the text.
 
     Raises:
-        TooCostly: it is more than one request may hold.
+        TooCostly: a limit for one request is exceeded.
     """
     found, level, start, inside = Price(), 0, 0, False
     while True:
         part = text[start : start + _PART_BYTES]
-        # What a backslash stands before is in the same part.
+        # Keep a backslash and the character that it escapes in the same part.
         cut = (len(part) - len(part.rstrip(b"\\"))) % 2 and start + len(part) < len(text)
         part = part[:-1] if cut else part
         start += len(part)
@@ -136,7 +135,7 @@ def _prices(text: bytes) -> Iterator[Price]:
         values = found.values + structure.count(b",") + structure.count(b":") + opened
         depth = min(containers, MAX_JSON_DEPTH)
         if MAX_JSON_DEPTH < containers <= MAX_JSON_CONTAINERS:
-            # A parser does not come further: more are closed than were opened.
+            # A parser stops where more brackets are closed than were opened.
             counted = brackets[: 2 * containers + 1].translate(_STEPS)
             steps = (1 if step else -1 for step in counted)
             depth = max(found.depth, max(accumulate(steps, initial=level)))
@@ -149,8 +148,8 @@ def _prices(text: bytes) -> Iterator[Price]:
 
 
 def _outside_strings(text: bytes) -> tuple[bytes, bool]:
-    """Return the characters of structure in no string, and whether the last string goes on."""
+    """Return the structural characters outside strings, and whether the last string is open."""
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
-    # Strings without such characters in them are pairs of quotes now.
+    # Strings without structural characters are reduced to pairs of quotes.
     left = plain.translate(None, _TEXT_WITHOUT_QUOTES).replace(b'""', b"")
     return _STRING.sub(b"", left), left.count(b'"') % 2 == 1

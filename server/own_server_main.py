@@ -1,4 +1,4 @@
-"""The `swell` command, which ends when its parent closes standard input or dies."""
+"""The `swell` command as a child that exits when its parent closes standard input or dies."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from server.cli import main
 
 
 def _wait_for_the_end() -> None:
-    # Not through sys.stdin, whose lock this thread would hold when the interpreter ends.
+    # Not through sys.stdin, whose lock this thread would hold at interpreter shutdown.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`python -m server.template_main`: the template of a node's front ends."""
+"""`python -m server.template_main`: the template process from which front ends are forked."""
 
 import importlib
 
@@ -6,7 +6,7 @@ from engine.shared.template import TemplateLaunch, run
 
 
 def load(_: TemplateLaunch) -> None:
-    """Import what front ends import."""
+    """Import the modules that front ends need."""
     importlib.import_module("server.front_end")
 
 

@@ -1,4 +1,4 @@
-"""How much of something bounded tenants may hold: each of them, and all together."""
+"""Limits on a resource, per tenant and in total."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -7,7 +7,7 @@ from typing import Literal
 
 
 class TenantBudget:
-    """Counts what tenants hold; a tenant that holds nothing may exceed the bound if all is free."""
+    """Counts usage per tenant; a tenant may exceed the limits if nothing else is in use."""
 
     def __init__(self, max_of_one: int, max_of_all: int) -> None:
         self._max_of_one = max_of_one
@@ -15,25 +15,25 @@ class TenantBudget:
         self._held: Counter[Hashable] = Counter()
 
     def exceeded(self, tenant: Hashable, amount: int) -> Literal["own", "all"] | None:
-        """Return which bound this much more would exceed, the tenant's own or that of all."""
+        """Return which limit `amount` more would exceed: the tenant's own or the total."""
         own, everyone = self._held[tenant], self._held.total()
         if own and own + amount > self._max_of_one:
             return "own"
         return "all" if everyone and everyone + amount > self._max_of_all else None
 
     def take(self, tenant: Hashable, amount: int) -> None:
-        """Count this much more, whether there is room or not."""
+        """Add usage unconditionally."""
         self._held[tenant] += amount
 
     def give_back(self, tenant: Hashable, amount: int) -> None:
-        """Count this much less."""
+        """Subtract usage."""
         self._held[tenant] -= amount
         if not self._held[tenant]:
             del self._held[tenant]
 
     @contextmanager
     def holding(self, tenant: Hashable, amount: int) -> Iterator[None]:
-        """Count this much more meanwhile, whether there is room or not."""
+        """Add usage unconditionally for the duration of the context."""
         self.take(tenant, amount)
         try:
             yield
