@@ -96,7 +96,7 @@ class VllmCore:
         known = frozenset(field.name for field in dataclasses.fields(EngineArgs))
         arguments = engine_arguments(config, known)
         if current_platform.is_cpu():
-            # After each part of a prompt vLLM sets a seed's generator back; those of CPUs cannot be.
+            # After each part of a prompt vLLM rewinds a seed's generator, which CPUs' cannot do.
             arguments["enable_chunked_prefill"] = False
         self._config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config

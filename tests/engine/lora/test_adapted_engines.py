@@ -127,7 +127,7 @@ def test_engines_that_share_experts_have_adapters_of_attention(
     store: Any = executor.adapters
     version = store.load(str(adapter.directory), None).result()
     experts = trained("mixtral", 8, target_parameters=["experts.down_proj"])
-    with pytest.raises(BadAdapter, match="leave --enable-expert-parallel out"):
+    with pytest.raises(BadAdapter, match="remove --enable-expert-parallel"):
         store.load(str(experts.directory), None).result()
 
     class Runner:
@@ -240,7 +240,6 @@ def alone(root: Path) -> Any:
     "settings",
     [
         {"num_blocks": 34},
-        {"async_scheduling": True},
         {"speculative_ngram": 4},
         {"max_loras": 1, "async_scheduling": True, "num_blocks": 40},
         {"batch_invariant": True},
