@@ -47,6 +47,8 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     kv_role: KvRole = ""
     kv_address: str = ""
     """Where others read KV blocks that it offers (`KvSource`); empty if it offers none."""
+    whole_images: bool = False
+    """Whether images cross as they are (`EncoderInput`), and it resizes them itself."""
 
     @property
     def kv_tokens(self) -> int:

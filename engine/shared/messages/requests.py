@@ -118,7 +118,9 @@ MAX_ASPECT_RATIO = 200
 class EncoderInput(Message, frozen=True):
     """An image, or a tile of one, and the tokens of a prompt that stand for it.
 
-    The model's encoder makes one embedding for each of these tokens, which follow each other.
+    The model's encoder makes one embedding for each of these tokens, which follow each other. To
+    engines that resize (`EngineSetup.whole_images`) it is an image in the size that it has, and
+    between the first and the last of its tokens there may be text, as there is between tiles.
     """
 
     position: int
@@ -129,8 +131,8 @@ class EncoderInput(Message, frozen=True):
     height: int
     width: int
     pixels: bytes
-    """RGB, one byte each, row by row, at the size that the encoder takes; neither rescaled nor
-    normalized. Empty where the engine has them (`engine.shared.image_window`)."""
+    """RGB, one byte each, row by row; neither rescaled nor normalized. Empty where the engine has
+    them (`engine.shared.image_window`)."""
 
 
 class KvSource(msgspec.Struct, frozen=True, array_like=True):
