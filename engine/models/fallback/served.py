@@ -92,7 +92,7 @@ def _other_purpose(modeling_auto: Any, kind: str, name: str) -> str:
     """Say what a model is for, if not for continuing text."""
     purposes = {
         "an encoder with a decoder": "SEQ_TO_SEQ_CAUSAL_LM",
-        "multimodal": "IMAGE_TEXT_TO_TEXT",
+        "multimodal; --engine-backend vllm may serve it": "IMAGE_TEXT_TO_TEXT",
         "multimodal, with sound": "SPEECH_SEQ_2_SEQ",
         "an encoder": "MASKED_LM",
     }
