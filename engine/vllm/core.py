@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm
+from msgspec.structs import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -282,6 +283,7 @@ class VllmCore:
                 if self._images is None or not self._images.takes_images:
                     raise NotOffered("messages", "this engine takes no images")
                 self._images.begin(message, wanted)
+                message = replace(message, encoder_inputs=[])  # vLLM has its own copies
             else:
                 self._enter(message, wanted)
         except Exception as error:
