@@ -41,7 +41,7 @@ class RunningStack:
     """A `swell serve` process on a free port, as a context manager.
 
     Args:
-        arguments: flags for the command; `--port 0` is added.
+        arguments: of the command, a model first; `--port` is added.
         timeout: seconds until it has to be ready.
         command: `serve`, or `api-server` for front ends without engines.
         log: descriptor that its standard output and error become; default: a pipe, read to `lines`.
@@ -79,7 +79,7 @@ class RunningStack:
         port = 0 if self._log is None else _free_port()
         self._started_at = time.monotonic()
         self.process = subprocess.Popen(
-            [*self._program, self._command, "--port", str(port), *self._arguments],
+            [*self._program, self._command, *self._arguments, "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if self._log is None else self._log,
             stderr=subprocess.STDOUT,
@@ -94,8 +94,10 @@ class RunningStack:
         self._reader.start()
         started.add(self)
         if not self._ready.wait(self._timeout) or not self.url:
+            code = self.process.poll()
             self.kill()
-            raise StackFailed(f"not ready within {self._timeout} s:\n{self.output}")
+            why = f"not ready within {self._timeout} s" if code is None else f"ended with {code}"
+            raise StackFailed(f"{why}:\n{self.output}")
         return self
 
     def _poll(self, url: str) -> None:

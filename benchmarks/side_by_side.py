@@ -10,10 +10,11 @@ for which Swell has to be installed in the peer's environment, too.
 
 Each round starts every server once per model and number of engines, warms it up, and loads it with
 all cases of that model by `swell bench`, the sides in turn. Everything that was measured is in
-NAME.json after every server, so that nothing is lost when it is stopped, and the table of medians
-and ratios in NAME.md. At its end the tables are put on top of the file of this kind of processor in
---results. With --add the runs of an existing NAME.json count, too: a long comparison can be made in
-parts. docs/performance.md says how to make the peer's environment.
+NAME.json after every server, so that nothing is lost when it is stopped, the table of medians and
+ratios in NAME.md, and what vLLM printed in NAME.log. At its end the tables are put on top of the
+file of this kind of processor in --results. With --add the runs of an existing NAME.json count,
+too: a long comparison can be made in parts. docs/performance.md says how to make the peer's
+environment.
 """
 
 import argparse
@@ -24,7 +25,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -45,7 +45,8 @@ RUST, HOSTED = "vLLM in Rust", "vLLM in Swell"
 SIDES = (PEER, SWELL, QUANTIZED, RUST, HOSTED)
 MODEL_NAME = "bench"
 """The name of the model in requests."""
-START_SECONDS = 300.0
+START_SECONDS = 600.0
+"""vLLM compiles the model with torch."""
 RESULTS = Path(__file__).parent / "results"
 """A Markdown file for each kind of processor, newest comparison on top."""
 _KV_BYTES = 2 << 30
@@ -505,14 +506,14 @@ def main() -> int:
         for case in CASES:
             print(f"{case.name}  ({case.unit}, {case.aim})")
         return 0
-    for suffix in (".json", ".md"):
+    for suffix in (".json", ".md", ".log"):
         writable_file(options.output.with_suffix(suffix))
     options.models = writable_directory(options.models).absolute()
     options.results = writable_directory(options.results)
     options.peer_python = options.peer_python.absolute()
     results = read_results(options)
     print(results.machine)
-    with tempfile.TemporaryFile() as log:
+    with options.output.with_suffix(".log").open("wb") as log:
         options.peer_log = log.fileno()
         try:
             compare(options, results)

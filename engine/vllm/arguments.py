@@ -15,6 +15,7 @@ MAPPED = {
     "gpu_memory_utilization": "gpu_memory_utilization", "kv_cache_dtype": "kv_cache_dtype",
     "enable_prefix_caching": "enable_prefix_caching", "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens", "scheduling_policy": "scheduling_policy",
+    "enable_chunked_prefill": "enable_chunked_prefill",
     "long_prefill_token_threshold": "long_prefill_token_threshold",
     "async_scheduling": "async_scheduling", "enforce_eager": "enforce_eager",
     "tensor_parallel_size": "tensor_parallel_size",

@@ -13,8 +13,10 @@ import vllm
 from msgspec.structs import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
@@ -95,8 +97,11 @@ class VllmCore:
         # Engines of one node share its cores, which each would else bind its threads to.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         known = frozenset(field.name for field in dataclasses.fields(EngineArgs))
-        arguments = EngineArgs(**engine_arguments(config, known))
-        self._config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        arguments = engine_arguments(config, known)
+        if current_platform.is_cpu():
+            # After each part of a prompt vLLM rewinds a seed's generator, which CPUs' cannot do.
+            arguments["enable_chunked_prefill"] = False
+        self._config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
         if model.runner_type != "generate":
             raise ValueError(
@@ -117,6 +122,8 @@ class VllmCore:
             log_stats=True,
             executor_fail_callback=lambda: on_failure("a process of vLLM's executor has died"),
         )
+        # Else sequences without a seed are drawn alike on all engines that have just started.
+        self._core.model_executor.collective_rpc(_seed_draws, args=(config.model.seed, rank))
         takes_media = model.supports_multimodal_inputs
         self._images = ImagePreparation(self._config) if takes_media else None
         self.vocab_size: int = model.get_vocab_size()
@@ -515,3 +522,7 @@ def _failed(message: AddRequest, error: Exception) -> RequestOutput:
         )
     logger.error("request %s could not be queued", message.request_id, exc_info=error)
     return RequestOutput(message.id, [], "error", error=type(error).__name__)
+
+
+def _seed_draws(_worker: Any, seed: int, rank: int) -> None:
+    set_random_seed(seed, rank)

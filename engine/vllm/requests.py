@@ -66,8 +66,8 @@ def core_request(
     params = VllmSampling(
         max_tokens=max(1, sampling.max_tokens - done),
         min_tokens=max(0, sampling.min_tokens - done),
-        # Greedy sequences draw nothing, and a generator for each is what costs in vLLM.
-        seed=sampling.seed & _SEEDS if sampling.temperature else None,
+        # A generator for each sequence costs time, and on GPUs vLLM's fast kernels for drawing.
+        seed=sampling.seed & _SEEDS if sampling.temperature and sampling.seed_given else None,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,

@@ -23,8 +23,6 @@ class Answer:
     """What a server answered."""
 
     status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    """By names in lower case."""
     body: bytearray = field(default_factory=bytearray)
     """Empty if the caller took it as it came."""
     ended: float = 0.0
@@ -44,10 +42,12 @@ class _Connection(asyncio.Protocol):
         self.silent = True
         """Whether nothing of the current answer has arrived yet."""
         self._parser = httptools.HttpResponseParser(self)
+        self._has_length = False
+        """Whether the answer says where it ends; else it ends with the connection."""
 
     async def exchange(self, request: bytes, on_body: OnBody | None) -> Answer:
         """Send a request and return its answer; see `HttpClient.request`."""
-        self.reusable, self.silent = False, True
+        self.reusable, self.silent, self._has_length = False, True, False
         if self._transport.is_closing():
             raise ConnectionResetError("the connection is closed")
         self._answer, self._on_body = Answer(), on_body
@@ -84,16 +84,16 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
         if self._ended is None:
             return
-        bounded = {"content-length", "transfer-encoding"} & self._answer.headers.keys()
-        if error is None and self._answer.status and not bounded:
+        if error is None and self._answer.status and not self._has_length:
             self._end()
         else:
             self._end(ConnectionResetError("the server closed the connection"))
 
     # -- called by the parser --------------------------------------------------------------------
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._answer.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+    def on_header(self, name: bytes, _value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
 
     def on_headers_complete(self) -> None:
         self._answer.status = self._parser.get_status_code()
@@ -151,13 +151,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        *,
-        name: str | None = None,
-        on_body: OnBody | None = None,
+        self, method: str, path: str, body: bytes = b"", *, on_body: OnBody | None = None
     ) -> Answer:
         """Send a request and return its answer when it has ended.
 
@@ -165,15 +159,13 @@ class HttpClient:
         server was free to close it.
 
         Args:
-            name: sent as X-Request-Id.
             on_body: called with each piece of a body of status 200, in place of keeping it.
 
         Raises:
             OSError: there is no connection, or it was lost.
             BadAnswer: the answer cannot be parsed.
         """
-        named = f"X-Request-Id: {name}\r\n" if name is not None else ""
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._lines}\r\n{named}"
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._lines}\r\n"
         request = b"%bContent-Length: %d\r\n\r\n%b" % (head.encode("latin-1"), len(body), body)
         if self._idle:
             kept = self._idle.pop()

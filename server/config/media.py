@@ -16,16 +16,16 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     ] = ()
     allowed_local_media_path: Annotated[
         str | None,
-        "Directory below which `file:` URLs may name images; every client can have the model "
-        "look at all that is there. Default: none.",
+        "Directory of images for `file:` URLs; every client can have the model read any image in "
+        "it. Default: none.",
     ] = None
     max_image_bytes: Annotated[
         PositiveInt,
-        "Largest image file; all those of a request in `data:` URLs also have to fit into its body "
+        "Largest image file; a request's images in `data:` URLs also have to fit into its body "
         "(--max-body-bytes).",
     ] = 10 * 2**20
     max_image_pixels: Annotated[
-        PositiveInt, "Largest image, in pixels; it takes some ten bytes each while it is prepared."
+        PositiveInt, "Largest image, in pixels; preparing it takes about ten bytes per pixel."
     ] = 2**25
     image_fetch_timeout: Annotated[PositiveFloat, "Maximum seconds to fetch an image."] = 5.0
     max_image_bytes_in_flight: Annotated[

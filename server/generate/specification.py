@@ -52,6 +52,7 @@ async def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+        seed_given=fields.seed is not None,
         temperature=_or(fields.temperature, defaults.temperature),
         top_k=max(0, _or(fields.top_k, defaults.top_k)),
         top_p=_or(fields.top_p, defaults.top_p),

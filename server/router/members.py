@@ -51,7 +51,7 @@ class Members:
         """The newest snapshot, with the engines in scope."""
         self._view_at = 0.0
         self.has_prefill_engines = False
-        """Whether the view lists engines that compute prompts for others."""
+        """Whether any known engine computes prompts for others."""
         self.num_ranks = num_ranks
         """Ranks below this belong to engines that exist, existed or are expected."""
         self.incarnation = incarnation

@@ -149,6 +149,17 @@ def test_streams_survive_the_death_of_an_engine(served: RunningStack) -> None:
     until(has_traffic, "it has traffic")
 
 
+def test_prompts_with_seeds_that_do_not_fit_into_one_step_are_answered(
+    served: RunningStack,
+) -> None:
+    before = incarnations(served.url, range(2))
+    long = (prompts(1)[0] * 500)[:500]
+    asked: list[Any] = [[number, *long] for number in range(48)]
+    answer = complete(served.url, asked, temperature=1.0, seed=1, max_tokens=4)
+    assert answer["usage"]["completion_tokens"] == 4 * 48
+    assert incarnations(served.url, range(2)) == before
+
+
 def test_engines_are_drained_paused_added_and_replaced_under_load(served: RunningStack) -> None:
     def wait_for(size: int) -> None:
         """A vLLM engine takes longer to start than others."""

@@ -42,6 +42,12 @@ for name, value in {**asked, "sampling": free_first}.items():
     except NotOffered as error:
         refused[name] = error.param
 print(json.dumps(refused))
+drawn = []
+for seed_given in (True, False):
+    sampling = SamplingParams(max_tokens=1, seed=7, seed_given=seed_given)
+    message = AddRequest(1, "x", 0, 0, [1], sampling)
+    drawn.append(core_request(message, {}, None, Moves.RESUMED).sampling_params.seed)
+print(json.dumps(drawn))
 """
 
 
@@ -51,13 +57,13 @@ def said() -> list[Any]:
     done = subprocess.run(
         [PYTHON, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
     )
-    return [json.loads(line) for line in done.stdout.splitlines()[-3:]]
+    return [json.loads(line) for line in done.stdout.splitlines()[-4:]]
 
 
 def test_what_cannot_be_enforced_is_ignored_of_schemas_that_are_not_strict(
     said: list[Any],
 ) -> None:
-    strict, lenient, _ = said
+    strict, lenient, *_ = said
     assert "uniqueItems" in strict
     assert lenient == ""
 
@@ -66,3 +72,7 @@ def test_what_vllm_engines_do_not_do_is_refused_by_the_parameter(said: list[Any]
     assert said[2] == {
         "pooling": "model", "adapter": "model", "sampling": "response_format",
     }  # fmt: skip
+
+
+def test_only_seeds_of_clients_are_passed_on(said: list[Any]) -> None:
+    assert said[3] == [7, None]

@@ -167,7 +167,7 @@ def test_it_is_chosen_after_a_comparison(stock: PagedAttention) -> None:
 @pytest.mark.parametrize(
     ("dtype", "heads", "reason"),
     [
-        (torch.float32, Heads(4, 2, 16), "16 bits"),
+        (torch.float32, Heads(4, 2, 16), "16-bit"),
         (torch.float16, Heads(4, 2, 16, scale=3.0), "differ"),
     ],
 )

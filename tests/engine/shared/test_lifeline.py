@@ -91,11 +91,12 @@ def test_a_child_ends_when_its_supervisor_dies_even_if_it_is_stuck(stuck: bool) 
     child.stdin.close()
 
 
-def test_a_stuck_child_ends_with_what_it_has_started() -> None:
+@pytest.mark.parametrize("reaction", ["SIG_IGN", "SIG_DFL"])
+def test_a_child_that_does_not_handle_sigterm_ends_with_what_it_has_started(reaction: str) -> None:
     ours, theirs = socket.socketpair()
     program = (
         "import signal, subprocess, sys, time; from engine.shared.lifeline import Lifeline;"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"signal.signal(signal.SIGTERM, signal.{reaction});"
         "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
         "Lifeline.from_environment().watch(); print(other.pid, flush=True); time.sleep(600)"
     )
