@@ -54,8 +54,8 @@ def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | U
         time_to_first_token_ms=timing.prefill * 1000,
         generation_time_ms=timing.decode * 1000,
         queue_time_ms=timing.queue * 1000,
-        mean_itl_ms=timing.decode * 1000 / (tokens - 1) if tokens > 1 else None,
-        tokens_per_second=tokens / ran if ran > 0 else None,
+        mean_itl_ms=timing.decode * 1000 / (tokens - 1) if tokens > 1 else UNSET,
+        tokens_per_second=tokens / ran if ran > 0 else UNSET,
     )
 
 
@@ -245,7 +245,11 @@ def _shown(
     for token in tokens:
         scores = token.logprob
         assert scores is not None, "only a prompt's first token has no log probability"
-        shown = zip(scores.top_ids[:alternatives], scores.top_logprobs[:alternatives], strict=True)
+        shown = [
+            *zip(scores.top_ids[:alternatives], scores.top_logprobs[:alternatives], strict=True)
+        ]
+        if request.sampling.logprob_token_ids and token.token_id not in scores.top_ids:
+            shown.insert(0, (token.token_id, scores.logprob))
         yield ChatLogprob(
             name_of(token.token_id),
             max(scores.logprob, MIN_LOGPROB),
