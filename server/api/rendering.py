@@ -138,8 +138,8 @@ class ChunkFrames:
         options = request.fields.stream_options
         wanted = options is not None and bool(options.include_usage)
         self._include_usage = wanted or request.force_usage
-        tells_each = options is not None and bool(options.continuous_usage_stats)
-        tells_each &= self._include_usage
+        each_wanted = options is not None and bool(options.continuous_usage_stats)
+        tells_each = request.force_usage or (wanted and each_wanted)
         self.counts: Counter[int] | None = Counter() if tells_each else None
         """Tokens of each choice, added before they are shown, if every chunk tells them."""
         head = {"id": id_, "object": kind, "created": request.created, "model": request.model}
