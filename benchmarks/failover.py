@@ -11,10 +11,15 @@ With --minutes, random processes, front ends too, are killed or stopped for as l
 clients send the same requests in any order. One that was on a connection of a killed front end may
 fail. Afterwards no process may be missing and no gauge may count a request.
 
+With --split, engine 0 computes the prompts and two others answer. Each round strikes once, while KV
+blocks are on their way: kills a process, stops one, or cuts, silences or damages the link. Every
+answer has to be that of a single engine, and after each round all KV blocks have to be free.
+
     python -m benchmarks.failover
     python -m benchmarks.failover --streams 8 --tokens 60 --stop-seconds 8
     python -m benchmarks.failover --minutes 5 --streams 8 --tokens 60 --stop-seconds 8
     python -m benchmarks.failover -- --dtype bfloat16 --batch-invariant
+    python -m benchmarks.failover --split 5 --streams 8 --tokens 60 --stop-seconds 8
 """
 
 import argparse
@@ -27,14 +32,18 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import httpx
+import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.block_links import BlockLinks
 from benchmarks.running_stack import RunningStack
 
 MODEL = "swell-shakespeare"
@@ -67,6 +76,10 @@ class Answer:
     error: str | None = None
     longest_pause: float = 0.0
     took: float = 0.0
+    first_after: float = 0.0
+    """Seconds until something was said."""
+    port: int = 0
+    """The client's end of its connection."""
 
 
 @dataclass
@@ -78,13 +91,16 @@ class Progress:
     disturbances: list[tuple[float, str]] = field(default_factory=list)
 
 
-def asks(streams: int, tokens: int) -> list[Ask]:
-    """Return the mix: two kinds of streams in full number, the others an eighth of it each."""
+def asks(streams: int, tokens: int, about: str = "") -> list[Ask]:
+    """Return the mix: two kinds of streams in full number, the others an eighth of it each.
+
+    All prompts end with what they are `about`.
+    """
     made: list[Ask] = []
     few = max(1, streams // 8)
 
     def completion(kind: str, number: int, **options: object) -> None:
-        prompt = f"{SPEAKERS[number % len(SPEAKERS)]}: say {number} times what"
+        prompt = f"{SPEAKERS[number % len(SPEAKERS)]}: say {number} times what{about}"
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         made.append(Ask(kind, "/v1/completions", {**body, "seed": number, **options}))
 
@@ -95,7 +111,7 @@ def asks(streams: int, tokens: int) -> list[Ask]:
         completion("whole", number, temperature=1.0)
         completion("n=2", number, temperature=0.8, n=2, stream=True)
         completion("logprobs", number, temperature=1.0, logprobs=3, stream=True)
-        messages = [{"role": "user", "content": f"Tell me of {SPEAKERS[number % 7]}"}]
+        messages = [{"role": "user", "content": f"Tell me of {SPEAKERS[number % 7]}{about}"}]
         chat: dict[str, Any] = {"model": MODEL, "messages": messages, "seed": number}
         options = {"max_tokens": tokens, "ignore_eos": True, "stream": True}
         made.append(Ask("chat", "/v1/chat/completions", {**chat, **options}))
@@ -108,16 +124,21 @@ def asks(streams: int, tokens: int) -> list[Ask]:
 
 
 async def streamed_choices(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any]
-) -> AsyncIterator[list[dict[str, Any]]]:
+    client: httpx.AsyncClient, path: str, body: dict[str, Any],
+    extensions: dict[str, Any] | None = None,
+) -> AsyncIterator[list[dict[str, Any]]]:  # fmt: skip
     """Send a request that streams and yield the choices of every event, which may be none.
+
+    Args:
+        extensions: of the request, as httpx has them.
 
     Raises:
         httpx.HTTPError: the connection failed, or the answer is not a stream.
         ValueError: an event says that the request failed.
         ConnectionError: the stream ended too soon.
     """
-    async with client.stream("POST", path, json={**body, "stream": True}) as response:
+    body = {**body, "stream": True}
+    async with client.stream("POST", path, json=body, extensions=extensions) as response:
         if response.is_error:
             await response.aread()
             response.raise_for_status()
@@ -143,11 +164,17 @@ async def answer(client: httpx.AsyncClient, ask: Ask, progress: Progress) -> Ans
     """Send one request and keep everything that is the same in every run of it."""
     result = Answer()
     began = time.monotonic()
+
+    async def traced(event: str, about: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            result.port = about["return_value"].get_extra_info("client_addr")[1]
+
+    extensions = {"trace": traced}
     try:
         if ask.body.get("stream"):
-            result.told = await _streamed(client, ask, progress, result)
+            result.told = await _streamed(client, ask, progress, result, extensions)
         else:
-            response = await client.post(ask.path, json=ask.body)
+            response = await client.post(ask.path, json=ask.body, extensions=extensions)
             body = response.json()
             if response.status_code != 200:
                 raise ValueError(f"{response.status_code}: {body}")
@@ -159,13 +186,18 @@ async def answer(client: httpx.AsyncClient, ask: Ask, progress: Progress) -> Ans
     return result
 
 
-async def _streamed(client: httpx.AsyncClient, ask: Ask, progress: Progress, result: Answer) -> str:
+async def _streamed(
+    client: httpx.AsyncClient, ask: Ask, progress: Progress, result: Answer,
+    extensions: dict[str, Any],
+) -> str:  # fmt: skip
+    began = time.monotonic()
     pieces: dict[int, list[str]] = {}
     scores: dict[int, list[Any]] = {}
     reasons: dict[int, str] = {}
     last: float | None = None
-    async for choices in streamed_choices(client, ask.path, ask.body):
+    async for choices in streamed_choices(client, ask.path, ask.body, extensions):
         now = time.monotonic()
+        result.first_after = result.first_after or now - began
         result.longest_pause = max(result.longest_pause, now - (last or now))
         last = now
         progress.pieces += 1
@@ -377,6 +409,202 @@ def endure(
     return rests and not tally.wrong
 
 
+# -- rounds of strikes at transfers ----------------------------------------------------------------
+
+SPLIT = (
+    "--data-parallel-size", str(NUM_ENGINES), "--api-server-count", "2",
+    "--prefill-engines", "1", "--prefill-split-length", "256",
+)  # fmt: skip
+PROMPT = ": friends, Romans, countrymen, lend me your ears; I come to bury Caesar" * 20
+"""With what is said before it about 600 tokens."""
+LINK_RATE = 8e6
+"""Bytes per second between engines: transfers take a quarter of a second."""
+RESTS_WITHIN = 60.0
+OFFERED_FOR = 65.0
+"""Seconds after which blocks that nobody has read are forgotten, and a look around more."""
+STRIKES = (
+    "nothing",
+    "prefill engine killed", "prefill engine stopped",
+    "decode engine killed", "decode engine stopped",
+    "coordinator killed", "API server killed",
+    "link cut", "link silent", "blocks damaged",
+)  # fmt: skip
+
+
+class Strike:
+    """Strikes once, while blocks are on their way.
+
+    Args:
+        kind: one of `STRIKES`.
+        stack: which is struck.
+        links: between its engines.
+        after: parts of blocks that pass before.
+        seconds: for which something is stopped or silent.
+    """
+
+    def __init__(
+        self, kind: str, stack: RunningStack, links: BlockLinks, after: int, seconds: float
+    ) -> None:
+        self.excused: set[int] = set()
+        """Ports of clients whose connections ended with their API server."""
+        self._kind = kind
+        self._stack = stack
+        self._links = links
+        self._after = after
+        self._seconds = seconds
+
+    async def run(self, progress: Progress) -> None:
+        """Wait until blocks travel, and strike."""
+        for _ in range(self._after):
+            await self._links.flowing()
+        link = await self._links.flowing()
+        match self._kind.split():
+            case ["prefill", _, how]:
+                await self._strike(link.offers, how)
+            case ["decode", _, how]:
+                await self._strike(link.reads, how)
+            case ["coordinator", how]:
+                await self._strike(self._stack.processes()["coordinator"], how)
+            case ["API", _, how]:
+                front_end = self._stack.processes()[f"api {self._after % 2}"]
+                self.excused = {c.raddr.port for c in front_end.net_connections("tcp") if c.raddr}
+                await self._strike(front_end, how)
+            case [_, "cut"]:
+                link.cut()
+            case [_, "silent"]:
+                await self._links.silence(self._seconds)
+            case [_, "damaged"]:
+                link.damages = True
+
+    async def _strike(self, victim: psutil.Process, how: str) -> None:
+        if how == "killed":
+            victim.kill()
+            return
+        victim.suspend()
+        await asyncio.sleep(self._seconds)
+        victim.resume()
+
+
+@dataclass
+class Row:
+    """What came of one kind of strikes."""
+
+    rounds: int = 0
+    answers: int = 0
+    right: int = 0
+    failed: int = 0
+    excused: int = 0
+    first_after: float = 0.0
+    longest_pause: float = 0.0
+    rests_after: float = 0.0
+    """Seconds after the last answer within which every process was there and all blocks free."""
+    broken: float = 0
+    """Transfers that did not bring every block. An engine that was killed does not say so, and one
+    that was stopped says so with its next step, which may be in the next round."""
+
+
+async def by_engine(stack: RunningStack, series: str) -> dict[str, float]:
+    """Return the values of a metric by the ranks of engines."""
+    async with httpx.AsyncClient(timeout=10) as client:
+        text = (await client.get(f"{stack.url}/metrics")).text
+    found = re.findall(rf'^swell_{series}\{{engine="(\d+)".* (\S+)$', text, re.M)
+    return {engine: float(value) for engine, value in found}
+
+
+async def strike_transfers(
+    stack: RunningStack, links: BlockLinks, todo: list[Ask], known: list[Answer],
+    plan: Sequence[str], stop_seconds: float,
+) -> tuple[dict[str, Row], list[str]]:  # fmt: skip
+    """Strike in these ways; return what came of each, and what was not as it should be.
+
+    Args:
+        known: the answers, of an engine that does everything.
+        plan: of `STRIKES`, one a round.
+    """
+    rows: dict[str, Row] = {kind: Row() for kind in plan}
+    problems = []
+    for number, kind in enumerate(plan):
+        row = rows[kind]
+        strike = Strike(kind, stack, links, 3 * row.rounds, stop_seconds)
+        # With another salt in each round no engine has the prompts' blocks.
+        salted = [replace(ask, body={**ask.body, "cache_salt": f"{number}"}) for ask in todo]
+        broken_before = await by_engine(stack, "kv_transfer_failures_total")
+        answers = await run(stack.url, salted, strike, Progress())
+        over = time.monotonic()
+        row.rounds += 1
+        for ask, answer, right in zip(todo, answers, known, strict=True):
+            row.answers += 1
+            row.first_after = max(row.first_after, answer.first_after)
+            row.longest_pause = max(row.longest_pause, answer.longest_pause)
+            is_right = answer.error is None and answer.told == right.told
+            is_excused = answer.error is not None and answer.port in strike.excused
+            row.right += is_right
+            row.excused += is_excused
+            row.failed += answer.error is not None and not is_excused
+            if not (is_right or is_excused):
+                problems.append(f"{kind}, {ask.kind}: {answer.error or answer.told}")
+        while not await asyncio.to_thread(is_at_rest, stack):
+            if time.monotonic() - over > RESTS_WITHIN:
+                problems.append(f"{kind}: not at rest")
+                break
+            await asyncio.sleep(0.1)
+        row.rests_after = max(row.rests_after, time.monotonic() - over)
+        for engine, count in (await by_engine(stack, "kv_transfer_failures_total")).items():
+            row.broken += max(0, count - broken_before.get(engine, 0))
+        print(f"{kind}: {row}", flush=True)
+    return rows, problems
+
+
+def split(
+    streams: int, tokens: int, flags: Sequence[str], plan: Sequence[str], stop_seconds: float, *,
+    waits_for_offers: bool = False,
+) -> tuple[dict[str, Row], list[str]]:  # fmt: skip
+    """Run a stack with a split and strike at its transfers, as `strike_transfers` says.
+
+    Args:
+        flags: for `swell serve`, with those for engines that are batch-invariant.
+        waits_for_offers: look whether blocks that nobody read are forgotten, which takes a minute.
+    """
+    todo = asks(streams, tokens, PROMPT)
+    with RunningStack("--data-parallel-size", "1", *flags, timeout=300) as stack:
+        known = asyncio.run(run(stack.url, todo, None, Progress()))
+
+    async def strikes(stack: RunningStack, links: BlockLinks) -> tuple[dict[str, Row], list[str]]:
+        between = asyncio.create_task(links.watch())
+        rows, problems = await strike_transfers(stack, links, todo, known, plan, stop_seconds)
+        if waits_for_offers:
+            await asyncio.sleep(OFFERED_FOR)
+            await run(stack.url, asks(1, 1), None, Progress())  # idle engines say nothing new
+            if any((await by_engine(stack, "kv_transfer_offered_bytes")).values()):
+                problems.append("blocks are offered for ever")
+        await asyncio.to_thread(stack.stop)
+        between.cancel()
+        return rows, problems
+
+    with TemporaryDirectory(prefix="split-") as name:
+        sockets, aside = Path(name) / "sockets", Path(name) / "aside"
+        aside.mkdir()
+        links = BlockLinks(sockets, aside, LINK_RATE)
+        with RunningStack("--socket-dir", str(sockets), *SPLIT, *flags, timeout=300) as stack:
+            return asyncio.run(strikes(stack, links))
+
+
+def report_strikes(console: Console, rows: dict[str, Row], problems: list[str]) -> None:
+    """Print what came of each kind of strikes."""
+    table = Table(
+        "strike", "answers", "right", "wrong", "failed", "lost with their API server",
+        "transfers broken off", "latest first token", "longest pause", "at rest after",
+    )  # fmt: skip
+    for kind, row in rows.items():
+        wrong = row.answers - row.right - row.failed - row.excused
+        numbers = (row.answers, row.right, wrong, row.failed, row.excused, round(row.broken))
+        seconds = (row.first_after, row.longest_pause, row.rests_after)
+        table.add_row(kind, *map(str, numbers), *(f"{each:.1f} s" for each in seconds))
+    console.print(table)
+    for problem, count in Counter(problems).most_common(10):
+        console.print(f"[red]x{count}[/] {problem[:400]}", soft_wrap=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -386,9 +614,20 @@ def main() -> int:
     parser.add_argument("--stop-seconds", type=float, default=20.0, help="how long one is stopped")
     parser.add_argument("--minutes", type=float, default=0.0, help="of random disturbances")
     parser.add_argument("--clients", type=int, default=24, help="of --minutes")
+    parser.add_argument("--split", type=int, default=0, help="strikes of each kind at transfers")
+    parser.add_argument("--only", default="", help="strikes of --split whose name contains this")
     parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
     options = parser.parse_args()
     console = Console()
+    if options.split:
+        rows, problems = split(
+            options.streams, options.tokens,
+            ["--batch-invariant", "--log-level", "error", *options.serve],
+            [kind for kind in STRIKES if options.only in kind] * options.split,
+            options.stop_seconds, waits_for_offers=True,
+        )  # fmt: skip
+        report_strikes(console, rows, problems)
+        return 1 if problems else 0
     todo = asks(options.streams, options.tokens)
     flags = ["--data-parallel-size", str(NUM_ENGINES), "--api-server-count", "2"]
     with RunningStack(*flags, "--log-level", "error", *options.serve, timeout=300) as stack:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,17 @@ def _save_sharded_state(config: ShardedConfig) -> int:
     return fetch.save_sharded_state(config, save)
 
 
+def _run_batch(config: RunBatchConfig) -> int:
+    is_elsewhere = config.batch.url or config.parallel.data_parallel_size > 1
+    if is_elsewhere or find_spec("torch") is None:  # an own server says what is missing
+        from server.batch import command
+
+        return command.run_batch(config)
+    from swell import batch
+
+    return batch.run_batch(config)
+
+
 def _doctor(config: DoctorConfig) -> int:
     from server import doctor
 
@@ -196,7 +208,12 @@ COMMANDS = {
         _api_server,
         positional=MODEL,
         hidden=frozenset(
-            {"data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank_local"}
+            {
+                "data_parallel_size_local",
+                "data_parallel_start_rank",
+                "data_parallel_rank_local",
+                "usage_report",
+            }
         )
         | SPAN,
     ),
@@ -252,11 +269,11 @@ COMMANDS = {
         _doctor,
     ),
     "run-batch": Command(
-        "answer a file of requests, with a running server or one started for it",
+        "answer a file of requests, with a running server, one started for it, or one engine here",
         "swell run-batch in.jsonl out.jsonl --url http://127.0.0.1:8000\n"
         "swell run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --data-parallel-size 4",
         RunBatchConfig,
-        _imported("server.batch.command", "run_batch"),
+        _run_batch,
         hidden=frozenset(
             {
                 "coordinator",

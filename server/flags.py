@@ -13,7 +13,6 @@ from engine.shared.version import SWELL_VERSION
 NOT_NEEDED = {
     "--disable-frontend-multiprocessing": "front ends and engines are always processes",
     "--disable-log-requests": "requests are logged with --log-level debug only",
-    "--enable-chunked-prefill": "long prompts are computed in chunks",
     "--enable-elastic-ep": "`swell scale` changes the number of engines while they serve",
     "--enable-prompt-tokens-details": "`usage` always says how much was cached",
     "--enable-server-load-tracking": "/load always says it",
@@ -44,7 +43,6 @@ INSTEAD = {
     "--max-num-queued-reqs": "use --max-queue",
     "--max-num-queued-tokens": "use --max-queue-tokens",
     "--mm-processor-cache-gb": "leave it out; --encoder-cache-bytes keeps encoded images",
-    "--no-enable-chunked-prefill": "long prompts are computed in chunks",
     "--num-gpu-blocks-override": "use --num-kv-blocks",
     "--profiler-config": "use --torch-profiler-dir",
     "--reasoning-parser-plugin": "install a plugin (docs/plugins.md)",

@@ -35,7 +35,7 @@ from server.text.tokenizer import ServedTokenizer
 from swell.local import LocalEngine
 
 MAX_CONCURRENCY = 1024
-"""Maximum prompts of one call that are in the engine at a time; the others wait here."""
+"""Maximum prompts of one call in the engine at a time; the others wait here."""
 
 _DATA, _DONE = b"data: ", b"[DONE]"
 
@@ -54,7 +54,7 @@ class RequestFailed(Exception):
             error = {"message": body.decode(errors="replace")}
         super().__init__(error["message"])
         self.status = status
-        """The HTTP status that a server would answer with."""
+        """The HTTP status that a server would return."""
         self.param: str | None = error.get("param")
         self.code: str | None = error.get("code")
 
@@ -62,14 +62,15 @@ class RequestFailed(Exception):
 class AsyncLLM:
     """A model in this process, for asyncio; close it, or use it as an async context manager.
 
-    Its methods take the fields of the endpoints' bodies, and refuse what these refuse. Cancelling
-    a call, or leaving a stream, aborts what it runs.
+    Its methods accept the fields of the endpoints' bodies, with the same validation. Cancelling a
+    call, or closing a stream, aborts its requests.
     """
 
     def __init__(self, app: FastAPI, engine: LocalEngine, tasks: tuple[str, ...]) -> None:
         self.supported_tasks = tasks
-        """What the model is for, in vLLM's words: generate, or embed, or classify."""
-        self._app = app
+        """The model's task, in vLLM's terms: generate, embed or classify."""
+        self.app = app
+        """The endpoints."""
         self._engine = engine
         self._room = asyncio.Semaphore(MAX_CONCURRENCY)
 
@@ -79,10 +80,10 @@ class AsyncLLM:
 
         Args:
             model: directory or hub id.
-            options: settings of `swell serve` by their names, such as `max_model_len=4096`.
+            options: settings of `swell serve` by name, such as `max_model_len=4096`.
 
         Raises:
-            SettingsError: there is no such setting, or it cannot have that value.
+            SettingsError: there is no such setting, or its value is invalid.
             CannotStart, ValueError, OSError: the engine cannot start.
         """
         options.setdefault("data_parallel_size", 1)
@@ -96,7 +97,8 @@ class AsyncLLM:
         config = settings.load(ServeConfig, options, {})
         defaults = defaults_for(config, num_cuda_devices())
         config = settings.load(ServeConfig, options, {}, defaults=defaults)
-        _check_alone(config)
+        if reason := why_not_here(config):
+            raise settings.SettingsError(reason)
         directory = await asyncio.to_thread(
             model_directory, config.model, weights=config.model.load_format != "dummy"
         )
@@ -117,7 +119,7 @@ class AsyncLLM:
         return cls(build_app(services), engine, tasks)
 
     async def close(self) -> None:
-        """Abort what runs, and free the model."""
+        """Abort all requests, and free the model."""
         await asyncio.to_thread(self._engine.close)
 
     async def __aenter__(self) -> Self:
@@ -126,10 +128,10 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # -- what can be asked for -------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     async def generate(self, prompt: str | list[int], **fields: Any) -> CompletionResponse:
-        """Continue a prompt; `fields` are those of /v1/completions.
+        """Complete a prompt; `fields` are those of /v1/completions.
 
         Raises:
             RequestFailed: it was refused, or the engine failed.
@@ -160,7 +162,7 @@ class AsyncLLM:
     async def stream(
         self, path: str, fields: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of an answer as they come, as an endpoint streams them.
+        """Yield the events of an endpoint's streamed answer.
 
         Raises:
             RequestFailed: it was refused, or the engine failed.
@@ -179,7 +181,7 @@ class AsyncLLM:
                     yield event
 
     async def request(self, path: str, fields: Mapping[str, Any]) -> bytes:
-        """Return the body that an endpoint answers with.
+        """Return the body of an endpoint's answer.
 
         Raises:
             RequestFailed: it was refused, or the engine failed.
@@ -188,7 +190,7 @@ class AsyncLLM:
             return b"".join([part async for part in self._parts(path, fields)])
 
     async def _parts(self, path: str, fields: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        """Call an endpoint as a server would; yield the parts of its answer."""
+        """Call an endpoint through ASGI; yield the parts of its answer."""
         body = msgspec.json.encode(fields)
         parts: asyncio.Queue[MutableMapping[str, Any] | Exception] = asyncio.Queue(1)
         sent = False
@@ -220,7 +222,7 @@ class AsyncLLM:
         async def serve() -> None:
             ended = Exception("the endpoint sent no answer")
             try:
-                await self._app(scope, receive, parts.put)
+                await self.app(scope, receive, parts.put)
             except Exception as error:
                 ended = error
             await parts.put(ended)
@@ -266,13 +268,13 @@ class LLM:
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        """What the model is for, in vLLM's words: generate, or embed, or classify."""
+        """The model's task, in vLLM's terms: generate, embed or classify."""
         return self._llm.supported_tasks
 
     def generate(
         self, prompts: str | Sequence[str | list[int]], **fields: Any
     ) -> list[CompletionResponse]:
-        """Continue prompts, many at a time; `fields` are those of /v1/completions.
+        """Complete prompts concurrently; `fields` are those of /v1/completions.
 
         Raises:
             RequestFailed: one was refused, or the engine failed; the others are aborted.
@@ -303,7 +305,7 @@ class LLM:
         return self._all(lambda each: self._llm.embed(each, **fields), every)
 
     def close(self) -> None:
-        """Abort what runs, and free the model."""
+        """Abort all requests, and free the model."""
         if self._thread.is_alive():
             self._wait(self._llm.close())
             self._end()
@@ -339,19 +341,23 @@ class LLM:
         self._loop.close()
 
 
-def _check_alone(config: ServeConfig) -> None:
-    """Refuse what needs several processes."""
-    parallel = config.parallel
+def why_not_here(config: ServeConfig) -> str | None:
+    """Return why these settings need `swell serve`; None if they work in a program."""
+    parallel, cache = config.parallel, config.cache
     if parallel.data_parallel_size > 1 or parallel.processes > 1:
-        raise settings.SettingsError(
+        return (
             "data_parallel_size, tensor_parallel_size and pipeline_parallel_size have to be 1 in a "
             "program: use swell serve for several engines or processes"
         )
-    if config.lora.enable_lora:
-        raise settings.SettingsError("enable_lora is for swell serve, whose coordinator loads them")
-    cache = config.cache
-    if cache.kv_role or cache.prefill_engines or cache.kv_transfer_config:
-        raise settings.SettingsError(
-            "kv_role, prefill_engines and kv_transfer_config are for several engines: use swell "
-            "serve"
-        )
+    others = {
+        "enable_lora": config.lora.enable_lora,
+        "engine_backend": config.executor.engine_backend != "swell",
+        "kv_role": cache.kv_role,
+        "prefill_engines": cache.prefill_engines,
+        "kv_transfer_config": cache.kv_transfer_config,
+        "kv_events_config": cache.kv_events_config,
+        "kv_memory_tier_bytes": cache.kv_memory_tier_bytes,
+        "kv_disk_tier_dir": cache.kv_disk_tier_dir,
+    }
+    found = next((name for name, value in others.items() if value), None)
+    return found and f"{found} is for swell serve"

@@ -86,7 +86,7 @@ def test_an_adapter_that_was_loaded_once_is_everywhere_at_once(root: Path) -> No
 
         refused = {
             "outside": load(url, "x", "../secret"),
-            "no directory": load(url, "x", "nothing"),
+            "not a directory": load(url, "x", "nothing"),
             "the model itself": load(url, MODEL, "sql"),
             "the served model is": load(url, "x", "sql", base_model_name="other"),
         }

@@ -141,7 +141,7 @@ TELLS_THE_TIME = {
     "server/api/services.py", "server/store/sqlite.py", "server/api/responses/keeping.py",
     "server/api/generation.py", "server/api/status.py",
     "server/observe/engine_metrics.py", "server/api/vectors/pooled_call.py",
-    "engine/kv_events/publisher.py",
+    "engine/kv_events/publisher.py", "server/fleet/usage_report.py",
 }  # fmt: skip
 """What tells clients when something was; all else measures durations, and the clock may be set."""
 

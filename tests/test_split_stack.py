@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from benchmarks.failover import STRIKES, split
 from benchmarks.running_stack import RunningStack
 from tests.support.http import complete
 from tests.support.metrics import metric, total
@@ -82,3 +83,11 @@ def test_answers_are_whole_when_an_engine_is_killed(
     engine.wait(30)
     all_ready(stack)
     assert answers(stack) == expected
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_with_a_process_or_a_link_while_blocks_are_on_their_way() -> None:
+    rows, problems = split(2, 20, EXACT, STRIKES[1:], stop_seconds=6)
+    assert problems == []
+    assert all(row.right + row.excused == row.answers > 0 for row in rows.values())
+    assert all(rows[kind].broken for kind in ("link cut", "link silent", "blocks damaged"))

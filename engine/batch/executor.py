@@ -32,6 +32,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     model_fingerprint: str
     pools: bool = False
     """Whether sequences get one vector each instead of tokens."""
+    task: str = "generate"
+    """What the model is for: generate, or embed, or classify."""
     in_one_step: bool = False
     """Whether all tokens of a sequence have to be computed in the same step."""
     has_kv: bool = True

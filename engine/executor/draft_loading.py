@@ -18,7 +18,7 @@ from engine.models.hf_config import read_config
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
 from engine.models.weights import decoder_tensors
-from engine.shared.config import EngineConfig, LoraConfig, ModelConfig
+from engine.shared.config import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from engine.shared.model_files import model_directory
 
 _BITS = {"int8": 8, "int4": 4, "stored": 4}
@@ -70,6 +70,9 @@ def load_draft(
 ) -> Decoder | DraftHead | None:
     """Load the draft model or head that the settings name; None if they name none.
 
+    It is whole, wherever parts of the served model are: its steps are small, and to divide them
+    would cost more than it saves.
+
     Args:
         config: all settings; those of the served model's types and weights hold for both.
         target: the model that is served.
@@ -101,6 +104,7 @@ def load_draft(
         config,
         model=settings,
         lora=LoraConfig(),
+        parallel=ParallelConfig(),
         executor=msgspec.structs.replace(config.executor, batch_invariant=False),
     )
     return load_model(alone, target.device, report, served=target.spec.cache_groups).model

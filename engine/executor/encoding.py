@@ -54,6 +54,7 @@ class EncoderExecutor(Executor):
             eos_token_ids=(),
             model_fingerprint=loaded.fingerprint,
             pools=True,
+            task=pooling.task,
             in_one_step=True,
             has_kv=False,
         )

@@ -495,6 +495,7 @@ class InProcessExecutor(GroupExecutor):
             eos_token_ids=spec.eos_token_ids,
             model_fingerprint=loaded.fingerprint,
             pools=pooling is not None,
+            task="generate" if pooling is None else pooling.task,
             in_one_step=in_one_step,
             cache_windows=windows,
             num_stages=self._num_stages,

@@ -19,6 +19,7 @@ from engine.executor.team_messages import (
     GROUP_TIMEOUT,
     Command,
     DummyStep,
+    Embed,
     Forward,
     LoadAdapter,
     Logits,
@@ -98,6 +99,10 @@ class TeamLeader:
         """Have those of this stage compute their part of the logits of these states."""
         self.team.tell(Logits(len(hidden), _slots(adapters)), self._layout.mates)
         self.group.broadcast(hidden.contiguous())
+
+    def embed(self, token_ids: Tensor) -> None:
+        """Have those of this stage look tokens up in their part of the embedding."""
+        self.team.tell(Embed(_array(token_ids).tobytes()), self._layout.mates)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Have those of this stage put their part of an adapter into a slot."""

@@ -23,12 +23,7 @@ def check_draft_settings(config: EngineConfig) -> None:
     """
     if not config.scheduler.drafts_with_model:
         return
-    parallel = config.parallel
     refused = {
-        "leave --tensor-parallel-size at 1": parallel.tensor_parallel_size > 1,
-        "leave --pipeline-parallel-size at 1": parallel.pipeline_parallel_size > 1,
-        "leave out --enable-expert-parallel": parallel.enable_expert_parallel,
-        "leave out --enable-lora": config.lora.enable_lora,
         "leave out --executor simulated, which computes no model": (
             config.executor.executor == "simulated"
         ),
@@ -65,6 +60,8 @@ def check_head_settings(config: EngineConfig, *, is_fallback: bool) -> None:
         ),
         "--model is a GGUF file, which has no such layer": is_mtp and is_gguf(config.model.model),
         "--model-impl transformers gives no states between layers": is_fallback,
+        "leave --pipeline-parallel-size at 1: the last stage, which drafts, has neither states of "
+        "earlier layers nor the embedding": config.parallel.pipeline_parallel_size > 1,
     }
     if reasons := _asked(refused):
         raise BadDraftModel(f"{_asking(config)} with a draft head: {reasons}")

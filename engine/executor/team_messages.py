@@ -92,6 +92,12 @@ class Logits(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """As for `Forward`, of these rows."""
 
 
+class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Look these tokens up in the embedding, of which each shard has a part."""
+
+    token_ids: bytes
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Put an adapter into a slot.
 
@@ -174,6 +180,7 @@ Command = (
     | PrepareGroup
     | JoinGroup
     | Logits
+    | Embed
     | LoadAdapter
     | Allocate
     | BeginTrial

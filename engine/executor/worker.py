@@ -34,6 +34,7 @@ from engine.executor.team_messages import (
     BeginTrial,
     Command,
     DummyStep,
+    Embed,
     EndTrial,
     Forward,
     JoinGroup,
@@ -132,7 +133,7 @@ class Worker:
             CannotDo: nothing has changed.
         """
         match command:
-            case Forward() | DummyStep():
+            case Forward() | DummyStep() | Embed():
                 try:
                     self._step(command)
                 except ExpertsLost as error:  # which the leader has been told too
@@ -166,7 +167,7 @@ class Worker:
                 self._end_trial()
             case _:
                 self._operate(command)
-        unanswered = Forward | DummyStep | Logits | LoadAdapter | ReadBlock | WriteBlock
+        unanswered = Forward | DummyStep | Logits | Embed | LoadAdapter | ReadBlock | WriteBlock
         return not isinstance(command, unanswered)
 
     def _operate(self, command: Command) -> None:
@@ -233,9 +234,12 @@ class Worker:
             raise CannotDo(str(error)) from error
         self._held.share_experts(self._engines.processes)
 
-    def _step(self, command: Forward | DummyStep) -> None:
+    def _step(self, command: Forward | DummyStep | Embed) -> None:
         if isinstance(command, DummyStep):
             self._loaded.dummy_step()
+            return
+        if isinstance(command, Embed):
+            self._loaded.embed(self._tensor(command.token_ids))
             return
         incoming = self._arriving.popleft().wait() if self._stage > 0 else None
         states = self._loaded(self._tokens(command), self._cache, incoming)

@@ -1,1 +1,1 @@
-"""Fused kernels: one compiled function each for what stock operators do in many passes."""
+"""Fused kernels: single compiled functions that replace several stock operators."""

@@ -1,4 +1,4 @@
-"""What kernels compute, by torch's operators: they serve where no kernel does.
+"""Reference implementations of the kernels with torch's operators, and their fallbacks.
 
 Each kernel is compared with these before a model uses it.
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CACHED_VALUES = 1 << 16
-"""Values that are normalized at once on a CPU, for each of its threads: in float32 they and their
-squares take half a megabyte, so that all passes but the first find them in the cache."""
+"""Values normalized at once per CPU thread: in float32 they and their squares take 512 KiB, so that
+all passes but the first find them in the cache."""
 _UNCACHED_VALUES = 1 << 18
-"""Values for each thread from which on that pays."""
+"""Minimum values per thread for which this pays."""
 
 
 def computed_by_rows(function: _Function) -> _Function:
-    """Mark a function as one that computes each row by itself, among any number of rows."""
+    """Mark a function as computing each row independently of the number of rows."""
     function.is_by_rows = True  # type: ignore[attr-defined]
     return function
 
@@ -38,10 +38,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rms_norm_16(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Do as `rms_norm` on a CPU with values of 16 bits.
+    """Compute `rms_norm` on a CPU with 16-bit values.
 
-    Many rows are taken some at a time, through the operations of torch's own composition, which
-    passes ten times over all of them. Each row gets the bits that it gets there.
+    Many rows are processed some at a time with the operations of torch's own composition, which
+    makes ten passes over all of them. Each row gets the same bits.
     """
     threads, width = torch.get_num_threads(), x.shape[-1]
     if x.numel() < _UNCACHED_VALUES * threads:
@@ -56,7 +56,7 @@ def _rms_norm_16(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize every head by itself.
+    """Normalize every head separately.
 
     Args:
         heads: [tokens, heads, head_dim]
@@ -77,7 +77,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -
     Args:
         heads: [tokens, heads, head_dim]
         cos, sin: [tokens, 1, head_dim] from `rotation`
-        out: where the result goes, if not to a new tensor; may be `heads` itself
+        out: tensor for the result, possibly `heads`; default: a new one
     """
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin, out=out)
 
@@ -94,7 +94,7 @@ def choose_experts(scores: Tensor, per_token: int, *, normalize: bool) -> tuple[
     """Choose the most likely experts of each token by the softmax of scores [tokens, experts].
 
     Args:
-        normalize: whether the weights of a token's experts add up to one.
+        normalize: whether the weights of a token's experts are scaled to sum to one.
 
     Returns:
         experts: [tokens, per_token] int64
@@ -108,14 +108,15 @@ def choose_experts(scores: Tensor, per_token: int, *, normalize: bool) -> tuple[
 
 
 GateChosen = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Gates, and weighs the experts: by nothing those that a token has not chosen.
+"""Applies the gates and the experts' weights, zero for experts that a token has not chosen.
 
-From [tokens, experts, 2 * inner], with chosen experts and weights [tokens, experts_per_token] from
-`Router`, to [tokens, experts * inner]."""
+Maps [tokens, experts, 2 * inner], with chosen experts and weights [tokens, experts_per_token] from
+`Router`, to [tokens, experts * inner].
+"""
 
 
 def gating(gated: Callable[[Tensor], Tensor]) -> GateChosen:
-    """Return what gates all experts, then weighs them."""
+    """Return a function that applies all experts' gates, then their weights."""
 
     def gate(gate_up: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         shares = gate_up.new_zeros(gate_up.shape[:2])
@@ -141,12 +142,12 @@ class Experts(Protocol):
 def weighted_experts(
     x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, which are gated by silu.
+    """Return the weighted sum of each token's SiLU-gated experts.
 
     Args:
         x: [tokens, hidden]
         chosen, weights: [tokens, experts_per_token], from `choose_experts`
-        experts: of each [2 * inner, hidden] and [hidden, inner]
+        experts: [2 * inner, hidden] and [hidden, inner] of each
     """
     out = torch.zeros_like(x, dtype=torch.float32)
     for number, (gate_up, down) in enumerate(experts):

@@ -1,8 +1,8 @@
-"""The kernels that models, attention and products call, and torch's operators where there is none.
+"""Selects kernels for models, attention and products, or torch's operators as the fallback.
 
-`engine.kernels.reference` has these operators. A kernel serves if its kind of processor was
-measured (`engine.kernels.processor.MEASURED`), it can be compiled here, and it agrees with them.
-What compiles kernels is imported when one is asked for.
+The fallbacks are in `engine.kernels.reference`. A kernel is used if its kind of processor was
+measured (`engine.kernels.processor.MEASURED`), it compiles here, and it agrees with the fallback.
+Kernel compilers are imported on demand.
 """
 
 import logging
@@ -36,13 +36,13 @@ _COMPILERS: Mapping[str, tuple[str, tuple[torch.dtype, ...]]] = {
     "cpu": ("numba", (torch.bfloat16,)),
     "cuda": ("triton", (torch.bfloat16, torch.float16)),
 }
-"""By type of device, with the types of values."""
+"""Compiler and supported dtypes by device type."""
 _PROBED_EXPERTS = 4, 2, 60
-"""How many experts are compared, how many of them a token has, and tokens."""
+"""Numbers of experts, of experts per token, and of tokens for the comparison."""
 
 
 class AddingProduct(Protocol):
-    """A product that adds to its result what it is given."""
+    """A product with optional addends."""
 
     def __call__(self, x: Tensor, addends: Tensor | None = None) -> Tensor:
         """Map [rows, in] to [rows, out], plus addends of that shape."""
@@ -50,20 +50,20 @@ class AddingProduct(Protocol):
 
 
 class ExpertsKernel(Experts, Protocol):
-    """What computes all experts of one layer, and their weights."""
+    """A kernel for all experts of one layer, with their weights."""
 
     weights: list[tuple[Tensor, Tensor]]
-    """Of each expert, in the layout of the kernel."""
+    """Weights of each expert, in the kernel's layout."""
 
 
 MakeExperts = Callable[[Iterable[tuple[Tensor, Tensor]]], ExpertsKernel]
-"""Lays out anew of one expert after the other [2 * inner, hidden] and [hidden, inner]."""
+"""Repacks each expert's weights [2 * inner, hidden] and [hidden, inner]."""
 
 
 class FusedKernels(Protocol):
-    """What lies between a decoder's products, in bfloat16, on CUDA in float16 too.
+    """Operations between a decoder's products, in bfloat16, on CUDA also in float16.
 
-    Each row is computed by itself, in float32, and rounded once.
+    Each row is computed separately, in float32, and rounded once.
     """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,10 +71,10 @@ class FusedKernels(Protocol):
         ...
 
     def rms_norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Do the same with heads, in place, and return them.
+        """Scale heads as in `rms_norm`, in place, and return them.
 
         Args:
-            heads: [tokens, heads, head_dim], those of a token side by side
+            heads: [tokens, heads, head_dim], with the heads of a token contiguous
             weight: [heads, head_dim] float32
         """
         ...
@@ -98,10 +98,10 @@ class FusedKernels(Protocol):
 
 
 def fused_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels | None:
-    """Return the kernels for activations of this type, each compared with torch's operators.
+    """Return the kernels for activations of this dtype, compared with torch's operators.
 
-    None where there are none: for other types and devices, without what compiles them (Numba, on
-    CUDA Triton), or if it cannot compile them here.
+    None for other dtypes and devices, without the compiler (Numba, on CUDA Triton), or if
+    compilation or the comparison fails.
     """
     replaced = "operators between products"
     if not can_compile(dtype, device, replaced):
@@ -120,16 +120,16 @@ def fused_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels | No
 
 
 def can_compile(dtype: torch.dtype, device: torch.device, replaced: str) -> bool:
-    """Whether there may be kernels for values of this type on this device.
+    """Return whether there are kernels for this dtype and device, and their compiler is installed.
 
-    Where only what compiles them is missing, the log says that what would be `replaced` stays.
+    If only the compiler is missing, logs that torch's operators named by `replaced` are used.
     """
     compiler, types = _COMPILERS.get(device.type, ("", ()))
     if dtype not in types:
         return False
     try:
         import_module(compiler)
-    except ImportError as error:  # not installed, or not made for the others' versions
+    except ImportError as error:  # not installed, or incompatible versions
         logger.info("%s are torch's own, without %s: %s", replaced, compiler, error)
         return False
     return True
@@ -144,9 +144,9 @@ def compiled_for_cpu(
     dtype: torch.dtype,
     device: torch.device,
 ) -> _Built:
-    """Return what computes with kernels, where that is trusted, else what they would replace.
+    """Return a trusted kernel for this dtype on a CPU, else `stock`.
 
-    Only for values of this type on a CPU; the other arguments are those of `trusted`.
+    `build`, `agrees` and `replaced` are as in `trusted`.
     """
     if device.type != "cpu" or not can_compile(dtype, device, replaced):
         return stock
@@ -173,7 +173,7 @@ def _agree(kernels: FusedKernels, dtype: torch.dtype, device: torch.device) -> b
 
 
 def _stores_agree(kernels: FusedKernels, qkv: Tensor, factors: tuple[Tensor, Tensor]) -> bool:
-    """Compare what becomes of three tokens with two query heads and one KV head."""
+    """Compare results for three tokens with two query heads and one KV head."""
     cache = torch.zeros(2, 2, 2, 1, 18, dtype=qkv.dtype, device=qkv.device)
     slots = torch.tensor([2, 0, 3], device=qkv.device)
     expected = qkv.clone().view(3, 4, 18)
@@ -190,7 +190,7 @@ def _stores_agree(kernels: FusedKernels, qkv: Tensor, factors: tuple[Tensor, Ten
 
 @cache
 def choosing(dtype: torch.dtype, device: torch.device) -> ChooseExperts:
-    """Return what chooses experts by scores of this type on this device."""
+    """Return the function that chooses experts by scores of this dtype on this device."""
 
     def build() -> ChooseExperts:
         from engine.kernels.cpu.experts import choose_experts as by_kernel
@@ -204,7 +204,7 @@ def choosing(dtype: torch.dtype, device: torch.device) -> ChooseExperts:
 
 @cache
 def swiglu_of_chosen(dtype: torch.dtype, device: torch.device) -> GateChosen:
-    """Return what gates the chosen experts of a layer, by silu, in this type on this device."""
+    """Return the SiLU gating of a layer's chosen experts for this dtype and device."""
 
     def build() -> GateChosen:
         from engine.kernels.cpu.experts import swiglu_of_chosen as by_kernel
@@ -217,10 +217,10 @@ def swiglu_of_chosen(dtype: torch.dtype, device: torch.device) -> GateChosen:
 
 
 def has_experts_kernel(hidden: int, inner: int) -> bool:
-    """Whether one kernel computes all experts of this shape; it may not be compiled yet.
+    """Return whether one kernel supports all experts of this shape; it need not be compiled yet.
 
     Raises:
-        ImportError: there is nothing that compiles kernels.
+        ImportError: no kernel compiler is installed.
     """
     from engine.kernels.cpu.pair_product import BLOCK, product
     from engine.kernels.cpu.products import product_kernel
@@ -231,13 +231,13 @@ def has_experts_kernel(hidden: int, inner: int) -> bool:
 
 
 def experts_kernel(hidden: int, inner: int) -> MakeExperts | None:
-    """Return what makes a layer's experts of this shape, if one kernel computes all of them."""
+    """Return the constructor of a layer's experts, if one kernel computes them."""
     return _experts_of(hidden, inner) if has_experts_kernel(hidden, inner) else None
 
 
 @cache
 def _experts_of(hidden: int, inner: int) -> MakeExperts | None:
-    """Compare the kernel by random experts."""
+    """Compare the kernel on random experts."""
     from engine.kernels.cpu.chosen_experts import ChosenExperts
 
     generator = torch.Generator().manual_seed(0)
@@ -262,19 +262,19 @@ def _experts_of(hidden: int, inner: int) -> MakeExperts | None:
 
 
 def has_product_kernel() -> bool:
-    """Whether a kernel of our own computes products of bfloat16 on this processor.
+    """Return whether this package has a bfloat16 product kernel for this processor.
 
     Raises:
-        ImportError: there is nothing that compiles kernels.
+        ImportError: no kernel compiler is installed.
     """
     return product_block() > 0
 
 
 def product_block() -> int:
-    """Return how many outputs a kernel of products computes together; 0 where there is none.
+    """Return the number of outputs per block of the product kernel; 0 without one.
 
     Raises:
-        ImportError: there is nothing that compiles kernels.
+        ImportError: no kernel compiler is installed.
     """
     from engine.kernels.cpu.products import product_kernel
 
@@ -283,10 +283,10 @@ def product_block() -> int:
 
 
 def product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> AddingProduct | None:
-    """Return a product with what oneDNN packed [outputs, inputs] into, if there is a kernel for it.
+    """Return a kernel product with oneDNN's packed [outputs, inputs], or None.
 
     Raises:
-        ImportError: there is nothing that compiles kernels.
+        ImportError: no kernel compiler is installed.
     """
     from engine.kernels.cpu.products import compiled_product
 
@@ -294,10 +294,10 @@ def product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> AddingProduc
 
 
 def attends_by_pairs(head_dim: int) -> bool:
-    """Whether, on this CPU, one kernel attends from prompts and decodes, each token by itself.
+    """Return whether one CPU kernel supports prompts and decodes, each token separately.
 
     Raises:
-        ImportError: there is nothing that compiles kernels.
+        ImportError: no kernel compiler is installed.
     """
     from engine.kernels.cpu import patch_attention
     from engine.kernels.cpu.avx512 import has_pairs

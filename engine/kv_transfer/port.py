@@ -248,6 +248,7 @@ class BlockPort:
         self._transport.mend()
         with self._lock:
             self._counters.kv_transfer_dropped_blocks += self._offers.expire(now)
+            self._counters.kv_transfer_offered_bytes = self._offers.num_bytes
         for source, link in list(self._links.items()):
             if not link.pulls and now - link.used_at > UNUSED_SECONDS:
                 self._lose(source)

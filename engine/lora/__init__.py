@@ -1,1 +1,1 @@
-"""Adapters of low rank (LoRA): read from PEFT's directories, and kept for the model's slots."""
+"""Low-rank adapters (LoRA): read from PEFT directories, and stored for the model's slots."""

@@ -1,4 +1,4 @@
-"""What an adapter's `adapter_config.json` says: ranks and scales, or why it cannot be served."""
+"""Reads an adapter's `adapter_config.json`: ranks and scales, or why it cannot be served."""
 
 import functools
 import math
@@ -9,42 +9,42 @@ from typing import Any
 import msgspec
 
 MAX_CONFIG_SIZE = 1 << 20
-"""Bytes of the file."""
+"""Maximum bytes of the file."""
 
 _MAX_PATTERNS = 1000
 _MAX_PATTERN_SIZE = 300
 _MAX_EXPRESSIONS = 64
-"""Patterns that are more than names."""
+"""Maximum patterns that are not plain names."""
 _NAME = re.compile(r"(?:[\w-]|\\?\.)*+")
-"""A pattern that is the name of a module, or its end: its points are taken for nothing else."""
+"""A pattern that is the name or name suffix of a module; its dots are only matched literally."""
 
 
 class BadAdapter(ValueError):
-    """An adapter cannot be served; the message says why."""
+    """An adapter cannot be served; the message states the reason."""
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The part of PEFT's `LoraConfig` that matters once an adapter is trained.
 
-    Which modules have one is known from its tensors, as PEFT saves those of adapted modules only:
-    `target_modules` may have any of its forms and is not evaluated.
+    The adapted modules are known from the tensors, since PEFT only saves theirs: `target_modules`
+    can have any of its forms and is not evaluated.
     """
 
     r: int
     lora_alpha: float
     use_rslora: bool = False
     rank_pattern: dict[str, int] = {}
-    """Ranks of modules that have another, by the ends of their names or by patterns of these."""
+    """Ranks of modules with another rank, by name suffixes or patterns."""
     alpha_pattern: dict[str, float] = {}
     base_model_name_or_path: str | None = None
-    """What it was trained on, for people."""
+    """Name of the base model, informational."""
 
     def rank(self, module: str) -> int:
-        """Return the rank that a module's tensors have to have."""
+        """Return the required rank of a module's tensors."""
         return int(_matching(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:
-        """Return what the product of a module's two matrices is multiplied by."""
+        """Return the scale of the product of a module's two matrices."""
         alpha, rank = _matching(self.alpha_pattern, module, self.lora_alpha), self.rank(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -60,17 +60,17 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainable_token_indices": ((None, [], {}), "it replaces embeddings of single tokens"),
     "alora_invocation_tokens": ((None, []), "it begins in the middle of a prompt (aLoRA)"),
 }
-"""By key: the values that are served, and what another one means."""
+"""By key: the supported values, and the meaning of any other."""
 
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of `init_lora_weights` that leave the base's weights as they were."""
+"""Values of `init_lora_weights` that leave the base's weights unchanged."""
 
 
 def parse_adapter_config(data: bytes) -> AdapterConfig:
-    """Read the file's content.
+    """Parse the file's content.
 
     Raises:
-        BadAdapter: it is none, or asks for what is not served.
+        BadAdapter: it is invalid, or requires something unsupported.
     """
     try:
         content = msgspec.json.decode(data)
@@ -116,7 +116,7 @@ def _check(config: AdapterConfig) -> None:
     patterns = (*config.rank_pattern, *config.alpha_pattern)
     if sum(not _NAME.fullmatch(pattern) for pattern in patterns) > _MAX_EXPRESSIONS:
         raise BadAdapter(
-            f"adapter_config.json has more than {_MAX_EXPRESSIONS} patterns that are no names"
+            f"adapter_config.json has more than {_MAX_EXPRESSIONS} patterns that are not names"
         )
     for pattern in patterns:
         if len(pattern) > _MAX_PATTERN_SIZE:
@@ -125,8 +125,8 @@ def _check(config: AdapterConfig) -> None:
             _ends_with(pattern)
         except ValueError as error:
             raise BadAdapter(
-                f"adapter_config.json: {_shown(pattern)} is no regular expression that is "
-                f"supported: {str(error)[:200]}"
+                f"adapter_config.json: {_shown(pattern)} is not a supported regular "
+                f"expression: {str(error)[:200]}"
             ) from error
 
 
@@ -140,10 +140,10 @@ def _matching(patterns: dict[str, Any], module: str, otherwise: float) -> float:
 
 @functools.lru_cache(maxsize=2 * _MAX_EXPRESSIONS)
 def _ends_with(pattern: str) -> Callable[[str], bool]:
-    """Return what says whether a module's name, or its end after a point, matches a pattern.
+    """Return a predicate: whether a module's name, or its part after a dot, matches the pattern.
 
     Raises:
-        ValueError: it is no regular expression.
+        ValueError: it is not a supported regular expression.
     """
     if _NAME.fullmatch(pattern):
         name = pattern.replace("\\.", ".")

@@ -1,8 +1,8 @@
-"""Reads the two files of an adapter's directory, which are not trusted.
+"""Reads the two files of an adapter's directory, which are untrusted.
 
-Everything is checked before it is used: their sizes, the header's size, and where each tensor
-says that it lies. What is read is kept as bytes, so that an adapter's version is a digest of the
-very bytes that are served.
+Everything is checked before use: file sizes, the header's size, and the offsets of each tensor. The
+content is kept as bytes, so that an adapter's version is a digest of exactly the bytes that are
+served.
 """
 
 import os
@@ -24,14 +24,14 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 MAX_HEADER_SIZE = 4 << 20
-"""Bytes of a header: an adapter of everything in a hundred layers has less than one megabyte."""
+"""Maximum bytes of a header: adapting everything in a hundred layers takes less than 1 MB."""
 
 _MAX_TENSORS = 20_000
 _ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """Where a tensor lies in the file's data."""
+    """Location of a tensor in the file's data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,45 +44,45 @@ class AdapterFiles(msgspec.Struct, frozen=True):
     config: AdapterConfig
     tensors: dict[str, StoredTensor]
     data: memoryview
-    """What `data_offsets` refer to."""
+    """The data that `data_offsets` refer to."""
     version: str
-    """Digest of both files: equal for equal adapters, wherever they lie."""
+    """Digest of both files: equal for equal adapters, wherever they are stored."""
 
 
 def resolve_adapter(path: str, root: str | None) -> Path:
-    """Return the adapter's directory, with all links followed.
+    """Return the adapter's directory, with all links resolved.
 
     Args:
         path: absolute, or relative to the root if there is one.
-        root: the only directory below which adapters may lie; None: anywhere.
+        root: the directory that must contain all adapters; None: no restriction.
 
     Raises:
-        BadAdapter: it is no directory, or lies outside.
+        BadAdapter: it is not a directory, or is outside of the root.
     """
     try:
         if "\0" in path:
-            raise BadAdapter("the path has a zero byte in it")
+            raise BadAdapter("the path contains a null byte")
         base = Path(root).expanduser().resolve() if root is not None else Path.cwd()
         directory = (base / Path(path).expanduser()).resolve()
         if root is not None and not directory.is_relative_to(base):
             raise BadAdapter(f"{path} is outside of --lora-dir")
         if not directory.is_dir():
-            raise BadAdapter(f"{path} is no directory")
+            raise BadAdapter(f"{path} is not a directory")
     except (OSError, RuntimeError) as error:
         raise BadAdapter(f"{path} cannot be opened: {_reason(error)}") from error
     return directory
 
 
 def read_adapter(directory: Path, root: str | None, max_size: int) -> AdapterFiles:
-    """Read a directory that `resolve_adapter` returned.
+    """Read a directory returned by `resolve_adapter`.
 
     Args:
-        directory: has the two files.
-        root: where the files have to be, too, as links may lead elsewhere.
-        max_size: bytes that an adapter's weights may have for the model that is served.
+        directory: contains the two files.
+        root: must contain the files too, since they can be links.
+        max_size: maximum bytes of an adapter's weights for the served model.
 
     Raises:
-        BadAdapter: something is missing, wrong or too large.
+        BadAdapter: a file is missing, invalid or too large.
     """
     config = _read(directory, CONFIG_FILE, root, MAX_CONFIG_SIZE)
     parsed = parse_adapter_config(config)
@@ -98,15 +98,16 @@ def _read(directory: Path, name: str, root: str | None, limit: int) -> bytes:
     try:
         path = (directory / name).resolve()
         if root is not None and not path.is_relative_to(Path(root).expanduser().resolve()):
-            raise BadAdapter(f"{name} leads to outside of --lora-dir")
+            raise BadAdapter(f"{name} is a link to outside of --lora-dir")
         if not path.exists():
             raise BadAdapter(_missing(directory, name))
-        # The path has no links left, and what is opened may be a pipe by now: neither may block.
+        # Links are resolved, but the path can have been replaced, by a link or a pipe: neither may
+        # block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise BadAdapter(f"{name} is no file")
+                raise BadAdapter(f"{name} is not a regular file")
             if status.st_size > limit:
                 raise BadAdapter(
                     f"{name} has {status.st_size:,} bytes; an adapter for this model has at most "
@@ -115,7 +116,7 @@ def _read(directory: Path, name: str, root: str | None, limit: int) -> bytes:
             with open(descriptor, "rb", closefd=False) as file:
                 return file.read(limit)
         finally:
-            os.close(descriptor)  # that of a directory cannot be made a file, which would close it
+            os.close(descriptor)  # a directory has no file object to close it
     except (OSError, RuntimeError) as error:
         raise BadAdapter(f"{name} cannot be read: {_reason(error)}") from error
 
@@ -123,7 +124,7 @@ def _read(directory: Path, name: str, root: str | None, limit: int) -> bytes:
 def _missing(directory: Path, name: str) -> str:
     if name == WEIGHTS_FILE and (directory / "adapter_model.bin").exists():
         return (
-            f"there is no {name}: adapter_model.bin is a pickle, which is not opened; save the "
+            f"there is no {name}: adapter_model.bin is a pickle, which is never loaded; save the "
             "adapter with safe_serialization=True"
         )
     return f"there is no {name} in {directory.name}"
@@ -134,10 +135,10 @@ def _reason(error: Exception) -> str:
 
 
 def _parse_safetensors(content: bytes) -> tuple[dict[str, StoredTensor], memoryview]:
-    """Return where the tensors are, and their data.
+    """Return the locations of tensors, and their data.
 
     Raises:
-        BadAdapter: the header is not what the format asks for, or does not fit the file.
+        BadAdapter: the header is invalid or does not match the file.
     """
     size = int.from_bytes(content[:8], "little")
     if len(content) < 8 or size > len(content) - 8:
@@ -153,15 +154,15 @@ def _parse_safetensors(content: bytes) -> tuple[dict[str, StoredTensor], memoryv
             name: msgspec.json.decode(value, type=StoredTensor) for name, value in header.items()
         }
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadAdapter(f"the header of {WEIGHTS_FILE} is wrong: {error}") from error
+        raise BadAdapter(f"the header of {WEIGHTS_FILE} is invalid: {error}") from error
     data = memoryview(content)[8 + size :]
     for name, tensor in tensors.items():
         (first, end), kind = tensor.data_offsets, tensor.dtype
         item = _ITEM_SIZES.get(kind)
         if item is None:
-            raise BadAdapter(f"{name} is of type {kind[:20]}: served are {list(_ITEM_SIZES)}")
+            raise BadAdapter(f"{name} has dtype {kind[:20]}; supported: {list(_ITEM_SIZES)}")
         if not 0 <= first <= end <= len(data) or min(tensor.shape, default=0) < 0:
             raise BadAdapter(f"{name} lies outside of {WEIGHTS_FILE}")
         if len(tensor.shape) > 4 or prod(tensor.shape) * item != end - first:
-            raise BadAdapter(f"{name} has not as many bytes as its shape says")
+            raise BadAdapter(f"{name} does not have the size that its shape requires")
     return tensors, data

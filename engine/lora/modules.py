@@ -1,8 +1,8 @@
-"""Which modules of a model can have adapters, and what they are in the decoder; no torch.
+"""The modules of a model that can have adapters, and their decoder tensors; no torch.
 
-Of sparse layers PEFT knows routers, single experts, and modules of all experts of a layer whose
-parameters have an axis of experts (`target_parameters`). Of the latter an adapter has one A with
-the rows of all experts, and one B whose columns go rank by rank through the experts.
+In sparse layers PEFT adapts routers, single experts, and modules with all experts of a layer, whose
+parameters have an axis of experts (`target_parameters`). For the latter an adapter has one A with
+the rows of all experts, and one B whose columns are ordered by rank, then by expert.
 """
 
 from typing import Literal, NamedTuple
@@ -25,21 +25,21 @@ _TENSORS: dict[str, tuple[Kind, Literal["a", "b"]]] = {
 _EMBEDDING = "model.embed_tokens"
 _BLOCKS = ("mlp", "block_sparse_moe")
 _ROUTERS = ("gate", "router", "router.layer")
-"""Names that sparse blocks and their routers have in checkpoints or in transformers."""
+"""Names of sparse blocks and their routers in checkpoints or in transformers."""
 
 
 class Module(NamedTuple):
-    """A module as checkpoints know it; some hold several of the decoder's tensors."""
+    """A module of a checkpoint; some hold several of the decoder's tensors."""
 
     name: str
     inputs: int
     outputs: int
     parts: dict[str, Source]
-    """By the decoder's names, without `.weight`: which of the outputs they are."""
+    """Slices of the outputs by the decoder's names, without `.weight`."""
 
 
 class ModulePair(NamedTuple):
-    """The two matrices of one adapted module, by the names of their tensors."""
+    """The tensor names of an adapted module's two matrices."""
 
     module: Module
     kind: Kind
@@ -50,24 +50,24 @@ class ModulePair(NamedTuple):
     rank: int
     scale: float
     num_experts: int = 1
-    """How many have matrices in these two: A [experts * rank, inputs], B [outputs, rank * experts].
-    """
+    """Number of experts in both matrices: A [experts * rank, inputs], B [outputs, rank *
+    experts]."""
 
 
 class AdaptableModules:
     """The modules of one model."""
 
     def __init__(self, spec: ModelSpec, *, experts_here: bool = True) -> None:
-        """Find them; if an engine has a share of the experts only, these may have none."""
+        """Find them; with `experts_here` false, experts cannot be adapted."""
         family = family_of(spec.architecture)
         self._experts_here = experts_here
         self._moe = spec.moe
         self._prefixes = sorted({*family.text_prefixes, "model."}, key=len, reverse=True)
         self._modules: dict[str, Module] = {}
         self._aliases: dict[str, Module] = {}
-        """What transformers and the decoder call modules of sparse layers."""
+        """Other names of modules in sparse layers, by transformers and the decoder."""
         self._all_experts: dict[str, tuple[Module, ...]] = {}
-        """By the name of a layer's experts: gates and ups of all in one, and downs."""
+        """By the name of a layer's experts: the fused gate and up module, and the down module."""
         sources = family.weights(spec)
         if spec.tie_word_embeddings:
             shape = (spec.vocab_size, spec.hidden_size)
@@ -101,7 +101,7 @@ class AdaptableModules:
                 self._aliases |= {f"{layer}{block}.{router}": known for router in _ROUTERS}
 
     def max_size(self, max_rank: int) -> int:
-        """Return how many bytes an adapter of all modules has, with what PEFT saves beside it."""
+        """Return the maximum bytes of an adapter, including copies that PEFT saves."""
         sizes = [each.inputs + each.outputs for each in self._modules.values()]
         if self._moe is not None:
             blocks = {id(each): each for each in self._all_experts.values()}.values()
@@ -115,7 +115,7 @@ class AdaptableModules:
         """Return the adapted modules of an adapter.
 
         Raises:
-            BadAdapter: it is not for this model, or of a larger rank.
+            BadAdapter: it does not match this model, or its rank is too large.
         """
         found: dict[tuple[str, Kind], dict[str, str]] = {}
         for tensor in files.tensors:
@@ -137,7 +137,7 @@ class AdaptableModules:
         return pairs
 
     def _name(self, tensor: str, files: AdapterFiles) -> tuple[str, Kind, str] | None:
-        """Return what a tensor belongs to; None for a copy of the base's own."""
+        """Return a tensor's module, kind and matrix; None for a copy of the base's own tensor."""
         name = tensor.removeprefix(_PREFIX)
         for suffix, (kind, matrix) in _TENSORS.items():
             if name.endswith(suffix):
@@ -147,13 +147,13 @@ class AdaptableModules:
         plain = self._plain(name.removesuffix(".weight").removesuffix(".base_layer"))
         base = self._modules.get(plain) if plain in (_EMBEDDING, "lm_head") else None
         if base is None:
-            raise BadAdapter(f"{_shown(tensor)} is no part of a LoRA adapter")
+            raise BadAdapter(f"{_shown(tensor)} is not part of a LoRA adapter")
         if files.tensors[tensor].shape != (base.outputs, base.inputs):
-            raise BadAdapter(f"{_shown(tensor)}: the adapter is for a vocabulary of another size")
+            raise BadAdapter(f"{_shown(tensor)}: the adapter has another vocabulary size")
         return None
 
     def _plain(self, module: str) -> str:
-        """Return a module's name as it is where the text model is all there is."""
+        """Return a module's name without the prefixes of multimodal models."""
         if module.rsplit(".", 1)[-1] == "lm_head":
             return "lm_head"
         for prefix in self._prefixes:
@@ -169,14 +169,14 @@ class AdaptableModules:
         if not of_experts and (module is None or (kind == "embedding") != (name == _EMBEDDING)):
             if self._moe is not None and ".experts" in name and not self._experts_here:
                 raise BadAdapter(
-                    f"{_shown(name)}: adapters of experts need all experts in each engine: leave "
-                    "--enable-expert-parallel out"
+                    f"{_shown(name)}: adapters of experts need all experts in each engine: remove "
+                    "--enable-expert-parallel"
                 )
             raise BadAdapter(
                 f"the adapter is for another model: this one has no module {_shown(name)}"
             )
         if tensors.keys() != {"a", "b"}:
-            raise BadAdapter(f"of {_shown(name)} only one of the two matrices is there")
+            raise BadAdapter(f"{_shown(name)} has only one of its two matrices")
         if module is None:
             return self._pair_of_experts(name, tensors, files, max_rank)
         config: AdapterConfig = files.config
@@ -196,9 +196,9 @@ class AdaptableModules:
     def _pair_of_experts(
         self, name: str, tensors: dict[str, str], files: AdapterFiles, max_rank: int
     ) -> ModulePair:
-        """Return which of a layer's two parameters of all experts is meant: shapes tell.
+        """Return the pair for one of a layer's two stacked parameters, identified by its shapes.
 
-        PEFT names both after the module, the one that it adapted first with `.base_layer`.
+        PEFT names both after the module; the first one it adapts has the suffix `.base_layer`.
         """
         assert self._moe is not None
         experts, block = self._moe.num_experts, name.removesuffix(".base_layer")
@@ -223,9 +223,9 @@ class AdaptableModules:
 def _all_experts(
     spec: ModelSpec, moe: MoeSpec, prefix: str, row_step: int
 ) -> tuple[Module, Module]:
-    """Return the modules that all experts of a layer are in transformers.
+    """Return the modules with all experts of a layer, as in transformers.
 
-    Gates and ups are one below the other, or alternate (`row_step` 2).
+    Gates and ups are concatenated, or alternate (`row_step` 2).
     """
     hidden, inner, experts = spec.hidden_size, moe.intermediate_size, range(moe.num_experts)
     gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
@@ -251,7 +251,7 @@ def _all_experts(
 def _rank(config: AdapterConfig, module: str, max_rank: int) -> int:
     rank = config.rank(module)
     if rank > max_rank:
-        raise BadAdapter(f"the rank is {rank}: more than --max-lora-rank {max_rank}")
+        raise BadAdapter(f"rank {rank} exceeds --max-lora-rank {max_rank}")
     return rank
 
 

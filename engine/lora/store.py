@@ -1,4 +1,4 @@
-"""The adapters that an engine has in memory, read beside its steps in a thread of their own."""
+"""The adapters in an engine's memory, loaded in a separate thread during steps."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +15,10 @@ W = TypeVar("W")
 
 
 class AdapterStore(Generic[W], Mapping[str, W]):
-    """The adapters that an executor can put into slots, by version.
+    """The adapters that an executor can load into slots, by version.
 
-    Adapters of equal content are one. `load` and `drop` are called from the engine's loop, lookups
-    come from the thread of the steps.
+    Adapters with equal content are stored once. `load` and `drop` are called from the engine's
+    loop; lookups come from the stepping thread.
     """
 
     def __init__(
@@ -27,13 +27,13 @@ class AdapterStore(Generic[W], Mapping[str, W]):
         max_rank: int,
         convert: Callable[[AdapterFiles, list[ModulePair]], W],
     ) -> None:
-        """Read adapters for a model.
+        """Create a store of adapters for a model.
 
         Args:
-            convert: makes what the executor takes; it may raise BadAdapter.
+            convert: converts an adapter for the executor; can raise BadAdapter.
         """
         self.on_settled: Callable[[], None] | None = None
-        """Called when an adapter has been read or cannot be, in the reading thread."""
+        """Called in the loading thread when an adapter has been loaded or has failed."""
         self._modules = modules
         self._max_rank = max_rank
         self._convert = convert
@@ -50,21 +50,21 @@ class AdapterStore(Generic[W], Mapping[str, W]):
         return len(self._weights)
 
     def load(self, path: str, root: str | None) -> "Future[str]":
-        """Begin to read an adapter's directory; return its version, or BadAdapter, once it is read.
+        """Start loading an adapter's directory; the future holds its version or BadAdapter.
 
         Args:
-            root: below which it has to lie; None: anywhere.
+            root: directory that must contain it; None: no restriction.
         """
         loading = self._thread.submit(self._read, path, root)
         loading.add_done_callback(lambda _: self.on_settled and self.on_settled())
         return loading
 
     def drop(self, version: str) -> None:
-        """Forget an adapter that nobody uses any more."""
+        """Remove an adapter that is no longer used."""
         self._weights.pop(version, None)
 
     def shutdown(self) -> None:
-        """End the thread; idempotent."""
+        """Stop the thread; idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, path: str, root: str | None) -> str:
@@ -79,4 +79,4 @@ class AdapterStore(Generic[W], Mapping[str, W]):
             raise
         except Exception as error:
             logger.exception("the adapter %s could not be read", path)
-            raise BadAdapter(f"{type(error).__name__} while it was read") from error
+            raise BadAdapter(f"{type(error).__name__} while reading it") from error

@@ -1,4 +1,4 @@
-"""From the bytes of an adapter to matrices that a model's slots take."""
+"""Converts the bytes of an adapter to matrices for a model's slots."""
 
 import math
 
@@ -17,10 +17,10 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def adapter_weights(
     files: AdapterFiles, pairs: list[ModulePair], dtype: torch.dtype
 ) -> AdapterWeights:
-    """Return an adapter's matrices on the CPU, in the type that the model computes in.
+    """Return an adapter's matrices on the CPU, in the model's compute dtype.
 
     Raises:
-        BadAdapter: a number is infinite or NaN, here or in that type.
+        BadAdapter: a value is infinite or NaN, as stored or in that dtype.
     """
     weights: dict[str, LowRank] = {}
     for pair in pairs:
@@ -28,12 +28,12 @@ def adapter_weights(
         b = (_tensor(files, pair.b).float() * pair.scale).to(dtype)
         for name, matrix in ((pair.a, a), (pair.b, b)):
             if not math.isfinite(float(matrix.float().abs().sum())):
-                raise BadAdapter(f"{name[:100]} has numbers that are not finite in {dtype}")
+                raise BadAdapter(f"{name[:100]} has values that are not finite in {dtype}")
         if pair.kind == "experts":
             a = a.view(pair.num_experts, pair.rank, -1)
             b = b.view(-1, pair.rank, pair.num_experts).permute(2, 0, 1)
         for part, source in pair.module.parts.items():
-            # Embeddings are changed as a whole; B has the rows of a weight otherwise.
+            # Embeddings change as a whole; otherwise B has the rows of a weight.
             rows = b if pair.kind == "embedding" else source.read(b)
             own = a[source.index] if pair.kind == "experts" else a
             weights[part] = LowRank(own, rows.contiguous())

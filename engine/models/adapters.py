@@ -1,9 +1,9 @@
-"""Adapters beside a decoder's products: a few rows of A and B for each slot.
+"""LoRA adapters of a decoder's products: low-rank A and B for each slot.
 
-A product with adapters is y = x W + x A B, with A and B of the adapter of each row, and nothing
-added where a row has none. Few rows are multiplied with the matrices of all slots that occur in
-the step, and what is not theirs is left out by a mask: two small products, however many adapters
-there are. Many rows are gathered slot by slot, so that their arithmetic is only their own.
+A product with adapters is y = x W + x A B, with A and B of each row's adapter; nothing is added for
+rows without one. Few rows are multiplied with the matrices of all slots present in the step, and a
+mask selects each row's own: two small products, however many adapters there are. Many rows are
+gathered by slot, so that each is only multiplied with its own adapter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ from engine.models.parallel.tensors import Cut
 NO_ADAPTER = -1
 
 _MASKED_ROWS = 1024
-"""Rows times slots up to which all rows are multiplied with all slots' matrices."""
+"""Maximum rows times slots for multiplying all rows with all slots' matrices."""
 _BLOCK_ROWS = 16
-"""Rows of every product where no row may depend on the others."""
+"""Rows per product when no row may depend on the others."""
 
 
 class LowRank(NamedTuple):
-    """The change of one matrix [outputs, inputs]: B A, the adapter's scale in B."""
+    """The change of one matrix [outputs, inputs]: B A, with the adapter's scale folded into B."""
 
     a: Tensor
     """[rank, inputs]"""
@@ -37,14 +37,14 @@ class LowRank(NamedTuple):
 
 
 AdapterWeights = Mapping[str, LowRank]
-"""By the decoder's names, without `.weight`."""
+"""Keyed by the decoder's tensor names without `.weight`."""
 
 
 class AdapterRows:
-    """Which slot's adapter each row of a step has."""
+    """The adapter slot of each row of a step."""
 
     def __init__(self, slots: Tensor, present: Sequence[int], dtype: torch.dtype) -> None:
-        """Take slots [rows] int64, `NO_ADAPTER` for none, and those of them that occur."""
+        """Initialize from slots [rows] int64 (`NO_ADAPTER` for none) and the sorted used slots."""
         self.slots = slots
         self.present = present
         self.first = present[0]
@@ -57,7 +57,7 @@ class AdapterRows:
     def of(
         slots: npt.NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> "AdapterRows | None":
-        """Return the rows of these slots [rows]; None if none has an adapter."""
+        """Return the rows of these slots [rows]; None if no row has an adapter."""
         present = np.unique(slots[slots != NO_ADAPTER]).tolist()
         if not present:
             return None
@@ -67,7 +67,7 @@ class AdapterRows:
         return len(self.slots)
 
     def select(self, rows: Tensor) -> "AdapterRows":
-        """Return some of the rows; the same slots count as present."""
+        """Return some of the rows; the set of present slots is kept."""
         return AdapterRows(self.slots.index_select(0, rows), self.present, self._dtype)
 
     @property
@@ -80,7 +80,7 @@ class AdapterRows:
 
     @property
     def by_slot(self) -> list[tuple[int, Tensor]]:
-        """Each slot that occurs, with its rows."""
+        """Each slot that occurs, with the indices of its rows."""
         if self._by_slot is None:
             found = ((slot, (self.slots == slot).nonzero().flatten()) for slot in self.present)
             self._by_slot = [(slot, rows) for slot, rows in found if len(rows)]
@@ -88,14 +88,14 @@ class AdapterRows:
 
 
 class AdaptedLinear(Module):
-    """A product, or embeddings, and the adapters beside it: A and B of all slots.
+    """A product or embedding with adapters: A and B of all slots.
 
-    Its outputs may consist of several modules'. The inputs of embeddings are tokens [rows], each of
-    which takes its column of A.
+    Its outputs can be those of several fused modules. The input of an embedding is token ids
+    [rows], each of which selects a column of A.
     """
 
     a: Tensor | None
-    """[slots, modules * rank, inputs]; made when the first adapter comes."""
+    """[slots, modules * rank, inputs]; allocated with the first adapter."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class AdaptedLinear(Module):
         *,
         is_embedding: bool,
     ) -> None:
-        """Take the product, and the modules that its outputs are of, so wide each."""
+        """Initialize from the product, and the names and widths of its output modules."""
         super().__init__()
         self._is_embedding = is_embedding
         self.base = base
@@ -116,11 +116,11 @@ class AdaptedLinear(Module):
         self._slices = [slice(*each) for each in pairwise(ends)]
         self.register_buffer("a", None)
         self._b: list[Tensor] = []
-        """Per module [slots, rank, width]."""
+        """[slots, rank, width] per module."""
         self._used: set[int] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [rows, in] to [rows, out] with the adapters of the bank's present rows."""
+        """Map [rows, in] to [rows, out] with the adapters of `AdapterBank.current`."""
         y = self.base(x)
         rows = self._bank.current
         if rows is not None and self.a is not None and self._used:
@@ -129,11 +129,11 @@ class AdaptedLinear(Module):
 
     @property
     def any_used(self) -> bool:
-        """Whether any slot has an adapter of this product."""
+        """Whether any slot's adapter changes this product."""
         return bool(self._used)
 
     def allocate(self, inputs: int) -> None:
-        """Make room for all slots."""
+        """Allocate A and B for all slots."""
         bank = self._bank
         rank, size = bank.rank, bank.num_slots
         self.a = bank.zeros(size, len(self.names) * rank, inputs)
@@ -164,7 +164,7 @@ class AdaptedLinear(Module):
         self._used.add(slot)
 
     def _add(self, matrices: Tensor, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
-        """Add to y [rows, outputs], in place, what the adapters make of x [rows, inputs]."""
+        """Add to y [rows, outputs], in place, the adapters' products with x [rows, inputs]."""
         assert len(rows) == len(x), "rows of another step"
         count = rows.end - rows.first
         is_wide = count > 1 and len(x) * count > _MASKED_ROWS
@@ -200,10 +200,10 @@ def _by_blocks(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 class AdapterBank:
-    """The adapters that a model on a device can compute with, and those of the present rows.
+    """A model's adapter slots, and the adapters of the rows being computed.
 
-    The loader wraps the model's products; before each of a model's parts is run, `current` says
-    which rows it is run on.
+    The loader wraps the model's products; `current` must be set to the rows of each part of the
+    model before it runs.
     """
 
     def __init__(
@@ -216,17 +216,17 @@ class AdapterBank:
         cut: Cut | None = None,
         by_rows: bool = False,
     ) -> None:
-        """Make slots for adapters of at most this rank.
+        """Create slots for adapters of at most this rank.
 
         Args:
-            cut: which part of each matrix is here.
-            by_rows: no row's result may depend on the other rows, nor on the slot.
+            cut: the part of each matrix held by this process.
+            by_rows: whether a row's result must not depend on other rows or the slot.
         """
         self.num_slots = num_slots
         self.rank = rank
         self.by_rows = by_rows
         self.current: AdapterRows | None = None
-        """Of the rows that are being computed; None if none has an adapter."""
+        """Adapters of the rows being computed; None if no row has one."""
         self._dtype = dtype
         self._device = device
         self._cut = cut
@@ -236,7 +236,7 @@ class AdapterBank:
         self._adapts_experts = False
 
     def rows(self, slots: npt.NDArray[np.int64]) -> AdapterRows | None:
-        """Return rows with the adapters of these slots; None if none has one."""
+        """Return rows with the adapters of these slots; None if no row has one."""
         return AdapterRows.of(slots, self._device, self._dtype)
 
     def adapted(
@@ -252,10 +252,10 @@ class AdapterBank:
 
         Args:
             base: the product.
-            names: the modules that its outputs are of, by the decoder's names.
-            widths: outputs of each that are here.
-            inputs: inputs that are here; None: adapters take memory when the first one comes.
-            of: what it is of.
+            names: modules that make up its outputs, by the decoder's names.
+            widths: local outputs of each module.
+            inputs: local inputs; None: allocate memory with the first adapter.
+            of: kind of product.
         """
         adapted = AdaptedLinear(self, base, names, widths, is_embedding=of == "embedding")
         if inputs is not None:
@@ -269,20 +269,20 @@ class AdapterBank:
 
     @property
     def rows_of_experts(self) -> AdapterRows | None:
-        """The rows that are being computed, if experts depend on their adapters."""
+        """The rows being computed, if adapters change any experts."""
         return self.current if self._adapts_experts else None
 
     @property
     def adapts_head(self) -> bool:
-        """Whether logits depend on adapters beyond the states."""
+        """Whether adapters change the LM head."""
         return self._head is not None and self._head.any_used
 
     @torch.inference_mode()
     def write(self, slot: int, weights: AdapterWeights) -> None:
-        """Put an adapter into a slot, whatever was there; no step may be running.
+        """Load an adapter into a slot, replacing any other; no step may be running.
 
         Args:
-            weights: of the whole model; only this process's part is taken.
+            weights: of the whole model; only this process's part is copied.
         """
         if self._cut is not None:
             weights = {name: _part(self._cut, name, pair) for name, pair in weights.items()}
@@ -291,14 +291,14 @@ class AdapterBank:
         self._adapts_experts = any(product.any_used for product in self._experts)
 
     def zeros(self, *shape: int) -> Tensor:
-        """Return zeros of the type that is computed in."""
+        """Return zeros in the compute dtype."""
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
 
 def _part(cut: Cut, name: str, pair: LowRank) -> LowRank:
-    """Return the part of a pair that one rank of a cut model has."""
+    """Return the part of a pair held by one rank of a tensor-parallel model."""
     module, weight = name.rsplit(".", 1)[-1], name + ".weight"
-    if module == "embed_tokens":  # whose sum over the ranks is there before
+    if module == "embed_tokens":  # applied after the ranks' sum
         return pair
     if module in ("o_proj", "down_proj"):
         return LowRank(cut.part(weight, pair.a), pair.b)

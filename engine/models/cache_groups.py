@@ -1,9 +1,8 @@
 """Cache groups: which layers of a model share KV blocks.
 
 A block holds some tokens' keys and values of all layers of one group. Layers with a sliding window
-are in other groups than those that attend to all tokens, so that blocks behind it can be freed. All
-groups have about equally many layers: so blocks of all groups have one size, and come from one
-pool.
+are grouped separately from full-attention layers, so that blocks behind the window can be freed.
+All groups have about the same number of layers, so their blocks have one size and share a pool.
 """
 
 from collections.abc import Sequence
@@ -11,26 +10,25 @@ from collections.abc import Sequence
 import msgspec
 
 MAX_GROUPS = 8
-"""Each costs a block table and its part of the planning of every step."""
+"""Each group costs a block table and planning time in every step."""
 _WORTH_IT = 0.9
-"""Share of the memory of one group that several may take at most."""
+"""Maximum memory of several groups, relative to one group."""
 
 
 class CacheGroups(msgspec.Struct, frozen=True):
-    """The groups of a model, and those of the layers that are here."""
+    """The cache groups of a model, and the group of each local layer."""
 
     windows: tuple[int | None, ...] = (None,)
-    """For each group of the whole model how far back its layers attend; None if they are mixed, or
-    for all tokens."""
+    """Sliding window of each group of the whole model; None for full attention or mixed windows."""
     of_layers: tuple[int, ...] = ()
-    """The group of each layer that is here; empty if there is one group."""
+    """Group of each local layer; empty with a single group."""
 
     def group_of(self, layer: int) -> int:
-        """Return the group of a layer that is here."""
+        """Return the group of a local layer."""
         return self.of_layers[layer] if self.of_layers else 0
 
     def places(self, num_layers: int) -> list[int]:
-        """Return the place of each layer that is here within the blocks of its group."""
+        """Return the index of each local layer within the blocks of its group."""
         taken = [0] * len(self.windows)
         places = []
         for layer in range(num_layers):
@@ -41,17 +39,17 @@ class CacheGroups(msgspec.Struct, frozen=True):
 
 
 def one_group(windows: Sequence[int | None]) -> CacheGroups:
-    """Return all layers as one group, which slides if all of them do alike."""
+    """Return a single group, which slides if all layers have the same window."""
     return CacheGroups((windows[0],) if len(set(windows)) == 1 else (None,))
 
 
 def divide(windows: Sequence[int | None], longest: int, beside: float = 0.0) -> CacheGroups:
-    """Return the groups in which the longest sequence takes least memory; one if it is the same.
+    """Return the groups that need least memory for the longest sequence; one group if equal.
 
     Args:
         windows: of all layers of the model.
         longest: tokens of that sequence.
-        beside: what every block holds besides, in layers: the keys and values of a draft model.
+        beside: additional layers stored in every block: the keys and values of a draft model.
     """
     kinds = list(dict.fromkeys(windows))
     if len(kinds) == 1:
@@ -72,6 +70,6 @@ def divide(windows: Sequence[int | None], longest: int, beside: float = 0.0) -> 
         first, needed = len(groups), -(-count // size)
         groups += [kind] * needed
         layers = [layer for layer, window in enumerate(windows) if window == kind]
-        for number, layer in enumerate(layers):  # stages get layers of all groups
+        for number, layer in enumerate(layers):  # every stage gets layers of all groups
             of_layers[layer] = first + number % needed
     return CacheGroups(tuple(groups), tuple(of_layers))

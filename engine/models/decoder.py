@@ -21,7 +21,7 @@ from engine.models.step import FinalTokens, ForwardContext, StepTokens
 
 
 class DecoderLayer(Module):
-    """Attention and an MLP, whose results are added to the states."""
+    """Attention and an MLP with residual connections."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class DecoderLayer(Module):
         residual_scale: float = 1.0,
         shards: Group | None = None,
     ) -> None:
-        """Take the parts; the output norms are of what is added.
+        """Initialize from the modules; output norms are applied before the residual addition.
 
         Args:
             is_parallel: whether the MLP has the same input as attention.
-            residual_scale: of what is added.
-            shards: the processes of which each has a summand of what is added.
+            residual_scale: scale of the outputs that are added.
+            shards: processes whose partial outputs are summed before being added.
         """
         super().__init__()
         self.attention_norm = attention_norm
@@ -62,13 +62,13 @@ class DecoderLayer(Module):
 
     @property
     def sparse(self) -> SparseMlp | None:
-        """The part of the MLP with the experts, if it has any."""
+        """The mixture-of-experts part of the MLP, if it has one."""
         return next((each for each in self.modules() if isinstance(each, SparseMlp)), None)
 
     def forward(
         self, x: Tensor, cache: Tensor, context: ForwardContext, final: FinalTokens | None
     ) -> Tensor:
-        """Return states [tokens, hidden], in place; if it is given final tokens, theirs alone."""
+        """Return states [tokens, hidden], updated in place; only final tokens' if given."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
         if final is not None:
             x = x.index_select(0, final.tokens)
@@ -99,27 +99,31 @@ class DecoderLayer(Module):
 
 
 class Followers(Protocol):
-    """Processes that compute the same with other parts of the weights; they are told each part."""
+    """The processes with the other parts of the model, which run each part of a step too."""
 
     def forward(self, step: StepTokens) -> None:
-        """Have them run all layers on these tokens."""
+        """Run all layers on these tokens."""
         ...
 
     def dummy_step(self) -> None:
-        """Have them run the experts that they hold for other engines."""
+        """Run the experts they hold for other engines."""
         ...
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None) -> None:
-        """Have them compute logits of these states [rows, hidden]."""
+        """Compute logits of these states [rows, hidden]."""
+        ...
+
+    def embed(self, token_ids: Tensor) -> None:
+        """Look up the embeddings of token ids [tokens]."""
         ...
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        """Have them put their part of an adapter into a slot."""
+        """Load their part of an adapter into a slot."""
         ...
 
 
 class Decoder(Module, finds_hooks=True):
-    """A model replica on one device; all state lives in the KV cache that it is given."""
+    """A model replica on one device; all state is in the KV cache passed to it."""
 
     temperatures: Tensor | None
 
@@ -141,16 +145,17 @@ class Decoder(Module, finds_hooks=True):
         adapters: AdapterBank | None = None,
         image_attention: PagedAttention | None = None,
     ) -> None:
-        """Take the parts, with an expert group only those experts that this engine has.
+        """Initialize from the modules; with an expert group, only this engine's experts.
 
         Args:
             rotary: one for each of the model's rotary tables.
             temperatures: [max_model_len], see `attention.rotary.temperatures`.
-            embed_tokens: from token ids [tokens] to [tokens, hidden]; None but at the first stage.
-            norm: of the last states; None but at the last stage, as the LM head.
-            followers: hold the other parts of a model that is cut over several processes.
-            adapters: where the products look adapters up, if the model is served with some.
-            image_attention: how tokens of images attend where they see all of their image.
+            embed_tokens: maps token ids [tokens] to [tokens, hidden]; None except in the first
+                stage.
+            norm: of the final states; like the LM head None except in the last stage.
+            followers: processes with the other parts of a distributed model.
+            adapters: adapters used by the products, if the model is served with any.
+            image_attention: attention for image tokens that attend to their whole image.
         """
         super().__init__()
         self.embed_tokens = embed_tokens
@@ -161,9 +166,9 @@ class Decoder(Module, finds_hooks=True):
         self.register_buffer("temperatures", temperatures, persistent=False)
         self.dtype = types.activations
         self.kv_format = types.kv_format
-        """Of the KV cache."""
+        """Format of the KV cache."""
         self.device = device
-        """Where the weights are."""
+        """Device of the weights."""
         self.adapters = adapters
         self._followers = followers
         self.spec = spec
@@ -172,26 +177,26 @@ class Decoder(Module, finds_hooks=True):
         self.expert_group = expert_group
         groups = spec.cache_groups
         self.windows: list[set[int | None]] = [set() for _ in groups.windows]
-        """For each group of layers the sliding windows that `StepTokens.plans` needs plans for."""
+        """For each cache group, the sliding windows for which `StepTokens.plans` needs plans."""
         for layer, window in enumerate(spec.windows):
             self.windows[groups.group_of(layer)].add(window)
 
     @property
     def is_alone(self) -> bool:
-        """Whether a step needs no other process."""
+        """Whether a step involves no other process."""
         return self._followers is None and self.expert_group is None
 
     @property
     def is_whole(self) -> bool:
-        """Whether all layers, or parts of all, are here, from the embedding to the LM head."""
+        """Whether all layers are local (possibly sharded), from the embedding to the LM head."""
         return self.embed_tokens is not None and self.lm_head is not None
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a decode step is the same sequence of kernels each time it is run.
+        """Whether a decode step can be captured as a CUDA graph: always the same kernels.
 
-        Experts are called by how many tokens chose them, and parts of a model that is cut over
-        processes meet in between.
+        Expert calls depend on how many tokens are routed to each, and distributed models
+        communicate in between.
         """
         return self.is_alone and self.is_whole and not self.sparse_layers
 
@@ -204,7 +209,7 @@ class Decoder(Module, finds_hooks=True):
 
     @property
     def last_group(self) -> int:
-        """The group of the last layer."""
+        """The cache group of the last layer."""
         return self.spec.cache_groups.group_of(self.spec.num_layers - 1)
 
     @property
@@ -217,10 +222,10 @@ class Decoder(Module, finds_hooks=True):
     ) -> Tensor:
         """Run all layers, filling the cache, and return normalized states [tokens, hidden].
 
-        A pipeline stage but the first begins with the incoming states [tokens, hidden] of the stage
-        before, which it may overwrite; one but the last returns states as they are. If the step
-        names final tokens the states are theirs only: what comes after the keys and values of the
-        last layer is not computed of the others.
+        A pipeline stage other than the first takes the previous stage's states [tokens, hidden] as
+        `incoming` and may overwrite them; one other than the last returns unnormalized states. If
+        the step specifies final tokens, only their states are returned, and the last layer computes
+        only keys and values for the others.
 
         Raises:
             GroupBroken: an engine that holds some of the experts has failed.
@@ -259,8 +264,8 @@ class Decoder(Module, finds_hooks=True):
     def _begin_together(self, group: ExpertGroup, num_tokens: int) -> bool:
         """Begin a step with all ranks; return whether any has tokens.
 
-        Experts of one layer may move now, to share out the work evenly: of one only, so that no
-        rank keeps the others waiting for long.
+        Experts of at most one layer are rebalanced per step, so that no rank waits long for the
+        others.
         """
         has_tokens = group.begin_step(num_tokens)
         layer = group.next_change()
@@ -271,19 +276,26 @@ class Decoder(Module, finds_hooks=True):
         return has_tokens
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return [tokens, hidden] for token ids [tokens]; the first layer has to be here."""
+        """Return [tokens, hidden] for token ids [tokens], without adapters; runs in all processes.
+
+        Requires the first stage.
+        """
         assert self.embed_tokens is not None, "the first stage has it"
+        if self._followers is not None:
+            self._followers.embed(token_ids)
+        if self.adapters is not None:
+            self.adapters.current = None
         return self.embed_tokens(token_ids)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        """Put an adapter into a slot, in all processes; the model has to have room for it."""
+        """Load an adapter into a slot, in all processes; the model must have adapter slots."""
         assert self.adapters is not None, "the model was loaded without adapters"
         if self._followers is not None:
             self._followers.load_adapter(slot, weights)
         self.adapters.write(slot, weights)
 
     def dummy_step(self) -> None:
-        """Run the experts that are here for the other engines of the group, if there is one.
+        """Run the local experts for the other engines of the expert group, if there is one.
 
         Raises:
             GroupBroken: one of them has failed.

@@ -1,4 +1,4 @@
-"""Arrays of a step on their way to where the model computes."""
+"""Copies a step's arrays to the model's device."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Copy an array, without waiting for the copy where the device has a stream of its own."""
+    """Copy an array to the device; asynchronous on CUDA."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
@@ -16,5 +16,5 @@ def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 
 
 def refill(target: Tensor, array: np.ndarray[Any, Any]) -> None:
-    """Write an array over a tensor of its shape, which recorded steps read, without waiting."""
+    """Overwrite a tensor of the same shape, which CUDA graphs read; asynchronous."""
     target.copy_(to_device(array, target.device), non_blocking=True)

@@ -1,6 +1,6 @@
-"""What a Hugging Face checkpoint's `config.json` says about the model, as one frozen spec.
+"""Converts a Hugging Face checkpoint's `config.json` to a frozen spec.
 
-The model's family says which keys matter, and what they mean.
+The model's family determines which keys matter, and what they mean.
 """
 
 from pathlib import Path
@@ -18,10 +18,10 @@ _DTYPES: tuple[str, ...] = get_args(DtypeName)
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """Read `config.json` of a model directory, and its end tokens from all files that name one.
+    """Read `config.json` of a model directory, and end tokens from all files that define them.
 
     Raises:
-        UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
+        UnsupportedModel: names the unsupported or missing setting.
     """
     config, generation = read_config(directory), read_generation(directory)
     spec = parse_spec(config, generation)
@@ -41,7 +41,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Return the decoded `config.json` of a model directory.
 
     Raises:
-        UnsupportedModel: it holds no JSON object.
+        UnsupportedModel: it is not a JSON object.
     """
     return _read_json(directory / "config.json")
 
@@ -50,17 +50,17 @@ def read_generation(directory: Path) -> dict[str, Any]:
     """Return the decoded `generation_config.json` of a model directory; empty without one.
 
     Raises:
-        UnsupportedModel: it holds no JSON object.
+        UnsupportedModel: it is not a JSON object.
     """
     generation = directory / "generation_config.json"
     return _read_json(generation) if generation.is_file() else {}
 
 
 def read_image_settings(directory: Path) -> dict[str, Any]:
-    """Return what the files of a model directory say about how images are prepared.
+    """Return the image preprocessing settings of a model directory.
 
     Raises:
-        UnsupportedModel: they hold no JSON objects.
+        UnsupportedModel: a file is not a JSON object.
     """
     whole, own = (
         _read_json(path) if (path := directory / f"{name}_config.json").is_file() else {}
@@ -70,13 +70,13 @@ def read_image_settings(directory: Path) -> dict[str, Any]:
 
 
 def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
-    """Make a spec from the decoded JSON files.
+    """Convert the decoded JSON files to a spec.
 
     Raises:
-        UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
+        UnsupportedModel: names the unsupported or missing setting.
     """
     architecture = architecture_of(config)
-    scheme = read_scheme(config)  # refuses what the checkpoint could not read
+    scheme = read_scheme(config)  # refuses unsupported quantization
     own = config.get("text_config") or config
     given = {**config, **own, "architectures": [architecture]}
     family = family_of(architecture)
@@ -86,7 +86,7 @@ def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
     check_unread(keys_of, own, text, family.ignored)
     if scheme is not None and scheme.method == "mxfp4" and not (spec.moe and spec.moe.is_mxfp4):
         raise UnsupportedModel(
-            f"the checkpoint is quantized (mxfp4), which is not read for {architecture}"
+            f"the checkpoint is quantized (mxfp4), which is not supported for {architecture}"
         )
     return msgspec.structs.replace(
         spec,

@@ -1,4 +1,4 @@
-"""Functions of rows between a decoder's products: norms, gates, caps and scales."""
+"""Row-wise functions between a decoder's products: norms, gates, caps and scales."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,23 +13,24 @@ from engine.models.module import Module, Rows, weight_of
 from engine.models.spec import ModelSpec, NormSpec
 
 _VECTOR = 64
-"""Values of which a processor computes a multiple in whole vectors."""
+"""torch's CPU kernels process whole vectors of this many values."""
 
 
 def gelu_gated(gate_up: Tensor) -> Tensor:
-    """Return gelu(gate) * up, by the approximation with tanh, for [rows, 2 * inner]."""
+    """Return gelu(gate) * up, with the tanh approximation, for [rows, 2 * inner]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 GATED: dict[str, Rows] = {"silu": swiglu, "gelu_tanh": gelu_gated}
-"""By the activation of the gates."""
+"""Gated activations by name."""
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return the logistic function of values, each of which depends on its own input alone.
+    """Return the sigmoid; each result depends only on its own input.
 
-    A CPU computes what fills no vector by another function than the rest: so vectors are filled.
+    torch's CPU kernel computes a partial vector with another function, so the input is padded to
+    whole vectors.
     """
     flat = x.flatten()
     whole = torch.sigmoid(F.pad(flat, (0, -len(flat) % _VECTOR)))
@@ -37,14 +38,14 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor, *, limit: float, slope: float) -> Tensor:
-    """Return gate * sigmoid(slope * gate) * (up + 1) for [rows, 2 * inner], within a limit."""
+    """Return gate * sigmoid(slope * gate) * (up + 1) for [rows, 2 * inner], clamped to a limit."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return torch.sigmoid(slope * gate).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
 
 
 def gated(spec: ModelSpec, kernels: FusedKernels | None = None) -> Rows:
-    """Return what a model's MLPs make [rows, inner] with, of [rows, 2 * inner]."""
+    """Return a model's gated activation, [rows, 2 * inner] to [rows, inner]."""
     if spec.clamp is None:
         if kernels is not None and GATED[spec.activation] is swiglu:
             return kernels.swiglu
@@ -58,18 +59,18 @@ class Norm(Module):
     def __init__(
         self, compute: Callable[[Tensor, Tensor, float], Tensor], weight: Tensor, eps: float
     ) -> None:
-        """Take what computes it of values, the weight and the epsilon."""
+        """Initialize from the norm function, its weight and the epsilon."""
         super().__init__()
         self.weight = weight_of(weight)
         self.eps = eps
         self._compute = compute
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x [rows, width] or [tokens, heads, head_dim], perhaps in place."""
+        """Normalize x [rows, width] or [tokens, heads, head_dim], possibly in place."""
         return self._compute(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
-        """Return what is computed, too."""
+        """Return the norm function's name with the parameters."""
         return f"{self._compute.__name__}, eps={self.eps}, {super().extra_repr()}"
 
 
@@ -86,21 +87,21 @@ def prepare_norm(norm: NormSpec, weight: Tensor, kernels: FusedKernels | None = 
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Shift each row to a mean of zero and scale it to a variance of one, then by the weights."""
+    """Normalize each row to zero mean and unit variance, then scale by the weights."""
     return F.layer_norm(x, (x.shape[-1],), weight, None, eps)
 
 
 def rms_norm_exact(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Do as `rms_norm` with weights in float32, and round once."""
+    """Compute `rms_norm` in float32, rounding once."""
     return rms_norm(x.float(), weight, eps).to(x.dtype)
 
 
 def prepare_qk_norm(
     spec: ModelSpec, query: Tensor, key: Tensor, kernels: FusedKernels | None = None
 ) -> Rows:
-    """Return what normalizes queries and keys [tokens, heads + kv_heads, head_dim].
+    """Return the norm of queries and keys [tokens, heads + kv_heads, head_dim].
 
-    It may do so in place.
+    It may work in place.
 
     Args:
         query, key: weights as stored, of the shapes in `engine.models.weights`.
@@ -119,7 +120,7 @@ def prepare_qk_norm(
 
 
 def unit_norm(heads: Tensor, eps: float) -> Tensor:
-    """Scale every head by itself to a root mean square of one."""
+    """Scale every head to a root mean square of one."""
     return F.rms_norm(heads, (heads.shape[-1],), None, eps)
 
 
@@ -132,10 +133,10 @@ def _layer_norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class WidthNorm(Module):
-    """A norm of all queries of a token together, and of all its keys."""
+    """A norm over all queries of a token together, and over all its keys."""
 
     def __init__(self, query: Tensor, key: Tensor, heads: int, eps: float) -> None:
-        """Take weights [heads * head_dim] of queries, of which there are so many, and of keys."""
+        """Initialize from the query weights [heads * head_dim], `heads`, and the key weights."""
         super().__init__()
         self.query = weight_of(query)
         self.key = weight_of(key)
@@ -150,7 +151,7 @@ class WidthNorm(Module):
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """Bend values smoothly into (-cap, cap), in place."""
+    """Cap values smoothly to (-cap, cap), in place."""
     return x.div_(cap).tanh_().mul_(cap)
 
 
@@ -158,7 +159,7 @@ class Embedding(Module):
     """A table of embeddings."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Take one row [hidden] a token."""
+        """Initialize from a table [tokens, hidden]."""
         super().__init__()
         self.weight = weight_of(weight)
 
@@ -168,7 +169,7 @@ class Embedding(Module):
 
 
 class Chain(Module):
-    """Functions of rows, one after the other; torch's `Sequential` takes modules only."""
+    """A sequence of row-wise functions; torch's `Sequential` takes only modules."""
 
     def __init__(self, *functions: Rows) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ class Chain(Module):
 
 
 def scaled(function: Rows, scale: float) -> Rows:
-    """Return the function whose results are multiplied by `scale`, in the type that they have."""
+    """Return the function with its results multiplied by `scale`, in their dtype."""
     return function if scale == 1.0 else Chain(function, partial(_scale, factor=scale))
 
 

@@ -1,7 +1,7 @@
-"""The base of a model's modules: torch's, called and asked for its parts at little cost.
+"""Base class of the model's modules: `torch.nn.Module` with cheaper calls and attribute access.
 
-`torch.nn.Module` looks for eight kinds of hooks at every call, and for parameters, buffers and
-submodules behind all other attributes.
+`torch.nn.Module` checks eight kinds of hooks at every call, and looks up parameters, buffers and
+submodules only after all other attributes.
 """
 
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.utils.hooks import RemovableHandle
 
 Rows = Callable[[Tensor], Tensor]
-"""From [rows, in] to [rows, out]: a module, or a function without weights."""
+"""Maps [rows, in] to [rows, out]: a module, or a function without weights."""
 
 
 class Module(nn.Module):
-    """A module for inference, whose forward hooks are run where there are some.
+    """A module for inference that runs forward hooks only if there are any.
 
-    A call is `forward` itself until a module of the class gets a hook or is compiled: from then on
-    all modules of the class are called as torch does. Hooks of all modules that there are are found
-    when a whole model is called (a class with `finds_hooks`).
+    A call is `forward` itself until a module of the class gets a hook or is compiled; from then on
+    all modules of the class are called as in torch. Global hooks are detected when a whole model is
+    called (a class with `finds_hooks`).
 
-    All tensors are buffers: nothing is trained here, and operators take parameters for longer.
+    All tensors are buffers: nothing is trained, and operators are slower on parameters.
     """
 
     has_hooks: ClassVar[bool] = False
-    """Whether a call may be more than `forward`."""
+    """Whether a call can do more than `forward`."""
     _classes: ClassVar[list[type["Module"]]] = []
 
     def __init_subclass__(cls, *, finds_hooks: bool = False) -> None:
@@ -42,7 +42,7 @@ class Module(nn.Module):
 
     @property
     def is_hooked(self) -> bool:
-        """Whether something besides `forward` is run in a call."""
+        """Whether a call runs anything besides `forward`."""
         own = self.__dict__
         return bool(
             own["_forward_hooks"]
@@ -53,29 +53,29 @@ class Module(nn.Module):
         )
 
     def __call__(self, *arguments: Any) -> Any:
-        """Return what `forward` does, with hooks and what `compile` made where there are some."""
+        """Call `forward`, with hooks and compiled code if there are any."""
         if _global_forward_hooks or _global_forward_pre_hooks:
             for each in self._classes:
                 each._run_hooks()
         return super().__call__(*arguments)
 
     def register_forward_hook(self, *arguments: Any, **options: Any) -> RemovableHandle:
-        """Have a function see what `forward` returns, as torch does."""
+        """Register a forward hook, as in torch."""
         self._run_hooks()
         return super().register_forward_hook(*arguments, **options)
 
     def register_forward_pre_hook(self, *arguments: Any, **options: Any) -> RemovableHandle:
-        """Have a function see what `forward` is given, as torch does."""
+        """Register a forward pre-hook, as in torch."""
         self._run_hooks()
         return super().register_forward_pre_hook(*arguments, **options)
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """Have calls run what torch's compiler makes of `forward`."""
+        """Compile `forward`, as in torch."""
         self._run_hooks()
         super().compile(*arguments, **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward":  # of this module alone
+        if name == "forward":  # on this instance only
             self._run_hooks()
         super().__setattr__(name, value)
         self.__dict__[name] = value
@@ -85,7 +85,7 @@ class Module(nn.Module):
         self.__dict__.pop(name, None)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Add a buffer, as torch does."""
+        """Add a buffer, as in torch."""
         super().register_buffer(name, tensor, persistent)
         self.__dict__[name] = tensor
 
@@ -96,14 +96,14 @@ class Module(nn.Module):
         return self
 
     def add_to(self, sums: Tensor, *arguments: Any) -> Tensor:
-        """Return sums [rows, out] plus what `forward` makes of the rest; may overwrite `sums`.
+        """Return sums [rows, out] plus the result of `forward`; may overwrite `sums`.
 
-        Modules override it that can do so for less than a sum costs.
+        Overridden by modules that can fuse the addition.
         """
         return sums.add_(self.forward(*arguments))
 
     def extra_repr(self) -> str:
-        """Return the shapes and types of the tensors that are this module's own."""
+        """Return the shapes and dtypes of the module's own tensors."""
         own = {**self._parameters, **self._buffers}
         return ", ".join(
             f"{name}: {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
@@ -113,9 +113,9 @@ class Module(nn.Module):
 
 
 def add_to(sums: Tensor, function: Rows, *arguments: Any) -> Tensor:
-    """Return sums [rows, out] plus a function of the rest; may overwrite `sums`.
+    """Return sums [rows, out] plus the function's result; may overwrite `sums`.
 
-    A hook of the function sees its result alone.
+    Hooks of the function see only its result.
     """
     if isinstance(function, Module) and not (function.has_hooks and function.is_hooked):
         return function.add_to(sums, *arguments)
@@ -123,5 +123,5 @@ def add_to(sums: Tensor, function: Rows, *arguments: Any) -> Tensor:
 
 
 def weight_of(tensor: Tensor) -> Tensor:
-    """Return a tensor as a buffer, which it becomes as an attribute; both share their memory."""
+    """Return a tensor as a buffer sharing its memory; assigning it to a module registers it."""
     return nn.Buffer(tensor)

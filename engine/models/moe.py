@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: a router and the experts that its choices are sent to."""
+"""Mixture-of-experts layers: a router and the experts it selects."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -25,9 +25,9 @@ from engine.models.spec import MoeSpec
 _SMALLEST_SUM = 1e-20
 _FEW_TOKENS = 64
 _MAX_WASTE = 4
-"""Factor by which more arithmetic than that of the chosen experts may be done to save calls."""
+"""Maximum ratio of computed to required expert arithmetic, to save calls."""
 _SMALL_LAYER = 16 * 2**20
-"""Bytes of a layer's experts that stay in a processor's cache."""
+"""Bytes of a layer's experts that fit a processor's cache."""
 
 
 class Router(Module):
@@ -42,7 +42,7 @@ class Router(Module):
         normalize: bool,
         choose: ChooseExperts = choose_experts,
     ) -> None:
-        """Take a product whose first outputs are the scores, and what chooses by them."""
+        """Initialize from a product whose first outputs are the scores, and their selection."""
         super().__init__()
         self.score = score
         self._num_experts = num_experts
@@ -63,12 +63,12 @@ class Router(Module):
 
 
 class GroupRouter(Module):
-    """Chooses experts of the best groups, by scores that may be corrected for the choice alone."""
+    """Chooses experts within the best groups; corrections of the scores affect only the choice."""
 
     correction: Tensor | None
 
     def __init__(self, score: Rows, correction: Tensor | None, moe: MoeSpec) -> None:
-        """Take the product, and corrections [experts] in float32."""
+        """Initialize from the product, and corrections [experts] in float32."""
         super().__init__()
         self.score = score
         self.register_buffer("correction", correction)
@@ -84,7 +84,7 @@ class GroupRouter(Module):
         scores = found.softmax(dim=-1) if moe.scoring == "softmax" else sigmoid(found)
         ranked = scores if self.correction is None else scores + self.correction
         if self.correction is None and moe.scoring == "sigmoid" and moe.num_groups == 1:
-            ranked = found  # of large ones the sigmoids are all one
+            ranked = found  # large scores have equal sigmoids
         experts = self._allowed(ranked).topk(moe.experts_per_token).indices
         weights = scores.gather(1, experts)
         if moe.normalize_weights:
@@ -92,7 +92,7 @@ class GroupRouter(Module):
         return experts, weights * moe.weights_scale
 
     def _allowed(self, scores: Tensor) -> Tensor:
-        """Return scores with those of groups out of reach at minus infinity."""
+        """Return scores with those of unselected groups set to minus infinity."""
         moe = self._moe
         if moe.groups_per_token == moe.num_groups:
             return scores
@@ -107,7 +107,7 @@ class Expert(Module):
     """One expert: a gated MLP."""
 
     def __init__(self, gate_up: Rows, down: Rows, gated: Rows = swiglu) -> None:
-        """Take the products, and what makes [rows, inner] of the gates and what they let pass."""
+        """Initialize from the products and the gated activation."""
         super().__init__()
         self.gate_up_proj = gate_up
         self.down_proj = down
@@ -123,12 +123,12 @@ class Expert(Module):
         return self.down_proj(self._gated(self.gate_up_proj(x)))
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
-        """Add with the last product, where that can."""
+        """Add the expert's output to `sums`, fused with the last product if supported."""
         return add_to(sums, self.down_proj, self._gated(self.gate_up_proj(x)))
 
 
 class GroupedExperts(nn.ModuleList):
-    """Experts with weights of their own, in whatever layout is fastest."""
+    """Experts with separate weights, each in its fastest layout."""
 
     def __init__(self, experts: Iterable[nn.Module], adapters: AdapterBank | None = None) -> None:
         super().__init__(experts)
@@ -140,10 +140,10 @@ class GroupedExperts(nn.ModuleList):
 
 
 class KernelExperts(Module):
-    """Experts that one kernel computes."""
+    """Experts computed by one kernel."""
 
     def __init__(self, experts: Experts, weights: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Take what computes them, and the weights of each as it has laid them out."""
+        """Initialize from the kernel, and each expert's weights in the kernel's layout."""
         super().__init__()
         self._experts = experts
         for number, (gate_up, down) in enumerate(weights):
@@ -155,19 +155,19 @@ class KernelExperts(Module):
         return self._experts(x, chosen, weights)
 
     def extra_repr(self) -> str:
-        """Return how many there are."""
+        """Return the number of experts."""
         return f"{len(self._buffers) // 2} experts"
 
 
 class AllExperts(Module):
     """Two products with all experts, for any number of tokens.
 
-    Those that a token has not chosen count with weight zero. A token is computed by itself if both
+    Experts that a token has not chosen get weight zero. Tokens are computed separately if both
     products do so.
     """
 
     def __init__(self, gate_up: Rows, down: Rows, num_experts: int, gate: GateChosen) -> None:
-        """Take products [hidden] to [experts * 2 * inner] and [experts * inner] to [hidden]."""
+        """Initialize from products: hidden to experts * 2 * inner, experts * inner to hidden."""
         super().__init__()
         self.gate_up_proj = gate_up
         self.down_proj = down
@@ -183,12 +183,12 @@ class AllExperts(Module):
 class StackedExperts(Module):
     """Small experts in two matrices, so that few tokens are computed in two products.
 
-    For few tokens of a small model the calls cost more than the arithmetic: all experts run on
-    all tokens, and those that were not chosen count with weight zero.
+    For few tokens of a small model, calls cost more than arithmetic: all experts run on all tokens,
+    and those that were not chosen get weight zero.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, gated: Rows = swiglu) -> None:
-        """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
+        """Initialize with gate_up [experts, 2 * inner, hidden], down [experts, inner, hidden]."""
         super().__init__()
         self.together = AllExperts(
             DenseLinear(gate_up.flatten(0, 1), None),
@@ -200,11 +200,11 @@ class StackedExperts(Module):
             Expert(DenseLinear(up, None), DenseLinear(back.T, None), gated)
             for up, back in zip(gate_up, down, strict=True)
         ]
-        """Of the same weights: views."""
+        """Views of the same weights."""
 
     @staticmethod
     def suits(num_experts: int, per_token: int, num_bytes: int) -> bool:
-        """Whether a layer of so many experts and bytes is small enough."""
+        """Return whether a layer with this many experts and bytes is small enough."""
         return num_experts <= _MAX_WASTE * per_token and num_bytes <= _SMALL_LAYER
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -234,14 +234,14 @@ def run_experts(
     experts: Sequence[Rows],
     adapters: AdapterBank | None = None,
 ) -> Tensor:
-    """Gather tokens expert by expert; return what each pair's expert makes of its token.
+    """Gather tokens by expert; return each pair's expert output.
 
-    Each expert that was chosen at all runs once over all of its tokens; the others cost nothing.
+    Each chosen expert runs once over all of its tokens; the others cost nothing.
 
     Args:
         x: [tokens, hidden]
         rows, chosen: [pairs] the token and the expert of each pair
-        adapters: says which adapters the tokens have, and is told which rows each expert gets.
+        adapters: has the tokens' adapters; `current` is set to each expert's rows.
 
     Returns:
         [pairs, hidden]
@@ -268,7 +268,7 @@ def run_experts(
 
 
 def weighted_sum(by_choice: Tensor, weights: Tensor) -> Tensor:
-    """Add the outputs [tokens * choices, hidden] of each token in the order of its choices."""
+    """Sum each token's outputs [tokens * choices, hidden], in the order of its choices."""
     weighted = by_choice.view(*weights.shape, by_choice.shape[1]) * weights.unsqueeze(-1)
     return weighted.sum(dim=1)
 
@@ -285,9 +285,9 @@ class SparseMlp(Module):
         *,
         scales_inputs: bool = False,
     ) -> None:
-        """Take the parts; `shared` is an MLP that every token goes through besides.
+        """Initialize from the modules; `shared` is an MLP additionally applied to every token.
 
-        `own` applies a function to those tokens that are routed in this process, if not all are;
+        `own` applies a function to the tokens routed by this process, if those are not all;
         `scales_inputs` as in `MoeSpec`.
         """
         super().__init__()

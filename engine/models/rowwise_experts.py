@@ -1,7 +1,7 @@
-"""Small experts whose results for a token do not depend on how many tokens there are.
+"""Small experts whose results for a token do not depend on the number of tokens.
 
-Each number of tokens takes the way that is fastest, as all have the same bits: a few go through
-every expert that one of them chose, more through all experts in two products, many expert by
+The fastest method is used for each number of tokens, since all give the same bits: a few tokens go
+through each chosen expert together, more through all experts in two products, many expert by
 expert.
 """
 
@@ -17,20 +17,20 @@ from engine.models.products.dense import DenseLinear
 from engine.models.products.row_blocks import RowBlocks, probe_rows, repeated
 
 _WHOLE = 4
-"""Tokens of which products have a multiple."""
+"""Products have a multiple of this many tokens."""
 _MOST_TOGETHER = 64
-"""Tokens up to which all experts run on all of them."""
+"""Maximum tokens for running all experts on all of them."""
 _SUM = 0
-"""The way to add that torch's operator has under this number."""
+"""`embedding_bag`'s number for summation."""
 _KEPT = 64
-"""Numbers of tokens whose index is kept: a long prompt's is large, and there are many lengths."""
+"""Number of cached index tensors: those of long prompts are large, and lengths vary."""
 
 
 class RowwiseExperts(Module):
     """Experts in two matrices, in float32."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, gated: Rows) -> None:
-        """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
+        """Initialize with gate_up [experts, 2 * inner, hidden], down [experts, inner, hidden]."""
         super().__init__()
         self._gated = gated
         self.gate_up_proj = DenseLinear(gate_up.flatten(0, 1), None)
@@ -57,14 +57,14 @@ class RowwiseExperts(Module):
             made, index = self._all_experts(x, chosen)
         else:
             made, index = self._expert_by_expert(x, chosen)
-        # One operation that adds in the order of the choices, as three others do.
+        # One operation that sums in the order of the choices, instead of three.
         first = _firsts(*chosen.shape)
         return torch.embedding_bag(
             made, index, first, mode=_SUM, per_sample_weights=weights.flatten()
         )[0]
 
     def _few_tokens(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows of results, and which of them is of each choice, [tokens * choices]."""
+        """Return rows of results, and the row of each choice, [tokens * choices]."""
         whole = x if len(x) == _WHOLE else x.index_select(0, repeated(len(x), _WHOLE))
         choices = chosen.tolist()
         places: dict[int, int] = {}
@@ -85,7 +85,7 @@ class RowwiseExperts(Module):
         order = experts.argsort(kind="stable")
         counts = np.bincount(experts, minlength=len(self._by_rows))
         padded = [each.padded(int(n)) for each, n in zip(self._by_rows, counts, strict=True)]
-        # How far apart a pair's place among all, sorted, and its place among padded ones are.
+        # Offset of each expert's pairs between the sorted and the padded order.
         shift = np.cumsum(padded) - padded - (np.cumsum(counts) - counts)
         places = np.arange(len(order)) + shift[experts[order]]
         index, tokens = np.empty_like(order), np.zeros(sum(padded), np.int64)
@@ -100,7 +100,7 @@ class RowwiseExperts(Module):
         return torch.bmm(self._gated(gate_up).transpose(0, 1), self.down_proj)
 
     def _together_agrees(self, probe: Tensor) -> bool:
-        """Whether all experts at once give the bits of each by itself."""
+        """Return whether all experts at once give the same bits as each separately."""
         probe = probe[:_MOST_TOGETHER]
         alone = torch.stack([expert(probe) for expert in self._by_rows])
         return all(
@@ -110,7 +110,7 @@ class RowwiseExperts(Module):
 
 
 _agreeing: dict[tuple[torch.Size, Rows, int], bool] = {}
-"""Whether all experts at once agree, by shapes and number of threads."""
+"""Whether all experts at once agree, by shape, activation and number of threads."""
 
 
 @lru_cache(maxsize=_KEPT)

@@ -1,4 +1,4 @@
-"""What the settings make of a model: its weights, its types and its longest sequence."""
+"""Derives a model's weights, dtypes and maximum length from the settings."""
 
 from math import prod
 from pathlib import Path
@@ -19,20 +19,20 @@ from engine.shared.gguf.directory import is_gguf
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _SMALL = 1_000_000_000
-"""Parameters of models that lose much by rounding."""
+"""Parameters below which quantization loses much accuracy."""
 _LOST = {"int8": "4.2 %", "int4": "26 % (nothing where the checkpoint has 4 bits)"}
-"""SmolLM2-135M, by the type that its weights are rounded to."""
+"""Perplexity increase of SmolLM2-135M, by quantization."""
 _CACHED_WEIGHTS = 1 << 24
-"""Parameters of the largest model that counts as small: 64 MB in float32."""
+"""Maximum parameters of a small model: 64 MB in float32."""
 
 
 def open_checkpoint(
     directory: Path, spec: ModelSpec, config: ModelConfig, sent: TensorFiles | None = None
 ) -> Checkpoint:
-    """Open the weights that the settings ask for, or those that were sent for their model.
+    """Open the configured weights, or those received from another engine.
 
     Raises:
-        CheckpointError: the files do not hold what the model's config says.
+        CheckpointError: the files do not match the model's config.
     """
     if sent is not None:
         return SafetensorsCheckpoint(directory, spec, files=sent)
@@ -40,7 +40,7 @@ def open_checkpoint(
         dtype = _DTYPES[spec.dtype or "float32" if config.dtype == "auto" else config.dtype]
         return DummyCheckpoint(directory, spec, config.seed, dtype)
     if is_gguf(config.model):
-        # Brings a package that no other model needs.
+        # Imports a package that only GGUF needs.
         from engine.models.formats.gguf.checkpoint import GgufCheckpoint
 
         wanted = None if config.dtype == "auto" else _DTYPES[config.dtype]
@@ -49,23 +49,23 @@ def open_checkpoint(
 
 
 def fits_caches(spec: ModelSpec) -> bool:
-    """Whether a processor's caches hold the weights, even in float32."""
+    """Return whether the weights fit a processor's caches, even in float32."""
     return sum(prod(shape) for shape in decoder_tensors(spec).values()) <= _CACHED_WEIGHTS
 
 
 class ComputeTypes(NamedTuple):
-    """What a model computes in."""
+    """The dtypes a model computes in."""
 
     activations: torch.dtype
-    """Also of the weights."""
+    """Also the dtype of the weights."""
     cache: torch.dtype
-    """Of keys and values, when attention reads them."""
+    """Dtype in which attention reads keys and values."""
     kept: KvCacheDtype = "auto"
-    """How the KV cache keeps them; auto: in that type."""
+    """Storage format of the KV cache; auto: the dtype above."""
 
     @property
     def kv_format(self) -> KvFormat:
-        """What the KV cache holds."""
+        """The format of the KV cache."""
         return kv_format(self.cache, self.kept)
 
 
@@ -77,11 +77,11 @@ def compute_types(
     device: torch.device,
     is_alone: bool = True,
 ) -> ComputeTypes:
-    """Return the types that are set; else the config's, else as stored.
+    """Return the configured dtypes; else the config's; else as stored.
 
-    A small model is computed in float32 where that is faster, but for its KV cache. Processes that
-    compute one model together (not `is_alone`) exchange activations and may run on different
-    processors, so they keep the model's own type.
+    A small model's activations are float32 where that is faster; its KV cache is not. Processes
+    that compute one model together (not `is_alone`) exchange activations and can run on different
+    processors, so they use the model's own dtype.
     """
     if config.dtype != "auto":
         dtype = _DTYPES[config.dtype]
@@ -98,10 +98,10 @@ def compute_types(
 def quantization(
     config: ModelConfig, types: ComputeTypes, *, device: torch.device, is_alone: bool = True
 ) -> Quantization | None:
-    """Return what is set; else whether weights stored in 4 bits stay so.
+    """Return the configured quantization, else whether weights stored in 4 bits stay so.
 
-    They do where products of expanded ones are slower for any number of rows, as oneDNN has none
-    of 16 bits, unless a type for them is set.
+    Unless a dtype is configured, they do where expanded weights are slower for any number of rows,
+    because oneDNN has no 16-bit product.
     """
     if config.quantization is not None or config.dtype != "auto" or not is_alone:
         return config.quantization
@@ -110,11 +110,11 @@ def quantization(
 
 
 def losses(spec: ModelSpec, length: int, rounding: Quantization | None) -> list[str]:
-    """Return what makes answers worse than the model could give them, for the log at the start.
+    """Return warnings about settings that degrade answers, to log at startup.
 
     Args:
-        length: the longest sequence in tokens.
-        rounding: of weights.
+        length: maximum sequence length in tokens.
+        rounding: quantization of the weights.
     """
     found = []
     stretched = [rope for rope in spec.distinct_ropes if rope.short_factor != rope.long_factor]
@@ -135,10 +135,10 @@ def losses(spec: ModelSpec, length: int, rounding: Quantization | None) -> list[
 
 
 def model_length(spec: ModelSpec, config: ModelConfig) -> int:
-    """Return the longest sequence in tokens.
+    """Return the maximum sequence length in tokens.
 
     Raises:
-        UnsupportedModel: the settings ask for more than the model was made for.
+        UnsupportedModel: the configured length exceeds the model's.
     """
     longest = spec.max_position_embeddings
     if config.max_model_len is None:

@@ -1,4 +1,4 @@
-"""What the decoder has to know of a model, as one frozen spec; families make it from a config."""
+"""The decoder's description of a model, as one frozen spec; families create it from a config."""
 
 from math import isqrt, prod
 from typing import Literal
@@ -13,16 +13,16 @@ DtypeName = Literal["bfloat16", "float16", "float32"]
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint asks for something that this engine does not implement."""
+    """The checkpoint requires something that this engine does not implement."""
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding: the base and, if stretched, by which scheme and how far."""
+    """Rotary position embedding: the base and, if stretched, the scheme and factors."""
 
     theta: float
     kind: RopeKind = "default"
     share: float = 1.0
-    """Share of each head's dimensions that is rotated, from the first one on."""
+    """Fraction of each head's dimensions that is rotated, starting with the first."""
     interleaved: bool = False
     """Whether dimension 2i is rotated with 2i + 1, rather than i with i + half of those rotated."""
     factor: float = 1.0
@@ -36,12 +36,12 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     mscale_all_dim: float | None = None
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
-    """Per frequency: longrope's divisor for sequences up to the original length."""
+    """LongRoPE's divisors per frequency for sequences up to the original length."""
     long_factor: tuple[float, ...] = ()
-    """The same for longer ones."""
+    """The same for longer sequences."""
     sections: tuple[int, ...] = ()
-    """Of a model that sees: how many frequencies turn by a position's time, by its row in an image
-    and by its column there, in that order. Of text all three are the same."""
+    """For vision-language models: numbers of frequencies rotated by a position's time, by its row
+    in an image and by its column, in that order. For text all three positions are equal."""
 
 
 class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,9 +49,9 @@ class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
-    """By the root mean square, or by mean and variance."""
+    """By root mean square, or by mean and variance."""
     adds_one: bool = False
-    """Whether the checkpoint stores what the weights exceed one by; they are kept in float32."""
+    """Whether the checkpoint stores weights minus one; such weights are kept in float32."""
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,55 +66,54 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[bool, ...]
     """Per layer: sparse (True) or a plain MLP."""
     bias: bool = False
-    """Of routers and experts."""
+    """Whether routers and experts have biases."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes weights of a router's scores: all at once, or each by itself."""
+    """Conversion of a router's scores to weights."""
     has_correction: bool = False
-    """Whether a number of each expert is added to its score, for the choice alone."""
+    """Whether a per-expert correction is added to scores, for the choice only."""
     scales_inputs: bool = False
-    """Whether the weight of the one expert of a token multiplies what it gets, rather than what it
-    makes of that."""
+    """Whether the weight of a token's single expert scales its input rather than its output."""
     in_float32: bool = False
-    """Whether routers compute so, whatever the model does."""
+    """Whether routers compute in float32, regardless of the model's dtype."""
     num_groups: int = 1
-    """Experts are in that many groups of equal size."""
+    """Number of equal-sized groups of experts."""
     groups_per_token: int = 1
-    """Groups whose experts a token may choose from."""
+    """Number of groups from which a token can choose experts."""
     best_of_group: int = 2
-    """Experts of a group by whose scores, added up, it is chosen."""
+    """Number of best experts whose scores are summed to rank a group."""
     weights_scale: float = 1.0
-    """Of the weights of the chosen experts."""
+    """Scale of the chosen experts' weights."""
     shared_size: int = 0
-    """Inner width of the MLP that all tokens go through besides."""
+    """Inner width of the MLP additionally applied to all tokens."""
     is_mxfp4: bool = False
-    """Whether the checkpoint has experts in 4-bit floats, a scale for each block of inputs."""
+    """Whether the checkpoint stores experts in 4-bit floats, with a scale per block of inputs."""
 
     @property
     def has_plain_experts(self) -> bool:
-        """Whether experts are products without biases, with weights that need no expanding."""
+        """Whether experts have no biases and weights that need no expansion."""
         return not self.bias and not self.is_mxfp4
 
     @property
     def chooses_by_softmax(self) -> bool:
-        """Whether routers choose by the softmax of all scores, in the model's type."""
+        """Whether routers choose by the softmax of all scores, in the model's dtype."""
         return self.scoring == "softmax" and not self.in_float32
 
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Multi-head latent attention: tokens keep a latent and one rotated key for all heads."""
+    """Multi-head latent attention: one latent and one rotated key per token for all heads."""
 
     rank: int
     """Width of latents."""
     query_rank: int | None
-    """The same of what queries are made of; None if they are made of states."""
+    """Width of compressed queries; None if queries are projected from states directly."""
     plain_size: int
-    """Dimensions of each head that know no positions, of queries and of what a latent's key is."""
+    """Non-rotated dimensions per head, of queries and of keys projected from latents."""
     rotated_size: int
-    """Those that do."""
+    """Rotated dimensions per head."""
     value_size: int
     """Dimensions of each head's values."""
     eps: float
-    """Of the norms of latents, and of what queries are made of."""
+    """Epsilon of the norms of latents and of compressed queries."""
 
 
 class TemperatureSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,33 +124,34 @@ class TemperatureSpec(msgspec.Struct, frozen=True, kw_only=True):
     """In tokens."""
     offset: int = 0
     of_all_layers: bool = True
-    """Or only of those that do not know positions."""
+    """If false, only layers without positional encoding."""
 
 
 class ClampSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """MLPs that make gate * sigmoid(slope * gate) * (up + 1) of bounded gates and ups."""
+    """MLPs that compute gate * sigmoid(slope * gate) * (up + 1) with bounded gate and up."""
 
     limit: float
-    """Gates are at most that; ups lie between its negative and it."""
+    """Gates are at most the limit; ups are within +-limit."""
     slope: float
 
 
 Block = Literal["before", "after", "around", "parallel"]
-"""Where a layer normalizes: before attention and before the MLP; after each, before its result is
-added; both; or once, before attention and MLP that see the same."""
+"""Where a layer normalizes: before attention and before the MLP; after each, before the residual
+addition; both; or once, before parallel attention and MLP."""
 QkNorm = Literal["none", "head", "each_head", "width", "unit"]
-"""How queries and keys are normalized: not; every head alike; every head with weights of its own;
-all queries together, and all keys; every head without weights, in layers that know positions."""
+"""How queries and keys are normalized: not; each head with shared weights; each head with its own
+weights; all queries together, and all keys; each head without weights, in layers with positional
+encoding."""
 
 
 class _PatchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A vision encoder: layers over patches of an image, of which each square becomes a token."""
+    """A vision encoder: layers over patches of an image; each square of patches becomes a token."""
 
     token_id: int
-    """Stands in prompts where an embedding of an image goes."""
+    """Placeholder token in prompts for an image embedding."""
     patch_size: int
     scale_factor: int
-    """Patches on a side of the square that becomes one token."""
+    """Patches per side of the square that becomes one token."""
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -161,12 +161,12 @@ class _PatchSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_side(self) -> int:
-        """Pixels on a side of the square that becomes one token."""
+        """Pixels per side of the square that becomes one token."""
         return self.patch_size * self.scale_factor
 
     @property
     def sees_all(self) -> bool:
-        """Whether the text model has each token of an image see all of the image."""
+        """Whether each image token attends to its whole image in the text model."""
         return False
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
@@ -175,13 +175,13 @@ class _PatchSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SiglipSpec(_PatchSpec, frozen=True, kw_only=True):
-    """Positions of patches are embedded, as many as a square image has."""
+    """An encoder with embedded patch positions, for square images."""
 
     image_size: int
-    """Longest side of an image in pixels."""
+    """Maximum side of an image in pixels."""
     is_gemma: bool = False
-    """Whether the patches of a square are averaged and normalized, rather than laid side by side,
-    and tokens of an image see all of it."""
+    """Whether the patches of a square are averaged and normalized, rather than concatenated, and
+    image tokens attend to their whole image."""
 
     @property
     def sees_all(self) -> bool:
@@ -189,7 +189,7 @@ class SiglipSpec(_PatchSpec, frozen=True, kw_only=True):
         return self.is_gemma
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Return how many tokens stand for an image; 0 for a size that is not taken."""
+        """Return the number of tokens of an image; 0 for an unsupported size."""
         if height != width or not 0 < height <= self.image_size or height % self.token_side:
             return 0
         return prod(self.grid(height, width))
@@ -201,25 +201,25 @@ class SiglipSpec(_PatchSpec, frozen=True, kw_only=True):
 
 
 class QwenVisionSpec(_PatchSpec, frozen=True, kw_only=True):
-    """Positions of patches are rotations; layers may see windows of an image alone."""
+    """An encoder with rotary patch positions; layers can attend within windows only."""
 
     is_first: bool
     """Whether MLPs have no gate and norms subtract the mean, as in Qwen2-VL."""
 
     frames: int
-    """Of a video, that a patch is made of; an image is as many frames alike."""
+    """Video frames per patch; an image is repeated this many times."""
     window_size: int
-    """Pixels on a side of a window."""
+    """Pixels per side of a window."""
     whole_layers: tuple[int, ...]
-    """Those that see all of an image."""
+    """Layers that attend to the whole image."""
     theta: float
     """Base of the rotations."""
     max_pixels: int = 1280 * 28 * 28
-    """Of an image whose sides are longer than a token's; what a processor takes without settings.
-    """
+    """Maximum pixels of an image with both sides longer than a token's; default as in
+    processors."""
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Return how many tokens stand for an image; 0 for a size that is not taken."""
+        """Return the number of tokens of an image; 0 for an unsupported size."""
         if height % self.token_side or width % self.token_side or min(height, width) < 1:
             return 0
         tokens = prod(self.grid(height, width))
@@ -227,17 +227,17 @@ class QwenVisionSpec(_PatchSpec, frozen=True, kw_only=True):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest image, or of the longest one that is as narrow as a token."""
+        """Tokens of the largest image, or of the longest image that is one token wide."""
         longest = isqrt(self.max_pixels * MAX_ASPECT_RATIO) // self.token_side
         return max(self.max_pixels // self.token_side**2, longest)
 
 
 VisionSpec = SiglipSpec | QwenVisionSpec
-"""Of the encoder of a model that sees images."""
+"""A vision-language model's encoder."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the decoder has to know; sizes in elements."""
+    """Everything the decoder needs to know about a model; sizes in elements."""
 
     architecture: str
     vocab_size: int
@@ -246,12 +246,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    """Of what the KV cache keeps."""
+    """KV heads stored in the cache."""
     head_dim: int
-    """Of what queries are compared with."""
+    """Width of the vectors whose dot products are scores."""
     norm: NormSpec
     ropes: tuple[RopeSpec | None, ...]
-    """Per layer; None for a layer that does not know positions."""
+    """Per layer; None for a layer without positional encoding."""
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool = False
@@ -260,38 +260,39 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: QkNorm = "none"
     block: Block = "before"
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Of the gates of MLPs."""
+    """Activation of MLP gates."""
     clamp: ClampSpec | None = None
-    """What MLPs do in its place."""
+    """Replaces the plain gated activation of MLPs."""
     latent: LatentSpec | None = None
-    """Of what the KV cache keeps in place of keys and values; there is one head of it then, and
+    """If set, the KV cache holds latents instead of keys and values: `num_kv_heads` is 1 and
     `head_dim` is the width of latent and rotated key together."""
     windows: tuple[int | None, ...]
-    """Per layer: how many last positions a token attends to, itself included; None for all."""
+    """Per layer: number of last positions a token attends to, including itself; None for all."""
     has_chunks: bool = False
-    """Whether windows begin anew at each multiple of their length, rather than slide."""
+    """Whether windows are fixed chunks starting at multiples of their length, rather than
+    sliding."""
     cache_groups: CacheGroups = CacheGroups()
     """Which layers share KV blocks."""
     moe: MoeSpec | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Of what attention and MLP add."""
+    """Scale of the outputs of attention and MLP before they are added."""
     attention_scale: float | None = None
-    """Of scores; None for one over the root of `head_dim`."""
+    """Scale of scores; None for 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     attention_temperature: TemperatureSpec | None = None
     attention_sinks: bool = False
-    """Whether each head has a score that takes attention from all keys and gives nothing."""
+    """Whether each head has an extra softmax score without a value."""
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     vision: VisionSpec | None = None
-    """Of a model that sees images."""
+    """None for a text-only model."""
     num_outputs: int | None = None
-    """Labels of a classifier, which has outputs for them in place of an LM head; 0: neither."""
+    """Number of a classifier's labels, which replace the LM head; 0: neither."""
     eos_token_ids: tuple[int, ...] = ()
     dtype: DtypeName | None = None
-    """The checkpoint's own type; None when the config does not say."""
+    """The checkpoint's dtype; None if the config does not specify it."""
 
     @property
     def query_size(self) -> int:
@@ -305,29 +306,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """What the KV cache keeps of a token in a layer: [parts, kv_heads, head_dim].
+        """Shape of a token's cache entry per layer: [parts, kv_heads, head_dim].
 
-        Parts are keys and values, or what is both.
+        Parts are keys and values, or a single one that serves as both.
         """
         return (2 if self.latent is None else 1, self.num_kv_heads, self.head_dim)
 
     @property
     def rotary_size(self) -> int:
-        """How many dimensions a rotary embedding is made for, whichever share it rotates."""
+        """Head dimensions covered by rotary embeddings, including those not rotated by `share`."""
         return self.head_dim if self.latent is None else self.latent.rotated_size
 
     @property
     def distinct_ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotary embeddings that some layer has, each once."""
+        """The model's rotary embeddings without duplicates."""
         return tuple(dict.fromkeys(rope for rope in self.ropes if rope is not None))
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer's MLP is a mixture of experts."""
+        """Return whether the layer's MLP is a mixture of experts."""
         return self.moe is not None and self.moe.layers[layer]
 
 
 def check_heads(spec: ModelSpec, size: int) -> None:
-    """Check that the attention heads of a model can be dealt out to so many processes.
+    """Check that a model's attention heads can be split among `size` processes.
 
     Raises:
         UnsupportedModel: they cannot.
@@ -336,11 +337,11 @@ def check_heads(spec: ModelSpec, size: int) -> None:
     if spec.qk_norm == "width":
         raise UnsupportedModel(
             f"--tensor-parallel-size: {spec.architecture} normalizes the queries of all heads "
-            "together, which no process has"
+            "together, which are on different processes"
         )
     if heads % size or (kv_heads % size and size % kv_heads):
         raise UnsupportedModel(
-            f"--tensor-parallel-size {size} does not suit a model with {heads} attention heads "
-            f"and {kv_heads} key-value heads: it has to divide the former, and to divide or be "
+            f"--tensor-parallel-size {size} does not fit a model with {heads} attention heads "
+            f"and {kv_heads} key-value heads: it must divide the former, and divide or be "
             "a multiple of the latter"
         )

@@ -1,4 +1,4 @@
-"""What a decoder is given of a step: its tokens, and how they attend."""
+"""A decoder's input for a step: tokens and attention plans."""
 
 from typing import Any, NamedTuple
 
@@ -18,33 +18,33 @@ class FinalTokens(msgspec.Struct, frozen=True):
     """The tokens of a step whose states are needed after the last layer."""
 
     tokens: Tensor
-    """[final] int64: index among the tokens of the step."""
+    """[final] int64: indices into the tokens of the step."""
     plan: Any
-    """How they attend in the last layer, each as a row of its own."""
+    """Attention plan for the last layer, with each token as a separate row."""
 
 
 class GroupTokens(msgspec.Struct, frozen=True):
-    """The tokens of one step as the layers of another group than the first see them."""
+    """The tokens of one step as seen by the layers of a cache group other than the first."""
 
     slots: Tensor
     plans: dict[int | None, Any]
 
 
 class Taps:
-    """Collects the states between some layers as a step is computed."""
+    """Collects the states between some layers during a step."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
-        """Take states after so many layers each, in ascending order."""
+        """Collect states after each of these numbers of layers, in ascending order."""
         self._layers = frozenset(layers)
         self._states: list[Tensor] = []
 
     def see(self, num_layers: int, states: Tensor) -> None:
-        """States [tokens, hidden] have gone through so many layers; they may be overwritten."""
+        """Record states [tokens, hidden] after `num_layers` layers if selected; copies them."""
         if num_layers in self._layers:
             self._states.append(states.clone())
 
     def states(self) -> Tensor:
-        """Return what was taken of each token, side by side: [tokens, layers * hidden]."""
+        """Return the collected states of each token, concatenated: [tokens, layers * hidden]."""
         return torch.cat(self._states, dim=1)
 
 
@@ -53,64 +53,65 @@ NO_TAPS = Taps(())
 
 
 class WholeImages(msgspec.Struct, frozen=True):
-    """How tokens of images attend, each to all of its image: always as many as the image has."""
+    """Plans for image tokens that attend to their whole image, always with all its queries."""
 
     queries: Tensor
-    """[queries] int64: index among the tokens of the step; any where one was computed before."""
+    """[queries] int64: indices into the step's tokens; arbitrary for tokens of earlier steps."""
     computed: Tensor
-    """[tokens] int64: those of the queries that are computed in the step."""
+    """[tokens] int64: indices of the queries that are computed in this step."""
     rows: AttentionRows
-    """What the plans were made for: a row for each image."""
+    """Rows that the plans were made for: one per image."""
     plans: tuple[dict[int | None, AttentionPlan], ...]
-    """For each group of layers by their windows."""
+    """Plans by sliding window, for each cache group."""
 
 
 class ImageTokens(msgspec.Struct, frozen=True):
-    """The tokens of a step that stand for images."""
+    """The tokens of a step that are placeholders for image embeddings."""
 
     tokens: Tensor
-    """[tokens] int64: index among the tokens of the step."""
+    """[tokens] int64: indices into the tokens of the step."""
     embeddings: Tensor
     """[tokens, hidden]"""
     whole: WholeImages | None = None
-    """None for a model where they attend as others do."""
+    """None for models whose image tokens attend like others."""
 
 
 class StepTokens(msgspec.Struct, frozen=True):
-    """The tokens of one step, rows one after the other."""
+    """The tokens of one step, with rows concatenated."""
 
     token_ids: Tensor
     """[tokens] int64"""
     positions: Tensor
-    """[tokens] int64, which queries and keys are turned by; [3, tokens] where a token that stands
-    for a part of an image has a time, a row and a column."""
+    """[tokens] int64, for rotary embeddings; [3, tokens] (time, row, column) for models with image
+    positions."""
     slots: Tensor
-    """[tokens] int64: flat cache slot (block * block_size + offset) that each token fills."""
+    """[tokens] int64: flat cache slot (block * block_size + offset) that each token is written
+    to."""
     rows: AttentionRows
-    """What the plans were made for."""
+    """Rows that the plans were made for."""
     plans: dict[int | None, Any]
-    """How to attend, per sliding window that some layer has; made by the model's attention."""
+    """Attention plans by the sliding windows of the layers."""
     final: FinalTokens | None = None
     """None if all states are needed."""
     adapters: AdapterRows | None = None
-    """Which adapter each token is computed with; None if none has one."""
+    """The adapter of each token; None if no token has one."""
     others: tuple[GroupTokens, ...] = ()
-    """What differs for all groups of layers but the first, which have KV blocks of their own."""
+    """Slots and plans of the cache groups after the first, which have their own KV blocks."""
     taps: Taps = NO_TAPS
-    """What states between layers are given to; those after the last layer are of final tokens."""
+    """Collects states between layers; those after the last layer are of final tokens only."""
     images: ImageTokens | None = None
-    """None if there are none in the step."""
+    """None if the step has no image tokens."""
 
 
 class ForwardContext(NamedTuple):
-    """What all layers read while a step is computed."""
+    """Inputs shared by all layers during a step."""
 
     step: StepTokens
     rotations: list[Rotation]
-    """By the positions of the step's tokens, one for each of the model's rotary tables."""
+    """Rotation factors of the step's positions, for each of the model's rotary tables."""
     temperatures: Tensor | None
-    """[tokens, 1, 1]: of queries, where some layer is tempered."""
+    """[tokens, 1, 1]: query multipliers, if some layer uses them."""
     attention: Attention
     image_attention: PagedAttention | None
-    """How tokens of images attend where they see all of their image."""
+    """Attention for image tokens that attend to their whole image."""
     adapters: AdapterBank | None

@@ -1,7 +1,7 @@
-"""Which tensors a decoder is made of, and where in a checkpoint each of them is.
+"""The tensors of a decoder, and their locations in a checkpoint.
 
-The decoder's names are those of Llama checkpoints, but for norms and routers, which every family
-calls something else.
+The decoder's names are those of Llama checkpoints, except for norms and routers, whose names differ
+in every family.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,22 +19,22 @@ Layout = dict[str, Shape]
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of a checkpoint, and which part of it is one of the decoder's."""
+    """A tensor of a checkpoint, and the part of it that is a tensor of the decoder."""
 
     name: str
     shape: Shape
-    """Of the whole, as stored."""
+    """Shape of the whole stored tensor."""
     index: int | None = None
-    """Which of the tensors that are stacked along the first axis."""
+    """Index along the first axis of a stacked tensor."""
     first_row: int = 0
     num_rows: int | None = None
-    """Rows of that which count; None for all from the first on."""
+    """Number of selected rows; None for all from `first_row`."""
     row_step: int = 1
-    """From each row that counts to the next."""
+    """Distance between selected rows."""
     is_transposed: bool = False
-    """Whether inputs lie along the first axis of what is stored, and rows along the second."""
+    """Whether inputs are the first stored axis and rows the second."""
     head_order: tuple[int, ...] | None = None
-    """Which of each head's rows comes first, second and so on."""
+    """Permutation of each head's rows."""
 
     def read(self, stored: "Tensor") -> "Tensor":
         """Return the part; a view where possible."""
@@ -50,7 +50,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         return ordered.reshape(part.shape)
 
     def rows(self, part: "Tensor") -> "Tensor":
-        """Return the rows that count, as they are stored."""
+        """Return the selected rows, in stored order."""
         if self.num_rows is None:
             return part
         end = self.first_row + self.num_rows * self.row_step
@@ -58,16 +58,16 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_norm(self) -> bool:
-        """Whether heads lie along the last axis, and not along the first."""
+        """Whether heads are along the last axis instead of the first."""
         return self.name.endswith("norm.weight")
 
 
 WeightMap = dict[str, Source]
-"""By the decoder's name of a tensor."""
+"""Keyed by the decoder's tensor names."""
 
 
 def decoder_tensors(spec: ModelSpec) -> Layout:
-    """Return the name and shape of every tensor that the decoder of this model has."""
+    """Return the name and shape of every tensor of this model's decoder."""
     hidden = spec.hidden_size
     layout: Layout = {
         "model.embed_tokens.weight": (spec.vocab_size, hidden),
@@ -174,15 +174,15 @@ def _expert_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]
 
 
 def stored_tensors(weights: WeightMap) -> Layout:
-    """Return the name and shape of every tensor that the checkpoint has to hold."""
+    """Return the name and shape of every tensor that the checkpoint must contain."""
     return {source.name: source.shape for source in weights.values()}
 
 
 def weight_map(spec: ModelSpec, place: Callable[[str, Shape], Source]) -> WeightMap:
-    """Find the source of every tensor of a decoder, with queries and keys as it rotates them.
+    """Locate all tensors of a decoder, ordering queries and keys for its rotation.
 
     Args:
-        place: finds one by the decoder's name and the tensor's shape.
+        place: returns the source of a tensor by the decoder's name and the shape.
     """
     found = {name: place(name, shape) for name, shape in decoder_tensors(spec).items()}
     orders = _head_orders(spec)
@@ -193,7 +193,7 @@ def weight_map(spec: ModelSpec, place: Callable[[str, Shape], Source]) -> Weight
 
 
 def _head_orders(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the order of each head's rows, by what they are rows of, where one is needed."""
+    """Return the order of each head's rows, by module name, where it differs."""
     ropes, latent = spec.distinct_ropes, spec.latent
     order = rotated_order(ropes[0], spec.rotary_size) if ropes else None
     if order is None:
@@ -210,8 +210,8 @@ def _head_orders(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def rotated_order(rope: RopeSpec, head_dim: int) -> tuple[int, ...] | None:
     """Return the order of a head's dimensions in which i is rotated with i + head_dim / 2.
 
-    Scores are sums over dimensions, so that any order will do that queries and keys share. The
-    dimensions that are not rotated lie behind the others in each half. None if all is in order.
+    Scores are sums over dimensions, so any order shared by queries and keys is equivalent. Each
+    half ends with the dimensions that are not rotated. None if no reordering is needed.
     """
     if not rope.interleaved and rope.share == 1.0:
         return None
@@ -227,5 +227,5 @@ def rotated_order(rope: RopeSpec, head_dim: int) -> tuple[int, ...] | None:
 
 
 def rotated_dims(rope: RopeSpec, head_dim: int) -> int:
-    """Return how many dimensions of each head are rotated: an odd number is rounded up."""
+    """Return the number of rotated dimensions per head; an odd number is rounded up."""
     return -(-int(head_dim * rope.share) // 2) * 2

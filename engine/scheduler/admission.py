@@ -77,11 +77,12 @@ class AdmitAll:
 class StepBudget:
     """What is left of one step's tokens; the `try_*` methods reserve."""
 
-    __slots__ = ("_admit_new", "_max_tokens", "_prefill_tokens", "_run_partials", "num_tokens")
+    __slots__ = ("_admit_new", "_has_prefill", "_prefill_tokens", "_run_partials", "num_tokens")
 
     def __init__(self, max_tokens: int, grant: Grant = UNLIMITED) -> None:
-        self.num_tokens = self._max_tokens = max_tokens
+        self.num_tokens = max_tokens
         """Tokens that nothing has reserved."""
+        self._has_prefill = False
         self._prefill_tokens = max_tokens if grant.token_cap < 0 else grant.token_cap
         self._admit_new = grant.admit_new
         self._run_partials = grant.run_partials
@@ -121,12 +122,13 @@ class StepBudget:
         """
         if not self.can_admit or wanted > self.num_tokens:
             return False
-        return wanted <= self._prefill_tokens or self.num_tokens == self._max_tokens
+        return wanted <= self._prefill_tokens or not self._has_prefill
 
     def _try_prefill(self, wanted: int, *, whole: bool) -> int:
         count = min(wanted, self.num_prefill_tokens)
         if whole and count:
             count = wanted if wanted <= self.num_tokens else 0
+        self._has_prefill |= count > 0
         self.num_tokens -= count
         self._prefill_tokens = max(0, self._prefill_tokens - count)
         return count

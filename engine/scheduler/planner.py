@@ -28,9 +28,9 @@ class Planner:
         the newcomer is not preempted by the next step."""
         self._max_prefill = scheduling.long_prefill_token_threshold or sys.maxsize
         """Prompt tokens of one request in a step."""
-        self._in_one_step = executor.in_one_step
-        """Whether all tokens of a sequence are computed in the same step, whatever else is
-        limited."""
+        self._in_one_step = executor.in_one_step or not scheduling.enable_chunked_prefill
+        """Whether a prompt is computed in one step, after a preemption with the tokens drawn since;
+        whatever else is limited."""
         self._num_stages = executor.num_stages
         self._books = books
         self._isolation, self._fairness, self._kv = books.isolation, books.fairness, books.kv
@@ -86,14 +86,13 @@ class Planner:
                 continue
             if tokens >= room or slots == 0 or request.num_steps_in_flight:
                 break
-            cached, needed = self._kv.needs(
-                request.table, request.token_ids, use_cache=not request.lacks_prompt_logprobs
-            )
-            if needed > blocks:
+            cached, needed = self._needs(request)
+            wanted = request.queued_tokens - cached
+            if needed > blocks or (self._in_one_step and wanted > room - tokens):
                 break
             slots -= 1
             blocks -= needed
-            tokens += quota.take(request.tenant, min(request.queued_tokens - cached, limit))
+            tokens += quota.take(request.tenant, min(wanted, limit))
             requests += 1
         return RankState(
             running=len(books.running),
@@ -122,7 +121,7 @@ class Planner:
                 for each in self._fairness.in_order(others):
                     if each is not partial:
                         self._books.preempt(each)
-            whole = self._encoder.must_be_whole(partial)
+            whole = self._must_be_whole(partial)
             count = budget.try_continue(self._chunk(partial, budget), whole=whole)
             if count:
                 self._plan_prefill(plan, partial, count)
@@ -181,9 +180,13 @@ class Planner:
         for victim in victims:
             books.preempt(victim)
 
-    def _blocks_needed(self, request: Request) -> int:
+    def _needs(self, request: Request) -> tuple[int, int]:
+        """Return how many tokens of a waiting request are cached, and how many blocks it needs."""
         use_cache = not request.lacks_prompt_logprobs
-        return self._kv.needs(request.table, request.token_ids, use_cache=use_cache)[1]
+        return self._kv.needs(request.table, request.token_ids, use_cache=use_cache)
+
+    def _blocks_needed(self, request: Request) -> int:
+        return self._needs(request)[1]
 
     def _schedule_decodes(self, plan: PlanBuilder, budget: StepBudget) -> list[Request]:
         """Plan one token for each decode and return the requests that are still in prefill."""
@@ -237,8 +240,7 @@ class Planner:
             wanted = self._chunk(request, budget)
             if wanted == 0:
                 continue
-            whole = self._encoder.must_be_whole(request)
-            count = budget.try_continue(wanted, whole=whole)
+            count = budget.try_continue(wanted, whole=self._must_be_whole(request))
             if count == 0:
                 break
             self._plan_prefill(plan, request, count)
@@ -271,7 +273,7 @@ class Planner:
             if not self._fairness.group_tokens(request):
                 groups.add(request.group)
                 continue
-            if self._in_one_step and not budget.fits_whole(request.queued_tokens):
+            if self._in_one_step and not self._fits_whole(request, budget):
                 return
             cached = self._try_admit(request)
             if cached is None:
@@ -287,10 +289,19 @@ class Planner:
 
     def _admitted(self, budget: StepBudget, request: Request) -> int:
         """Reserve tokens for a request that has just got its blocks; return how many."""
-        if self._in_one_step:
-            return budget.try_admit(request.queued_tokens, whole=True)
-        whole = self._encoder.must_be_whole(request)
+        whole = self._must_be_whole(request)
         return budget.try_admit(self._chunk(request, budget), whole=whole)
+
+    def _must_be_whole(self, request: Request) -> bool:
+        """Whether a request gets all tokens that `_chunk` returns in one step, or none."""
+        return self._in_one_step or self._encoder.must_be_whole(request)
+
+    def _fits_whole(self, request: Request, budget: StepBudget) -> bool:
+        """Whether a waiting request can be computed in this step, with all images that it shows."""
+        cached = self._needs(request)[0]
+        count = request.queued_tokens - cached
+        seen = self._encoder.reach(request.images, cached, count)
+        return seen == count and budget.fits_whole(count)
 
     def _try_admit(self, request: Request) -> int | None:
         """Get a waiting request its blocks; return how many cached tokens are in them."""
@@ -314,6 +325,8 @@ class Planner:
 
         Where the tokens of an image have to be together, what is left of the budget counts, too.
         """
+        if self._in_one_step:
+            return request.queued_tokens
         room = request.table.capacity - request.num_computed_tokens
         most = min(request.queued_tokens, self._max_prefill, room)
         of_group = self._fairness.group_tokens(request)

@@ -1,4 +1,4 @@
-"""Why a request is refused.
+"""Why a request is refused, or the settings with which none would ever be computed.
 
 Front ends check what clients ask for. What gets past them, or comes from a front end of
 another version, must fail alone: here, before it shares a step with others.
@@ -7,7 +7,9 @@ another version, must fail alone: here, before it shares a step with others.
 import math
 from collections.abc import Iterator
 
+from engine.batch.executor import ExecutorInfo
 from engine.models.spec import VisionSpec
+from engine.shared.config import CacheConfig, SchedulerConfig
 from engine.shared.grammar_spec import MAX_MARKER_SIZE, grammar_size
 from engine.shared.matchers import MAX_GRAMMAR_SIZE
 from engine.shared.messages import ROOT_SIZE, AddRequest, EncoderInput, SamplingParams
@@ -48,6 +50,31 @@ def refusal(
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             return f"{where}: token ids must be from 0 to {vocab_size - 1}"
     return _bad_root(message) or next(_bad_sampling(sampling), None)
+
+
+def check_whole_prompts(
+    scheduling: SchedulerConfig, cache: CacheConfig, executor: ExecutorInfo, max_model_len: int
+) -> None:
+    """Refuse settings with which one step does not hold the longest prompt and its images.
+
+    Raises:
+        ValueError: naming the setting to change.
+    """
+    if scheduling.enable_chunked_prefill or executor.in_one_step:
+        return
+    if scheduling.max_num_batched_tokens < max_model_len:
+        raise ValueError(
+            f"--no-enable-chunked-prefill: --max-num-batched-tokens is "
+            f"{scheduling.max_num_batched_tokens}, but a prompt, which is computed in one step, "
+            f"may have up to {max_model_len} tokens: raise it, or lower --max-model-len"
+        )
+    needed = max_model_len * executor.embedding_bytes
+    if executor.vision is not None and cache.encoder_cache_bytes < needed:
+        raise ValueError(
+            f"--no-enable-chunked-prefill: --encoder-cache-bytes is {cache.encoder_cache_bytes}, "
+            f"but the images of a prompt, which is computed in one step, may take {needed}: raise "
+            "it, lower --max-model-len, or set --language-model-only"
+        )
 
 
 def _bad_pooling(

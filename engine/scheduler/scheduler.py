@@ -25,6 +25,7 @@ from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.planner import Planner
 from engine.scheduler.preemption import Engine
 from engine.scheduler.prefix_cache import BlockChanges
+from engine.scheduler.refusal import check_whole_prompts
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.speculation import Speculator, draft_prices
@@ -72,6 +73,9 @@ class Scheduler:
             max_loras: how many adapters a step may be computed with.
             tiers: where KV blocks are stored beyond the executor's memory.
             events: is told which KV blocks can be found.
+
+        Raises:
+            ValueError: prompts are to be computed in one step, which does not hold the longest.
         """
         # Where nothing is kept of a sequence, a block is no more than its place.
         block_size = cache.block_size if executor.has_kv else executor.max_model_len
@@ -84,6 +88,7 @@ class Scheduler:
         shape = CacheShape(block_size, executor.cache_windows, lookahead)
         self.max_model_len = shape.longest(executor.num_kv_blocks, executor.max_model_len)
         """Longest sequence that the model takes and that fits into the KV cache alone."""
+        check_whole_prompts(scheduling, cache, executor, self.max_model_len)
         counters = EngineCounters() if tiers is None else tiers.counters
         self.counters = counters
         by_priority = scheduling.scheduling_policy == "priority"

@@ -6,11 +6,12 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
 
 import httpx
 import msgspec
+from fastapi import FastAPI
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -41,6 +42,10 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.25, 30.0
 _CHECK_SECONDS = 30.0
 
 
+Here = Callable[[], AbstractAsyncContextManager[FastAPI]]
+"""Serves the endpoints from a model in this process."""
+
+
 class ServerUnusable(Exception):
     """There is no server, or none that lets this client in."""
 
@@ -50,8 +55,11 @@ async def send_all(
     config: BatchConfig,
     requests: Iterator[BatchRequest],
     done: Callable[[BatchResult], None],
+    transport: httpx.AsyncBaseTransport | None = None,
 ) -> None:
     """Send all requests to a server; tell of each result as soon as there is one.
+
+    `transport` leads to it, if not HTTP.
 
     Raises:
         ServerUnusable: no server answers, before any request is counted as failed.
@@ -65,6 +73,7 @@ async def send_all(
         timeout=httpx.Timeout(config.request_timeout, connect=10.0),
         limits=httpx.Limits(max_connections=config.max_concurrency),
         trust_env=False,
+        transport=transport,
     ) as client:
         try:
             models = await client.get("/v1/models", timeout=_CHECK_SECONDS)
@@ -75,7 +84,7 @@ async def send_all(
 
         async def work() -> None:
             for request in requests:  # one iterator for all workers: each takes the next
-                done(await _send(client, request, config.max_retries))
+                done(await _send(client, request, config))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -85,16 +94,33 @@ async def send_all(
             raise group.exceptions[0] from None
 
 
-async def _send(client: httpx.AsyncClient, request: BatchRequest, max_retries: int) -> BatchResult:
+async def _answer_here(
+    here: Here,
+    config: BatchConfig,
+    requests: Iterator[BatchRequest],
+    done: Callable[[BatchResult], None],
+) -> None:
+    """Do what `send_all` does, without a server."""
+    async with here() as app:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        await send_all("http://localhost", config, requests, done, transport)
+
+
+async def _send(
+    client: httpx.AsyncClient, request: BatchRequest, config: BatchConfig
+) -> BatchResult:
     """Send one request until it is answered, or has been sent often enough."""
     name, body = new_id(), bytes(request.body)
-    for attempt in range(max_retries + 1):
-        last, asked_wait = attempt == max_retries, None
+    for attempt in range(config.max_retries + 1):
+        last, asked_wait = attempt == config.max_retries, None
         try:
-            answer = await client.post(request.url, content=body, headers={"x-request-id": name})
-        except httpx.HTTPError as error:
-            if last or isinstance(error, httpx.ReadTimeout):
-                timed_out = isinstance(error, httpx.TimeoutException)
+            async with asyncio.timeout(config.request_timeout):
+                answer = await client.post(
+                    request.url, content=body, headers={"x-request-id": name}
+                )
+        except (httpx.HTTPError, TimeoutError) as error:
+            if last or isinstance(error, httpx.ReadTimeout | TimeoutError):
+                timed_out = isinstance(error, httpx.TimeoutException | TimeoutError)
                 code = "request_timeout" if timed_out else "connection_error"
                 why = BatchError(code, f"{type(error).__name__}: {error}")
                 return BatchResult(id=name, custom_id=request.custom_id, error=why)
@@ -121,13 +147,16 @@ def _wait(attempt: int, asked: str | None) -> float:
     return min(_FIRST_WAIT * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
 
 
-def run_batch(config: RunBatchConfig) -> int:
-    """Run a batch; return 0 if every request was answered or refused, else 1."""
+def run_batch(config: RunBatchConfig, here: Here | None = None) -> int:
+    """Run a batch; return 0 if every request was answered or refused, else 1.
+
+    `here` takes the place of a server.
+    """
     console = Console(stderr=True)
     # SIGTERM ends a run as Ctrl-C does: what was answered is in the file.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run(config, console)
+        return _run(config, console, here)
     except (OSError, OutputBusy, ServerFailed, ServerUnusable) as error:
         print(f"swell run-batch: {error}", file=sys.stderr)
         return 1
@@ -138,7 +167,7 @@ def run_batch(config: RunBatchConfig) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _run(config: RunBatchConfig, console: Console) -> int:
+def _run(config: RunBatchConfig, console: Console, here: Here | None) -> int:
     batch = config.batch
     if not batch.input_file or not batch.output_file:
         print("swell run-batch: an input file and an output file are needed", file=sys.stderr)
@@ -153,7 +182,7 @@ def _run(config: RunBatchConfig, console: Console) -> int:
             left = sum(1 for _ in _unanswered(lines, output.answered))
         if left:
             url = (batch.url or "").rstrip("/")
-            if not url:
+            if not url and here is None:
                 with console.status("starting a server"):
                     own = OwnServer(serve_arguments(config), config.supervisor.startup_timeout)
                     url = stack.enter_context(own).url
@@ -177,7 +206,10 @@ def _run(config: RunBatchConfig, console: Console) -> int:
                 bar.update(task, advance=1, description=told)
 
             requests = _unanswered(stack.enter_context(source.open("rb")), {*output.answered})
-            asyncio.run(send_all(url, batch, requests, done))
+            if here is None:
+                asyncio.run(send_all(url, batch, requests, done))
+            else:
+                asyncio.run(_answer_here(here, batch, requests, done))
         with source.open("rb") as lines:
             output.order(_attempts(lines))
     console.print(

@@ -1,15 +1,16 @@
-"""A server that a command, like run-batch or chat, starts for itself and stops at its end."""
+"""A server that a command such as run-batch or chat starts for itself and stops at its end."""
 
 import re
 import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
 from engine.shared.config import Section
-from engine.shared.settings import settings_of
+from engine.shared.settings import Setting, settings_of
 from server.config import ServeConfig
 
 _READY = re.compile(r"swell is ready after [\d.]+ s: (https?://\S+)")
@@ -18,21 +19,22 @@ _STOP_TIMEOUT = 30.0
 
 
 class ServerFailed(Exception):
-    """The server did not become ready; the message holds its last output."""
+    """The server did not become ready; the message contains its last output."""
+
+
+def shared_settings(config: Section) -> Iterator[tuple[Setting, Any]]:
+    """Yield a command's settings that `swell serve` shares and that differ from their defaults."""
+    known = {(setting.section, setting.name) for setting in settings_of(ServeConfig)}
+    for setting in settings_of(type(config)):
+        value = getattr(getattr(config, setting.section), setting.name)
+        if (setting.section, setting.name) in known and value != setting.default:
+            yield setting, value
 
 
 def serve_arguments(config: Section) -> list[str]:
-    """Return the arguments of `swell serve` for the sections that a command shares with it.
-
-    Only settings that differ from their defaults are among them.
-    """
+    """Return arguments of `swell serve` for the settings that a command shares with it."""
     arguments: list[str] = []
-    known = {(setting.section, setting.name) for setting in settings_of(ServeConfig)}
-    for setting in settings_of(type(config)):
-        section: Section = getattr(config, setting.section)
-        value: Any = getattr(section, setting.name)
-        if (setting.section, setting.name) not in known or value == setting.default:
-            continue
+    for setting, value in shared_settings(config):
         if setting.name == "model":
             arguments.insert(0, value)
         elif setting.is_bool:
@@ -45,7 +47,7 @@ def serve_arguments(config: Section) -> list[str]:
 
 
 def stop_process(process: subprocess.Popen[Any], timeout: float) -> None:
-    """Ask a process to end, and kill it if it has not ended after `timeout` seconds."""
+    """Terminate a process; kill it if it has not exited after `timeout` seconds."""
     process.terminate()
     try:
         process.wait(timeout)
@@ -55,7 +57,7 @@ def stop_process(process: subprocess.Popen[Any], timeout: float) -> None:
 
 
 class OwnServer:
-    """`swell serve` on a port of this machine, as a context manager; port 0 is a free one."""
+    """`swell serve` on a local port, as a context manager; port 0 selects a free one."""
 
     def __init__(self, arguments: list[str], startup_timeout: float, port: int = 0) -> None:
         self._arguments = [*arguments, "--port", str(port)]
@@ -76,7 +78,7 @@ class OwnServer:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process, which then stops the server
+            start_new_session=True,  # Ctrl-C reaches only this process, which then stops the server
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -21,6 +21,13 @@ def test_on_a_processor_nothing_changes() -> None:
     assert defaults(8, executor="simulated") == {}
 
 
+def test_a_step_holds_the_longest_prompt_where_prompts_are_not_cut() -> None:
+    whole = {"enable_chunked_prefill": False}
+    assert defaults(0, **whole, max_model_len=3000) == {"max_num_batched_tokens": 3000}
+    assert defaults(0, **whole, max_model_len=100) == {"max_num_batched_tokens": 2048}
+    assert defaults(1, **whole, max_model_len=3000)["max_num_batched_tokens"] == 8192
+
+
 @pytest.mark.parametrize(
     ("devices", "flags", "engines"),
     [

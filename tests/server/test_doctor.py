@@ -58,7 +58,7 @@ def test_a_container_without_torch_is_no_failure() -> None:
         raise ImportError("torch")
 
     def wrong() -> str:
-        raise ValueError("SWELL_PROCESSOR=z80: has to be one of amx")
+        raise ValueError("SWELL_PROCESSOR=z80: must be one of amx")
 
     assert checks(DoctorTarget(), without_torch)["processor"].verdict == "warn"
     failed = checks(DoctorTarget(), wrong)["processor"]

@@ -41,6 +41,22 @@ def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert together[0].usage.completion_tokens == 6
 
 
+def test_prompts_that_are_computed_in_one_step_are_answered_alike(llm: LLM) -> None:
+    prompts = ["Now is the winter " * number for number in range(1, 30, 4)]
+    fields: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    settings: dict[str, Any] = {"threads": 1, "dtype": "float32", "batch_invariant": True}
+    with LLM(**settings, enable_chunked_prefill=False, max_model_len=300) as whole:
+        found = whole.generate(prompts, **fields)
+    for answer, other in zip(found, llm.generate(prompts, **fields), strict=True):
+        assert answer.choices[0].text == other.choices[0].text
+
+
+def test_a_step_that_does_not_hold_the_longest_prompt_is_refused() -> None:
+    settings: dict[str, Any] = {"max_num_batched_tokens": 99, "max_model_len": 100}
+    with pytest.raises(ValueError, match="--max-num-batched-tokens is 99"):
+        LLM(**SIMULATED, enable_chunked_prefill=False, **settings)
+
+
 def test_conversations_are_answered(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "Who is there?"}]
     template = "{{ messages[0].content }}"
@@ -187,11 +203,13 @@ def _examples(page: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [*_examples("docs/library.md"), *_examples("README.md")])
-def test_the_examples_of_the_pages_run(program: str) -> None:
+def test_the_examples_of_the_pages_run() -> None:
+    programs = [*_examples("docs/library.md"), *_examples("README.md")]
+    assert len(programs) > 2
+    next_one = "-- the next example --"
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", f"\nprint({next_one!r})\n".join(programs)],
         cwd=ROOT, capture_output=True, text=True, timeout=3 * PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    assert all(printed.strip() for printed in done.stdout.split(next_one))

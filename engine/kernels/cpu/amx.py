@@ -1,9 +1,9 @@
-"""Tiles of a matrix unit (Intel AMX), as kernels use them.
+"""Tile operations of a matrix unit (Intel AMX) for kernels.
 
-A tile is a register of 16 rows with 64 bytes each. Kernels add up patches of four tiles of float32,
-32 rows by 32 columns or 16 by 64, from tiles of bfloat16: 16 rows with 32 values of the left
-matrix, and 16 columns with 32 values of the right one, of which pairs lie side by side. What a row
-of a patch gets does not depend on the others.
+A tile is a register of 16 rows with 64 bytes each. Kernels accumulate patches of four float32
+tiles, 32 rows by 32 columns or 16 by 64, from tiles of bfloat16: 16 rows with 32 values of the left
+matrix, and 16 columns with 32 values of the right one, with pairs interleaved. Each row of a patch
+is computed independently of the others.
 
 The instructions are in Intel's Architecture Instruction Set Extensions Programming Reference.
 """
@@ -22,16 +22,16 @@ from engine.kernels.cpu.intrinsics import I8, I64, VOID, call, instruction, poin
 
 TILE_ROWS, TILE_BYTES = 16, 64
 PATCH_BYTES = 4 * TILE_ROWS * TILE_BYTES
-"""Memory of a patch, behind which there is room for a palette."""
+"""Bytes of a patch; in scratch memory, patches are followed by a palette."""
 _LEFT, _RIGHT = (4, 5), (6, 7)
-"""Tiles for parts of the two matrices; those before are the patch."""
+"""Registers for tiles of the two operands; the lower ones hold the patch."""
 _TALL, _WIDE = (128, (0, 64, 2048, 2112)), (256, (0, 64, 128, 192))
-"""Of each shape of a patch in memory the bytes between rows, and where its tiles begin."""
+"""Row stride of each patch shape in memory, and the offsets of its tiles, in bytes."""
 
 
 @cache
 def has_tiles() -> bool:
-    """Whether kernels may use tiles: the processor and LLVM know them and the system permits it."""
+    """Return whether the processor, LLVM and the system support tiles."""
     if not torch.cpu._is_amx_tile_supported():
         return False
     return compiles_for("amx-tile", "amx-bf16", "avx512bf16") and torch.cpu._init_amx()
@@ -39,7 +39,7 @@ def has_tiles() -> bool:
 
 @cache
 def palette(rows: int) -> npt.NDArray[np.uint8]:
-    """Return the configuration of tiles for so many rows of the left matrix, up to 16."""
+    """Return the tile configuration for up to 16 rows of the left matrix."""
     made = np.zeros(64, np.uint8)
     made[0] = 1
     made[16:32].view(np.uint16)[:] = TILE_BYTES
@@ -68,26 +68,26 @@ def _multiply(builder: Any, target: int, left: int, right: int) -> None:
 
 @instruction(types.void, types.int64)
 def configure(builder: Any, address: Any) -> None:
-    """Take a palette; all tiles become zero."""
+    """Load a palette, which clears all tiles."""
     call(builder, "llvm.x86.ldtilecfg", VOID, pointer_to(builder, address))
 
 
 @instruction(types.void, types.int64)
 def keep_configuration(builder: Any, address: Any) -> None:
-    """Store the palette that is in use, or the one of no tiles."""
+    """Store the current palette, or the initial one if none is configured."""
     call(builder, "llvm.x86.sttilecfg", VOID, pointer_to(builder, address))
 
 
 @instruction(types.void)
 def clear_patch(builder: Any) -> None:
-    """Make a patch of zeros."""
+    """Clear the patch."""
     for tile in range(4):
         call(builder, "llvm.x86.tilezero", VOID, I8(tile))
 
 
 @instruction(types.void, *[types.int64] * 4)
 def multiply_tall(builder: Any, upper: Any, lower: Any, stride: Any, weights: Any) -> None:
-    """Add to a patch of 32 by 32 what 32 values of its rows give.
+    """Accumulate 32 inputs into a patch of 32 by 32.
 
     Args:
         upper, lower: addresses of 16 rows each, `stride` bytes apart
@@ -102,10 +102,10 @@ def multiply_tall(builder: Any, upper: Any, lower: Any, stride: Any, weights: An
 
 @instruction(types.void, *[types.int64] * 4)
 def multiply_wide(builder: Any, rows: Any, stride: Any, weights: Any, more: Any) -> None:
-    """Add to a patch of 16 by 64 what 32 values of its rows give.
+    """Accumulate 32 inputs into a patch of 16 by 64.
 
     Args:
-        rows: address of up to 16, `stride` bytes apart
+        rows: address of up to 16 rows, `stride` bytes apart
         weights, more: addresses of [16 pairs, 32 columns, 2] each
     """
     _load(builder, _LEFT[0], rows, 0, stride)
@@ -117,7 +117,7 @@ def multiply_wide(builder: Any, rows: Any, stride: Any, weights: Any, more: Any)
 
 @instruction(types.void, types.int64)
 def load_tall(builder: Any, address: Any) -> None:
-    """Load a patch of 32 by 32, rows side by side."""
+    """Load a patch of 32 by 32 from contiguous rows."""
     for tile, offset in enumerate(_TALL[1]):
         _load(builder, tile, address, offset, I64(_TALL[0]))
 
@@ -130,25 +130,25 @@ def _store(builder: Any, address: Any, shape: tuple[int, tuple[int, ...]]) -> No
 
 @instruction(types.void, types.int64)
 def store_tall(builder: Any, address: Any) -> None:
-    """Store a patch of 32 by 32, rows side by side."""
+    """Store a patch of 32 by 32 as contiguous rows."""
     _store(builder, address, _TALL)
 
 
 @instruction(types.void, types.int64)
 def store_wide(builder: Any, address: Any) -> None:
-    """Store a patch of 16 by 64, rows side by side."""
+    """Store a patch of 16 by 64 as contiguous rows."""
     _store(builder, address, _WIDE)
 
 
 @instruction(types.void, types.int64)
 def prefetch_weights(builder: Any, address: Any) -> None:
-    """Have [16 pairs, 32 columns, 2] read into the first cache; the address may be any."""
+    """Prefetch [16 pairs, 32 columns, 2] into the L1 cache; any address is allowed."""
     for line in range(32):
         prefetch(builder, address, line * LINE)
 
 
 @instruction(types.void, types.int64)
 def prefetch_patch(builder: Any, address: Any) -> None:
-    """Have an eighth of a patch read into the caches, as it gets written."""
+    """Prefetch an eighth of a patch for writing."""
     for line in range(PATCH_BYTES // 8 // LINE):
         prefetch(builder, address, line * LINE, is_write=True)

@@ -1,4 +1,4 @@
-"""What kernels compute with: memory by its address, bfloat16, and an exponential in vectors."""
+"""Arithmetic for kernels: memory views, bfloat16 conversion, and a vectorizable exponential."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from engine.kernels.cpu.intrinsics import I16, I32, I64, instruction
 _NAN = np.uint16(0x7FC0)
 _ROUND, _ODD, _HALF_BITS = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 _LOWEST, _HIGHEST = np.float32(-87.3), np.float32(88.3)
-"""Between which the exponential is a normal number of 32 bits."""
+"""Range in which the exponential is a normal float32."""
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _C7, _C6, _C5 = (
@@ -30,7 +30,7 @@ _BIAS, _MANTISSA = np.int32(127), np.int32(23)
 
 
 def _memory(kind: Any, as_llvm: Any) -> Any:
-    """Return a function that returns an array of a shape at an address."""
+    """Return a function that returns an array of a given shape at an address."""
 
     @instruction(types.CPointer(kind), types.int64)
     def pointer(builder: Any, address: Any) -> Any:
@@ -53,25 +53,25 @@ float64s = _memory(types.float64, ir.DoubleType())
 
 @instruction(types.float32, types.uint32)
 def float_of(builder: Any, bits: Any) -> Any:
-    """Return the float of 32 bits with these bits."""
+    """Return the float32 with these bits."""
     return builder.bitcast(bits, ir.FloatType())
 
 
 @instruction(types.uint32, types.float32)
 def float_bits(builder: Any, value: Any) -> Any:
-    """Return the bits of a float of 32."""
+    """Return the bits of a float32."""
     return builder.bitcast(value, I32)
 
 
 @compiled
 def widen(bits: Any) -> Any:
-    """Return a bfloat16 as a float of 32 bits."""
+    """Convert bfloat16 bits to float32."""
     return float_of(np.uint32(bits) << _HALF_BITS)
 
 
 @compiled
 def narrow(value: Any) -> Any:
-    """Round a float of 32 bits to the nearest bfloat16, to even in between."""
+    """Round a float32 to the nearest bfloat16, ties to even."""
     bits = float_bits(value)
     rounded = np.uint16((bits + _ROUND + ((bits >> _HALF_BITS) & _ODD)) >> _HALF_BITS)
     return rounded if value == value else _NAN
@@ -79,10 +79,10 @@ def narrow(value: Any) -> Any:
 
 @compiled
 def exponential(x: Any) -> Any:
-    """Return e to the x in float32, within two units in the last place.
+    """Return e to the x in float32, accurate to two units in the last place.
 
-    Outside of where that is a normal number, what it is at the nearest end. The polynomial is that
-    of the Cephes library's expf.
+    x is clamped to the range in which the result is normal. The polynomial is that of the Cephes
+    library's expf.
     """
     if x < _LOWEST:
         x = _LOWEST
@@ -97,11 +97,11 @@ def exponential(x: Any) -> Any:
 
 @compiled
 def silu(x: Any) -> Any:
-    """Return x times its logistic function."""
+    """Return x * sigmoid(x)."""
     return x / (_ONE + exponential(-x))
 
 
 @compiled
 def bfloat16_row(address: int, row: int, width: int) -> Any:
-    """Return one of rows that lie side by side."""
+    """Return a row of a contiguous bfloat16 matrix."""
     return bfloat16s(address + 2 * row * width, width)

@@ -1,6 +1,6 @@
-"""Vectors of AVX-512 for kernels: a type of 16 values of 32 bits, and the instructions on it.
+"""AVX-512 vectors for kernels: a type of 16 32-bit lanes, and the instructions on it.
 
-Kernels load, compute and store vectors in Python as they do numbers. Addresses are integers.
+Kernels load, compute and store vectors in Python like scalars. Addresses are integers.
 """
 
 import operator
@@ -18,7 +18,7 @@ from engine.kernels.cpu.compiling import compiles_for
 from engine.kernels.cpu.intrinsics import I8, I16, I32, I64, VOID, call, instruction, pointer_to
 
 LINE = 64
-"""Bytes of a cache line, and of a vector."""
+"""Bytes of a cache line and of a vector."""
 LANES = 16
 
 _BITS, _HALVES, _INDEX = (ir.VectorType(ir.IntType(bits), LANES) for bits in (1, 16, 32))
@@ -26,7 +26,7 @@ _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's type for bfloat16, which llvmlite does not know."""
+    """LLVM's bfloat16 type, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -57,18 +57,18 @@ class _Model(models.PrimitiveModel):  # type: ignore[misc]
 
 FLOATS = Vector("floats", _FLOATS)
 WORDS = Vector("words", _INDEX)
-"""16 pairs of bfloat16, or integers of 32 bits."""
+"""16 pairs of bfloat16, or 32-bit integers."""
 MASK = Vector("mask", _BITS)
 
 
 @cache
 def has_pairs() -> bool:
-    """Whether the processor, and LLVM, add products of pairs of bfloat16."""
+    """Return whether the processor and LLVM support dot products of bfloat16 pairs."""
     return torch.cpu._is_avx512_bf16_supported() and compiles_for("avx512bf16")
 
 
 def load(builder: Any, address: Any, offset: int = 0, kind: Any = _FLOATS) -> Any:
-    """Emit a load; like all loads and stores of vectors it need not be aligned."""
+    """Emit a load; like all vector loads and stores, it needs only 2-byte alignment."""
     return builder.load(pointer_to(builder, address, offset, kind), align=2)
 
 
@@ -78,14 +78,14 @@ def store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
 
 
 def spread_out(builder: Any, value: Any, kind: Any) -> Any:
-    """Emit a vector of this kind with a value in all its lanes."""
+    """Emit a vector with `value` in all lanes."""
     nothing = ir.Constant(kind, ir.Undefined)
     one = builder.insert_element(nothing, value, I32(0))
     return builder.shuffle_vector(one, nothing, ir.Constant(_INDEX, [0] * LANES))
 
 
 def emit_dot(builder: Any, sums: Any, left: Any, right: Any) -> Any:
-    """Emit sums plus the products of pairs of bfloat16, in words."""
+    """Emit sums plus the dot products of bfloat16 pairs in words."""
     pairs = (builder.bitcast(each, _PAIRS) for each in (left, right))
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, sums, *pairs)
 
@@ -93,17 +93,17 @@ def emit_dot(builder: Any, sums: Any, left: Any, right: Any) -> Any:
 def prefetch(
     builder: Any, address: Any, offset: int = 0, *, level: int = 1, is_write: bool = False
 ) -> None:
-    """Emit reading a line into a cache of this level; its address may be any."""
+    """Emit a prefetch of a line into this cache level; any address is allowed."""
     hints = I32(int(is_write)), I32(4 - level), I32(1)
     call(builder, "llvm.prefetch.p0", VOID, pointer_to(builder, address, offset), *hints)
 
 
 def stack_memory(num_bytes: int) -> Any:
-    """Return a function that returns the address of so much memory on the stack of its caller."""
+    """Return a function that returns the address of memory on its caller's stack."""
 
     @instruction(types.int64)
     def address(builder: Any) -> Any:
-        # Numba's own function for it clears the memory, byte by byte for LLVM.
+        # Numba's own function clears the memory, which LLVM compiles to a byte loop.
         with builder.goto_entry_block():
             memory = builder.alloca(ir.ArrayType(I8, num_bytes))
         memory.align = LINE
@@ -146,13 +146,13 @@ def spread(builder: Any, value: Any) -> Any:
 
 @instruction(FLOATS, FLOATS, FLOATS)
 def maximum(builder: Any, one: Any, other: Any) -> Any:
-    """Return the larger of each two, the other one of what is no number."""
+    """Return the lanewise maximum; if a comparison involves NaN, `other`."""
     return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
 
 @instruction(FLOATS, FLOATS, FLOATS)
 def minimum(builder: Any, one: Any, other: Any) -> Any:
-    """Return the smaller of each two, the other one of what is no number."""
+    """Return the lanewise minimum; if a comparison involves NaN, `other`."""
     return builder.select(builder.fcmp_ordered("<", one, other), one, other)
 
 
@@ -164,13 +164,13 @@ def multiply_add(builder: Any, one: Any, other: Any, added: Any) -> Any:
 
 @instruction(FLOATS, FLOATS)
 def nearest_whole(builder: Any, values: Any) -> Any:
-    """Round to whole numbers."""
+    """Round to the nearest integers."""
     return call(builder, "llvm.rint.v16f32", _FLOATS, values)
 
 
 @instruction(FLOATS, FLOATS, FLOATS)
 def times_power_of_two(builder: Any, values: Any, power: Any) -> Any:
-    """Return values times two to whole powers."""
+    """Return values * 2**power, for integral powers."""
     everywhere, rounding = ir.Constant(I16, -1), I32(4)
     name = "llvm.x86.avx512.mask.scalef.ps.512"
     return call(builder, name, _FLOATS, values, power, values, everywhere, rounding)
@@ -178,7 +178,7 @@ def times_power_of_two(builder: Any, values: Any, power: Any) -> Any:
 
 @instruction(MASK, types.int64, types.int64)
 def lanes_between(builder: Any, first: Any, end: Any) -> Any:
-    """Return the lanes from the first up to the end; both may lie outside."""
+    """Return a mask of the lanes from `first` up to `end`; either can be out of range."""
     lanes = ir.Constant(_INDEX, list(range(LANES)))
     begin, behind = (spread_out(builder, builder.trunc(x, I32), _INDEX) for x in (first, end))
     return builder.and_(
@@ -188,7 +188,7 @@ def lanes_between(builder: Any, first: Any, end: Any) -> Any:
 
 @instruction(FLOATS, MASK, FLOATS, FLOATS)
 def where(builder: Any, mask: Any, one: Any, other: Any) -> Any:
-    """Return one in the lanes of a mask, the other elsewhere."""
+    """Return `one` in the lanes of the mask, `other` elsewhere."""
     return builder.select(mask, one, other)
 
 
@@ -237,7 +237,7 @@ for _symbol, _name in (
 
 @instruction(types.void, types.int64, types.int64, types.int64)
 def interleave(builder: Any, one: Any, other: Any, target: Any) -> None:
-    """Store 16 values of bfloat16 of two rows each as pairs side by side."""
+    """Store 16 bfloat16 values of two rows each as interleaved pairs."""
     first, second = (load(builder, each, kind=_HALVES) for each in (one, other))
     lanes = [i // 2 + i % 2 * LANES for i in range(2 * LANES)]
     mask = ir.Constant(ir.VectorType(I32, 2 * LANES), lanes)
@@ -245,10 +245,10 @@ def interleave(builder: Any, one: Any, other: Any, target: Any) -> None:
 
 
 def transposition(pairs: int, row_bytes: int) -> Any:
-    """Return a function that transposes so many pairs of bfloat16, at most 16, of 16 rows.
+    """Return a function that transposes `pairs` (at most 16) bfloat16 pairs of 16 rows.
 
-    It takes the address of the rows' addresses, an offset to each and the target, where a pair's
-    16 values lie together, `row_bytes` from pair to pair. It reads 16 pairs of each row.
+    It takes the address of 16 row addresses, a byte offset added to each, and the target, where
+    each pair's 16 values are contiguous, `row_bytes` apart. It reads 16 pairs of each row.
     """
 
     @instruction(types.void, types.int64, types.int64, types.int64)
@@ -257,7 +257,7 @@ def transposition(pairs: int, row_bytes: int) -> Any:
         for row in range(LANES):
             at = builder.add(load(builder, addresses, 8 * row, I64), offset)
             rows.append(load(builder, at, kind=_INDEX))
-        for size in (1, 2, 4, 8):  # blocks that are exchanged
+        for size in (1, 2, 4, 8):  # size of exchanged blocks
             lanes = range(LANES)
             lower = [lane - size + LANES if lane & size else lane for lane in lanes]
             upper = [lane + LANES if lane & size else lane + size for lane in lanes]

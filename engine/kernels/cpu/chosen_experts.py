@@ -1,6 +1,6 @@
-"""A kernel of a layer's experts, on processors that add pairs of bfloat16.
+"""A kernel for a layer's experts, on processors with bfloat16 dot products.
 
-Each expert computes the tokens that chose it. Weights of an expert that none did are not read.
+Each expert computes the tokens that chose it. Weights of unused experts are not read.
 """
 
 from collections.abc import Iterable
@@ -26,17 +26,17 @@ from engine.kernels.cpu.results import part_of
 _scratch = stack_memory(2 * ROWS * SUMS_BYTES)
 _ZERO = np.float32(0)
 _SUMS_TOGETHER = 1 << 18
-"""Bytes of sums that stay in a cache of the second level beside weights."""
+"""Bytes of sums that fit the L2 cache together with weights."""
 
 
 class _Arguments(NamedTuple):
-    """What the kernel takes; all but numbers are addresses, and values bfloat16 if not said."""
+    """The kernel's arguments: counts and addresses, of bfloat16 values unless specified."""
 
     x: int
     """[tokens, hidden]"""
     gates: int
-    """[experts] int64: addresses of [inner / BLOCK, 2, hidden / 2, BLOCK, 2], each block of gates
-    before its ups."""
+    """[experts] int64: addresses of [inner / BLOCK, 2, hidden / 2, BLOCK, 2], with each block of
+    gates followed by its ups."""
     downs: int
     """[experts] int64: addresses of [hidden / BLOCK, inner / 2, BLOCK, 2]."""
     chosen: int
@@ -46,18 +46,18 @@ class _Arguments(NamedTuple):
     target: int
     """[tokens, hidden]"""
     between: int
-    """Memory for [tokens * wanted, inner]."""
+    """Scratch memory for [tokens * wanted, inner]."""
     memory: int
-    """Some of each thread's own."""
+    """Scratch memory of all threads."""
     tokens: int
     wanted: int
     hidden: int
     inner: int
     experts: int
     thread_bytes: int
-    """Of a thread's own memory."""
+    """Scratch bytes per thread."""
     blocks: int
-    """Of outputs, which are computed together (see `own_memory`)."""
+    """Output blocks computed together (see `own_memory`)."""
 
 
 _arguments = arguments_of(len(_Arguments._fields))
@@ -65,7 +65,7 @@ _arguments = arguments_of(len(_Arguments._fields))
 
 @compiled
 def _sort(chosen: Any, firsts: Any, order: Any, pairs: int, experts: int) -> None:
-    """List the pairs of one expert after the other, and where those of each begin."""
+    """Counting sort of the pairs by expert; `firsts` are the starts of each expert's pairs."""
     for expert in range(experts + 1):
         firsts[expert] = 0
     for pair in range(pairs):
@@ -83,7 +83,7 @@ def _sort(chosen: Any, firsts: Any, order: Any, pairs: int, experts: int) -> Non
 
 @compiled
 def _gather(own: Any, order: Any, first: int, rows: int, target: int) -> None:
-    """Copy the inputs of some pairs next to each other."""
+    """Copy the inputs of some pairs to contiguous rows."""
     for row in range(rows):
         source = bfloat16_row(own.x, order[first + row] // own.wanted, own.hidden)
         copy = bfloat16_row(target, row, own.hidden)
@@ -93,7 +93,7 @@ def _gather(own: Any, order: Any, first: int, rows: int, target: int) -> None:
 
 @compiled
 def _gate(own: Any, order: Any, first: int, rows: int, block: int, sums: int) -> None:
-    """Store silu(gate) * up * weight of some pairs, one block of gates and ups being summed up."""
+    """Store silu(gate) * up * weight of some pairs, from the sums of one block."""
     weights = float32s(own.weights, own.tokens * own.wanted)
     for row in range(rows):
         share = weights[order[first + row]]
@@ -106,7 +106,7 @@ def _gate(own: Any, order: Any, first: int, rows: int, block: int, sums: int) ->
 
 @compiled
 def _inner(own: Any, firsts: Any, order: Any, thread: int, threads: int, rows_at: int) -> None:
-    """Compute this thread's part of what lies between the products of all experts."""
+    """Compute this thread's blocks of all experts' inner values."""
     hidden, experts = own.hidden, own.experts
     addresses = int64s(own.gates, experts)
     sums, blocks, size = _scratch(), own.inner // BLOCK, 2 * BLOCK * hidden
@@ -115,7 +115,7 @@ def _inner(own: Any, firsts: Any, order: Any, thread: int, threads: int, rows_at
     for expert in range(experts):
         total += (firsts[expert + 1] - firsts[expert] + GROUP - 1) // GROUP
     begin, end = part_of(total * blocks, thread, threads)
-    before = 0  # of what all threads have to do
+    before = 0  # tasks of previous experts
     for expert in range(experts):
         first, last = firsts[expert], firsts[expert + 1]
         groups = (last - first + GROUP - 1) // GROUP
@@ -136,7 +136,7 @@ def _inner(own: Any, firsts: Any, order: Any, thread: int, threads: int, rows_at
 
 @compiled
 def _outputs(own: Any, firsts: Any, order: Any, block: int, end_block: int, totals: int) -> None:
-    """Compute some blocks of outputs of all tokens, which add up their experts in one order."""
+    """Compute some output blocks of all tokens; each token's experts are added in a fixed order."""
     tokens, inner, experts = own.tokens, own.inner, own.experts
     addresses = int64s(own.downs, experts)
     sums, size = _scratch(), SUMS_BYTES * tokens
@@ -186,10 +186,10 @@ compute = Kernel(_compute, len(_Arguments._fields))
 
 
 def own_memory(tokens: int, wanted: int, hidden: int, experts: int) -> tuple[int, int]:
-    """Return how many bytes a thread needs of its own, in whole lines, and for how many blocks.
+    """Return the scratch bytes per thread, in whole cache lines, and the blocks computed together.
 
-    They hold sums of these blocks, gathered rows and sorted pairs. Of few tokens all blocks are
-    computed together, so that an expert's weights are read in the order of memory.
+    The memory holds sums of these blocks, gathered rows and sorted pairs. For few tokens all blocks
+    are computed together, so that an expert's weights are read sequentially.
     """
     blocks = min(hidden // BLOCK, max(1, _SUMS_TOGETHER // (SUMS_BYTES * tokens)))
     needed = blocks * SUMS_BYTES * tokens + 2 * ROWS * hidden + 8 * (experts + 1 + tokens * wanted)
@@ -197,10 +197,10 @@ def own_memory(tokens: int, wanted: int, hidden: int, experts: int) -> tuple[int
 
 
 class ChosenExperts:
-    """A layer's experts, gated by silu, in one call; a row's result depends on that row alone."""
+    """A layer's experts with SiLU gates in one call; each row is computed independently."""
 
     def __init__(self, hidden: int, inner: int, experts: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Lay out anew of one expert after the other [2 * inner, hidden] and [hidden, inner]."""
+        """Repack each expert's weights [2 * inner, hidden] and [hidden, inner]."""
         self._hidden, self._inner = hidden, inner
         self.weights = [(_packed(gate_up, parts=2), _packed(down)) for gate_up, down in experts]
         addresses = [[each.data_ptr() for each in expert] for expert in self.weights]
@@ -238,7 +238,7 @@ class ChosenExperts:
 
 
 def _packed(weight: Tensor, parts: int = 1) -> Tensor:
-    """Lay out parts [outputs, inputs], one below the other, as the kernel reads them.
+    """Repack concatenated parts [outputs, inputs] into the kernel's layout.
 
     Returns:
         [outputs / BLOCK, parts, inputs / 2, BLOCK, 2]

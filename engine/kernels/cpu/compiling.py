@@ -1,7 +1,7 @@
-"""How kernels are compiled, and run on the threads that torch computes with.
+"""Compiles kernels and runs them on torch's threads.
 
-A kernel is written in Python. Numba compiles it for this processor, to a function of one array of
-64-bit integers: addresses of tensors, sizes, and floats as the bits that they have in 32.
+A kernel is written in Python. Numba compiles it for this processor to a function of an array of
+64-bit integers: addresses of tensors, sizes, and float32 values as their bits.
 """
 
 import contextlib
@@ -25,23 +25,23 @@ from engine.kernels.cpu.targets import compile_for_this_machine
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _TEAM = 4
-"""Numbers before a kernel's own arguments, for `own_shares` and `wait_for_others`."""
+"""Integers that precede a kernel's own arguments, for `own_shares` and `wait_for_others`."""
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _PATIENCE = 60.0
-"""Seconds to wait for another process that compiles a kernel, before doing it as well."""
+"""Seconds to wait for another process that is compiling a kernel, before compiling it too."""
 _OPTIONS: dict[str, Any] = {
-    # Vectors may add up in another order than the source, but in the same one for every row.
+    # Vectorized sums can use another order than the source, but the same one for every row.
     "fastmath": {"reassoc", "contract", "nsz"},
     "error_model": "numpy",
 }
 
-# Numba settles what it compiles for when the first function is marked.
+# Must precede the first decorated function, which fixes Numba's target.
 TARGET = compile_for_this_machine()
-"""Of kernels in this process."""
+"""Target of kernels in this process."""
 
 
 def compiles_for(*features: str) -> bool:
-    """Whether kernels are compiled for processors that have these features, LLVM's names."""
+    """Return whether kernels are compiled for processors with these features (LLVM's names)."""
     return TARGET.features.issuperset(features)
 
 
@@ -50,19 +50,19 @@ def _kept_directory() -> str | None:
 
 
 def compiled(function: _Function) -> _Function:
-    """Mark a function that kernels call; it is compiled into each of them."""
+    """Decorate a function that kernels call; it is inlined into each of them."""
     result: _Function = numba.njit(inline="always", **_OPTIONS)(function)
     return result
 
 
 def compiled_apart(function: _Function) -> _Function:
-    """Mark a function that kernels call in several places: it is compiled once for all of them."""
+    """Decorate a function that kernels call but do not inline; it is compiled once."""
     result: _Function = numba.njit(**_OPTIONS)(function)
     return result
 
 
 def arguments_of(count: int) -> Any:
-    """Return a function that returns a kernel's own arguments, so many, for its body to call."""
+    """Return a function that reads a kernel's `count` own arguments."""
     return integers_at(_TEAM, count)
 
 
@@ -71,9 +71,9 @@ _team = integers_at(0, _TEAM)
 
 @compiled
 def own_shares(pointer: Any) -> tuple[int, int, int]:
-    """Return how many shares there are, the first one of this thread, and the step to its next.
+    """Return the number of shares, this thread's first share, and the step to its next.
 
-    A team of threads may be smaller than what was asked for.
+    OpenMP can provide fewer threads than requested.
     """
     shares, thread, threads, _ = _team(pointer)
     return shares, call_address(thread), call_address(threads)
@@ -81,19 +81,19 @@ def own_shares(pointer: Any) -> tuple[int, int, int]:
 
 @compiled
 def own_rows(pointer: Any, rows: int) -> tuple[int, int]:
-    """Return the first of this thread's rows and the one behind its last."""
+    """Return the range of this thread's rows."""
     _, thread, threads = own_shares(pointer)
     return rows * thread // threads, rows * (thread + 1) // threads
 
 
 @compiled
 def wait_for_others(pointer: Any) -> None:
-    """Go on once all threads are here, and see what they have written."""
+    """Barrier: wait for all threads and see their writes."""
     call_address(_team(pointer)[3])
 
 
 class _OpenMp(NamedTuple):
-    """Functions of the runtime that torch computes with."""
+    """Functions of the OpenMP runtime used by torch."""
 
     parallel: Any
     """`GOMP_parallel(function, data, num_threads, flags)`."""
@@ -103,7 +103,7 @@ class _OpenMp(NamedTuple):
 
 @cache
 def _openmp() -> _OpenMp:
-    """Find the runtime: one that was loaded for all to see, as LLVM's is, or what torch brings.
+    """Find the runtime: one loaded globally, as LLVM's is, or torch's bundled one.
 
     Raises:
         OSError: there is none.
@@ -112,7 +112,7 @@ def _openmp() -> _OpenMp:
     if not hasattr(library, "GOMP_parallel"):
         brought = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
         if not brought:
-            raise OSError("torch brings no OpenMP runtime")
+            raise OSError("torch bundles no OpenMP runtime")
         library = ctypes.CDLL(str(brought[0]))
     parallel = library.GOMP_parallel
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -123,23 +123,23 @@ def _openmp() -> _OpenMp:
 
 
 class Kernel:
-    """A compiled function that computes its work in shares."""
+    """A compiled function whose work is divided into shares."""
 
     def __init__(self, body: Callable[[Any], None], arguments: int) -> None:
-        """Take the source; it is compiled when it is first used.
+        """Initialize from the source, which is compiled on first use.
 
         Args:
-            body: of a pointer, from which `arguments_of` and `own_shares` read.
-            arguments: how many it has of its own.
+            body: takes the pointer that `arguments_of` and `own_shares` read.
+            arguments: number of its own arguments.
         """
         self._body = body
         self._packed = struct.Struct(f"{_TEAM + arguments}q").pack
 
     def compile_ahead(self) -> None:
-        """Compile it now, unless another process does: then the first call waits for that.
+        """Compile now, unless another process is compiling it; the first call then waits for that.
 
         Raises:
-            numba.core.errors.NumbaError: it cannot be compiled.
+            numba.core.errors.NumbaError: compilation fails.
         """
         if "_compiled" not in vars(self):
             with contextlib.suppress(Timeout):
@@ -147,16 +147,16 @@ class Kernel:
 
     @cached_property
     def _compiled(self) -> Any:
-        # Without locks, or after a minute, several processes compile: the last one's is kept.
+        # Without locks, or after a timeout, several processes compile; the last result is kept.
         with contextlib.suppress(Timeout, NotImplementedError):
             return self._compile_alone(_PATIENCE)
         return self._compile()
 
     def _compile_alone(self, patience: float) -> Any:
-        """Compile while no other process does that can load the result.
+        """Compile under the lock shared with processes that can load the result.
 
         Raises:
-            filelock.Timeout: another one does for longer than these seconds.
+            filelock.Timeout: another process held the lock for `patience` seconds.
             NotImplementedError: the file system has no locks.
         """
         directory = _kept_directory()
@@ -176,12 +176,12 @@ class Kernel:
         return _ENTRY(self._compiled.address)
 
     def __call__(self, shares: int, *arguments: int) -> None:
-        """Compute, with up to a thread for each share.
+        """Run with up to one thread per share.
 
         Raises:
-            numba.core.errors.NumbaError: it cannot be compiled.
-            OSError: there are no threads.
-            struct.error: these are not as many arguments as the kernel has.
+            numba.core.errors.NumbaError: compilation fails.
+            OSError: there is no OpenMP runtime.
+            struct.error: the number of arguments is wrong.
         """
         openmp = _openmp()
         given = self._packed(shares, *openmp.functions, *arguments)
@@ -192,12 +192,12 @@ class Kernel:
 
 
 def threads_for(rows: int, values: int, enough: int) -> int:
-    """Return among how many threads rows are divided: one if they have fewer than enough values."""
+    """Return the number of threads for some rows: one if they have fewer than `enough` values."""
     return min(rows, torch.get_num_threads()) if values >= enough else 1
 
 
-@cache  # a norm asks at each of its calls
+@cache  # called at each call of a norm
 def bits_of(value: float) -> int:
-    """Return a float as the argument of a kernel."""
+    """Return a float's bits, for use as a kernel argument."""
     bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
     return bits

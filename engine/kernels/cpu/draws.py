@@ -1,7 +1,7 @@
-"""A kernel that draws a token of each row of logits.
+"""A kernel that samples a token from each row of logits.
 
-The search has two levels, chunks of the vocabulary first, so that only sums of chunks are kept of a
-row. Sums of chunks are added up in 64 bits.
+The search has two levels, chunks of the vocabulary first, so that only the sums of chunks are
+stored per row. Sums of chunks are accumulated in float64.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from engine.kernels.cpu.logits import (
 )
 
 CHUNK = 128
-"""Tokens whose weights are added up first."""
+"""Tokens whose weights are summed first."""
 
 _ZERO = np.float32(0)
 _arguments = arguments_of(9)
@@ -28,7 +28,7 @@ _arguments = arguments_of(9)
 
 @compiled
 def _largest(row: int, is_wide: int, vocab: int, chunk: Any, bits: Any) -> Any:
-    """Return the largest logit of a row; zero if nothing may be drawn."""
+    """Return the largest logit of a row; zero if it is not finite."""
     largest = LOWEST_ORDER
     for first in range(0, vocab, CHUNK):
         count = min(CHUNK, vocab - first)
@@ -41,8 +41,10 @@ def _largest(row: int, is_wide: int, vocab: int, chunk: Any, bits: Any) -> Any:
 
 @compiled
 def _first_above(values: Any, count: int, before: float, target: float) -> tuple[int, float]:
-    """Return where the sum of values passes a target, else the last one that adds anything, and
-    the sum before it."""
+    """Return where the running sum passes a target, and the sum before that.
+
+    Otherwise the last positive value is taken.
+    """
     found, found_before = 0, before
     for i in range(count):
         if values[i] > _ZERO:
@@ -81,7 +83,7 @@ def _draw(pointer: Any) -> None:
 
 
 draw = Kernel(_draw, 9)
-"""Of logits [rows, vocab] in bfloat16, or in float32 if what follows is 1; scales [rows] in float32
-that they are multiplied with; uniform numbers [rows] in float64; target [rows] int64; scratch
-[rows, stride] in float32, of which each thread uses what begins at its first row; stride, at least
-a chunk and a number for each chunk; rows, vocab."""
+"""Arguments: logits [rows, vocab] in bfloat16, or in float32 if the next is 1; scales [rows] in
+float32, multiplied with logits; uniform numbers [rows] in float64; target [rows] int64; scratch
+[rows, stride] in float32, of which each thread uses the part from its first row; stride, at least a
+chunk plus the number of chunks; rows, vocab."""

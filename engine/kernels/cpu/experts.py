@@ -1,4 +1,4 @@
-"""Kernels around a layer's experts: how they are chosen, and what lies between their products."""
+"""Kernels for choosing experts and for the gates between their products."""
 
 from typing import Any
 
@@ -26,16 +26,16 @@ from engine.kernels.cpu.compiling import (
 _ZERO, _TAKEN = np.float32(0), np.float32(-1)
 _NOTHING = np.uint16(0)
 _SHARED_SCORES = 1 << 12
-"""Scores from which on all threads choose."""
+"""Minimum scores for which all threads are used."""
 _SHARED_VALUES = 1 << 15
-"""Values from which on all threads gate."""
+"""Minimum values for which all threads are used."""
 
 _eight, _nine = arguments_of(8), arguments_of(9)
 
 
 @compiled
 def _softmax(scores: Any, count: int, shares: Any) -> None:
-    """Turn scores of 16 bits into shares of one."""
+    """Convert bfloat16 scores to probabilities."""
     largest = widen(scores[0])
     for i in range(count):
         largest = max(largest, widen(scores[i]))
@@ -69,10 +69,10 @@ def _choose(pointer: Any) -> None:
 
 
 choose = Kernel(_choose, 9)
-"""Of scores [rows, experts] in bfloat16: how many values rows are apart, rows, experts, how many of
-them are chosen, whether the weights of these are to add up to one; target experts [rows, chosen] in
-int64, the most likely first, and weights [rows, chosen] in float32; scratch [rows, experts] in
-float32."""
+"""Arguments: scores [rows, experts] in bfloat16; their row stride in values; rows; experts;
+number of experts to choose; whether to normalize weights to a sum of one; target experts [rows,
+chosen] in int64, most likely first, and weights [rows, chosen] in float32; scratch [rows,
+experts] in float32."""
 
 
 def _gate_chosen(pointer: Any) -> None:
@@ -98,13 +98,13 @@ def _gate_chosen(pointer: Any) -> None:
 
 
 gate_chosen = Kernel(_gate_chosen, 8)
-"""Of bfloat16: source [rows, experts, 2 * inner]; experts [rows, chosen] in int64 and their weights
-in float32; target [rows, experts, inner], silu(gate) * up * weight of those that are chosen, else
-zero; rows, experts, inner, chosen."""
+"""Arguments, bfloat16 unless specified: source [rows, experts, 2 * inner]; experts [rows, chosen]
+in int64 and their weights in float32; target [rows, experts, inner], silu(gate) * up * weight for
+chosen experts, else zero; rows, experts, inner, chosen."""
 
 
 def choose_experts(scores: Tensor, per_token: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Do as `engine.kernels.reference.choose_experts`."""
+    """Compute `engine.kernels.reference.choose_experts`."""
     rows, count = scores.shape
     experts = torch.empty(rows, per_token, dtype=torch.int64)
     weights = torch.empty(rows, per_token, dtype=torch.float32)
@@ -125,7 +125,7 @@ def choose_experts(scores: Tensor, per_token: int, *, normalize: bool) -> tuple[
 
 
 def swiglu_of_chosen(gate_up: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Do as `engine.kernels.reference.gating` with silu."""
+    """Compute `engine.kernels.reference.gating` with SiLU."""
     rows, count, width = gate_up.shape
     out = torch.empty(rows, count * width // 2, dtype=gate_up.dtype)
     tensors = gate_up.contiguous(), chosen.contiguous(), weights.contiguous(), out

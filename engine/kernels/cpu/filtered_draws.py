@@ -1,8 +1,8 @@
-"""A kernel that draws a token of each row of logits from what top-k, top-p and min-p leave.
+"""A kernel that samples a token from each row of logits with top-k, top-p and min-p.
 
-Only the tokens that they can leave, the *candidates* of a row, are weighed. At least k tokens are
-as likely as the k-th largest of the maxima of the vocabulary's chunks, so what is below that is not
-among the k largest. A cut is found by bisection of the orders of logits, with a pass over the
+Only tokens that can pass the filters, the *candidates* of a row, are weighed. At least k tokens are
+as likely as the k-th largest of the maxima of the vocabulary's chunks, so anything below it is not
+among the k largest. A cutoff is found by bisection of the logits' order, with a pass over the
 candidates for each bit: nothing is sorted, and equal logits are cut off together.
 """
 
@@ -23,19 +23,19 @@ from engine.kernels.cpu.logits import (
 )
 
 CHUNK = 64
-"""Tokens of which the largest is found first."""
+"""Tokens per chunk for finding maxima."""
 _NUCLEUS = 256
-"""Candidates, at least, that are tried for top-p before all tokens are."""
+"""Minimum candidates tried for top-p before all tokens are."""
 BLOCK = 128
-"""Candidates whose weights are added up in 32 bits before their sum is in 64."""
+"""Candidates whose weights are summed in float32 before adding the sum in float64."""
 _ZERO = np.float32(0)
 _LOWEST_FINITE = np.int32(-0x7F800000)
-"""Order of the smallest number; what is below is forbidden."""
+"""Order of the smallest finite number; anything below is masked."""
 
 
 @compiled
 def _count_from(orders: Any, count: int, least: Any) -> int:
-    """Count what is not below an order."""
+    """Count orders >= `least`."""
     found = 0
     for i in range(count):
         found += orders[i] >= least
@@ -44,7 +44,7 @@ def _count_from(orders: Any, count: int, least: Any) -> int:
 
 @compiled
 def _mass_from(orders: Any, weights: Any, count: int, least: Any) -> float:
-    """Add up the weights of what is not below an order; their last block is filled up."""
+    """Sum the weights of orders >= `least`; arrays must be padded to whole blocks."""
     total = 0.0
     for block in range((count + BLOCK - 1) // BLOCK):
         part = _ZERO
@@ -57,9 +57,9 @@ def _mass_from(orders: Any, weights: Any, count: int, least: Any) -> float:
 
 @compiled
 def _middle(below: int, above: int, is_wide: int) -> int:
-    """Return an order between two, or the lower one where nothing lies between them.
+    """Return an order between two, or the lower one if there is none.
 
-    Of orders of bfloat16 the upper 16 bits tell them apart: one of those with no others set.
+    Orders of bfloat16 only differ in the upper 16 bits, so the others are zero in the result.
     """
     middle = (below + above) >> 1
     if is_wide:
@@ -81,9 +81,9 @@ def _cut(
     by_mass: int,
     is_wide: int,
 ) -> int:
-    """Return the largest order, between two, that enough are not below; else the lower one.
+    """Return the largest order in a range with enough candidates at or above it; else `low`.
 
-    Enough is so much mass, or so many.
+    `wanted` is a mass if `by_mass`, otherwise a count.
     """
     below, above = low, high + 1
     middle = _middle(below, above, is_wide)
@@ -102,7 +102,7 @@ def _cut(
 
 @compiled
 def _find_maxima(row: int, is_wide: int, vocab: int, chunk: Any, bits: Any, maxima: Any) -> Any:
-    """Keep the order of each chunk's largest logit; return the largest."""
+    """Store the order of each chunk's largest logit; return the overall largest."""
     largest = LOWEST_ORDER
     for index in range((vocab + CHUNK - 1) // CHUNK):
         count = min(CHUNK, vocab - index * CHUNK)
@@ -127,7 +127,7 @@ def _collect(
     chunk: Any,
     bits: Any,
 ) -> int:
-    """Collect what is not below an order, in the order of the vocabulary; return how many."""
+    """Collect tokens with orders >= `least`, in vocabulary order; return their number."""
     taken = 0
     for index in range((vocab + CHUNK - 1) // CHUNK):
         if maxima[index] >= least:
@@ -143,7 +143,7 @@ def _collect(
 
 @compiled
 def _weigh(count: int, largest: Any, scale: Any, orders: Any, weights: Any) -> None:
-    """Weigh candidates, of which the largest has a weight of 1, and fill up their last block."""
+    """Compute candidates' weights, 1 for the largest, and pad the last block."""
     for i in range(count):
         weights[i] = logit_of(orders[i])
     weigh_chunk(count, largest, scale, weights)
@@ -153,7 +153,7 @@ def _weigh(count: int, largest: Any, scale: Any, orders: Any, weights: Any) -> N
 
 @compiled
 def _mass_of_row(row: int, is_wide: int, vocab: int, largest: Any, scale: Any, chunk: Any) -> float:
-    """Add up the weights of all tokens."""
+    """Sum the weights of all tokens."""
     total = 0.0
     for first in range(0, vocab, CHUNK):
         count = min(CHUNK, vocab - first)
@@ -164,7 +164,7 @@ def _mass_of_row(row: int, is_wide: int, vocab: int, largest: Any, scale: Any, c
 
 @compiled
 def _search(orders: Any, weights: Any, count: int, least: Any, uniform: float) -> int:
-    """Return where the sum of weights from an order on passes a part, else the last of them."""
+    """Return where the running sum of weights passes its share, or else the last candidate."""
     goal = _mass_from(orders, weights, count, least) * uniform
     found, before = 0, 0.0
     for i in range(count):
@@ -177,15 +177,15 @@ def _search(orders: Any, weights: Any, count: int, least: Any, uniform: float) -
 
 
 class _Arguments(NamedTuple):
-    """What the kernel takes; all but numbers are addresses."""
+    """The kernel's arguments: numbers and addresses."""
 
     logits: int
-    """[rows, vocab] bfloat16, or float32 if it `is_wide`."""
+    """[rows, vocab] bfloat16, or float32 if `is_wide`."""
     is_wide: int
     rows: int
     vocab: int
     scales: int
-    """[rows] float32, which logits are multiplied with."""
+    """[rows] float32, multiplied with logits."""
     uniforms: int
     """[rows] float64"""
     top_k: int
@@ -193,9 +193,9 @@ class _Arguments(NamedTuple):
     top_p: int
     """[rows] float64"""
     depths: int
-    """[rows] float32: by how much a logit may be below the largest of its row."""
+    """[rows] float32: maximum distance of a logit below the largest of its row."""
     target: int
-    """[rows] int64: the tokens; -1 where the largest logit is no number."""
+    """[rows] int64: sampled tokens; -1 if the largest logit is not finite."""
     scratch: int
     """[threads, stride] float32"""
     stride: int
@@ -256,5 +256,5 @@ draw = Kernel(_draw, len(_Arguments._fields))
 
 
 def scratch_size(vocab: int) -> int:
-    """Return how many numbers a thread keeps."""
+    """Return the scratch values needed per thread."""
     return CHUNK + -(-vocab // CHUNK) + 3 * (vocab + BLOCK)

@@ -1,14 +1,15 @@
-"""Compiles kernels that come with an installation.
+"""Compiles kernels into an installation.
 
 python -m engine.kernels.cpu.installed
-python -m engine.kernels.cpu.installed avx512-bf16    # for Zen 4 and 5 alone
+python -m engine.kernels.cpu.installed avx512-bf16    # only for Zen 4 and 5
 
-For images: what a container compiles is lost with it. Kernels are compiled for every target, or
-those that are named, whatever the processor here, and put beside the installed packages, from
-where engines take those for theirs.
+For images: kernels compiled in a container are lost with it. Kernels are compiled for every
+target, or the named ones, whatever processor this is, and stored beside the installed packages,
+from where engines copy those for their target.
 """
 
-# It needs no other module of the engine: a layer of an image with kernels stays when those change.
+# Imports no other module of the engine, so that an image layer with kernels stays valid when those
+# change.
 import argparse
 import os
 import subprocess
@@ -26,10 +27,10 @@ _MODULE = "engine.kernels.cpu.installed"
 
 
 class Heads(NamedTuple):
-    """What attention is compiled for."""
+    """Attention shape that a kernel is compiled for."""
 
     group: int
-    """Query heads of each KV head."""
+    """Query heads per KV head."""
     head_dim: int
     kv_heads: int
 
@@ -45,11 +46,11 @@ COMMON_HEADS = (
     Heads(3, 128, 8),  # Llama 3.2 3B
     Heads(8, 64, 8),  # gpt-oss
 )
-"""Of models that people serve on CPUs. Attention with others is compiled when a model is loaded."""
+"""Shapes of models commonly served on CPUs. Other attention kernels are compiled at load."""
 
 
 def kernels_for(target: Target, heads: Iterable[Heads]) -> Iterator[Kernel]:
-    """Return what whole models in bfloat16 are computed with on processors of a target."""
+    """Yield the kernels of whole bfloat16 models on a target's processors."""
     from engine.kernels.cpu import chosen_experts, draws, experts, filtered_draws, rows
     from engine.kernels.cpu.pair_product import product as pair_product
     from engine.kernels.cpu.patch_attention import patch_attention
@@ -66,7 +67,7 @@ def kernels_for(target: Target, heads: Iterable[Heads]) -> Iterator[Kernel]:
 
 
 def environment_for(target: Target, directory: Path) -> dict[str, str]:
-    """Return the variables with which a process compiles for a target, and keeps that there."""
+    """Return the environment of a process that compiles for a target into `directory`."""
     return {
         "NUMBA_CPU_NAME": target.processor,
         "NUMBA_CPU_FEATURES": target.options,
@@ -75,11 +76,10 @@ def environment_for(target: Target, directory: Path) -> dict[str, str]:
 
 
 def compile_all(targets: Iterable[Target]) -> None:
-    """Compile in a process for each target, as Numba compiles for one in a process.
+    """Compile each target in a separate process, since Numba's target is per process.
 
     Raises:
-        subprocess.CalledProcessError: kernels cannot be compiled for a target; what it says is on
-            standard error.
+        subprocess.CalledProcessError: a kernel cannot be compiled; details are on standard error.
     """
     for target in targets:
         directory = installed_directory(target.name)
@@ -92,7 +92,7 @@ def compile_all(targets: Iterable[Target]) -> None:
 
 
 def main() -> None:
-    """Compile what the command line says."""
+    """Compile the kernels given on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,10 +102,10 @@ def main() -> None:
     options = parser.parse_args()
     unknown = set(options.target) - known.keys()
     if unknown:
-        parser.error(f"{unknown.pop()!r} is none of {', '.join(known)}")
+        parser.error(f"{unknown.pop()!r} is not one of {', '.join(known)}")
     targets = [known[name] for name in options.target or known]
     if not is_x86():
-        print("kernels are compiled ahead for x86 alone: engines compile them as they start")
+        print("kernels are only compiled ahead for x86: engines compile them at startup")
     elif options.here:
         for target in targets:
             for kernel in kernels_for(target, COMMON_HEADS):

@@ -1,6 +1,6 @@
-"""Functions for kernels made of LLVM instructions that Numba does not offer.
+"""Kernel functions made of LLVM instructions that Numba does not offer.
 
-Kernels call them like functions in Python. Addresses are integers.
+Kernels call them like Python functions. Addresses are integers.
 """
 
 import inspect
@@ -16,7 +16,7 @@ VOID = ir.VoidType()
 
 
 def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function for kernels of one that emits LLVM's instructions with a builder."""
+    """Decorate a function that emits LLVM instructions as one that kernels can call."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def typing(_context: Any, *_given: Any) -> Any:
@@ -33,7 +33,7 @@ def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
 
 
 def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """Call one of LLVM's intrinsics."""
+    """Emit a call of an LLVM intrinsic."""
     function = builder.module.globals.get(name)
     if function is None:
         kind = ir.FunctionType(result, [each.type for each in arguments])
@@ -42,20 +42,20 @@ def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
 
 
 def pointer_to(builder: Any, address: Any, offset: int = 0, kind: Any = I8) -> Any:
-    """Return a pointer to values of a kind at an address plus some bytes."""
+    """Emit a pointer to values of a kind at an address plus an offset in bytes."""
     return builder.inttoptr(builder.add(address, I64(offset)), kind.as_pointer())
 
 
 @instruction(types.int32, types.int64)
 def call_address(builder: Any, address: Any) -> Any:
-    """Call `int f(void)` at an address, or `void f(void)` for nothing that means anything."""
+    """Call `int f(void)` at an address, or `void f(void)` with a meaningless result."""
     return builder.call(builder.inttoptr(address, ir.FunctionType(I32, []).as_pointer()), [])
 
 
 def integers_at(first: int, count: int) -> Any:
-    """Return a function that returns the integers of 64 bits from the first one behind a pointer.
+    """Return a function that reads `count` 64-bit integers from index `first` of a pointer.
 
-    They come as a tuple.
+    It returns a tuple.
     """
 
     @instruction(types.UniTuple(types.int64, count), types.CPointer(types.int64))

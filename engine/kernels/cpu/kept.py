@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and where those are that came with the installation."""
+"""Directories of cached compiled kernels, and of those that came with the installation."""
 
 import hashlib
 import logging
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 @cache
 def kept_directory(target: str) -> str | None:
-    """Return where kernels for a target are kept: a directory of the user's, if there can be one.
+    """Return the user's cache directory for a target's kernels; None if it cannot be created.
 
-    It starts with what came with the installation. `NUMBA_CACHE_DIR` puts it elsewhere.
+    It is initialized from the installation's kernels. `NUMBA_CACHE_DIR` overrides it.
     """
     if not numba.config.CACHE_DIR:
         try:
@@ -32,16 +32,16 @@ def kept_directory(target: str) -> str | None:
 
 
 def installed_directory(target: str) -> Path:
-    """Return where kernels for a target are that came with the installation, if any did.
+    """Return the directory of a target's kernels in the installation; it need not exist.
 
-    Who may write there may write the programs as well.
+    It is trusted: whoever can write there can also write the programs.
     """
     return Path(sys.prefix) / "share" / "swell" / "kernels" / _name(target)
 
 
 @cache
 def _name(target: str) -> str:
-    """Name a directory after the sources of all kernels: Numba looks at one file of them."""
+    """Name a directory after all kernel sources: Numba only checks one file for changes."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -49,18 +49,18 @@ def _name(target: str) -> str:
 
 
 def _own_directory(path: Path, begin_with: Path) -> str:
-    """Make a directory; refuse one that somebody else may write, as what is in it gets executed."""
+    """Create a directory whose content is executed; refuse one that others can write to."""
     if begin_with.is_dir() and not path.exists():
         _copy(begin_with, path)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not os.access(path, os.W_OK):
-        raise PermissionError(f"{path} is not for this user alone to write")
+        raise PermissionError(f"{path} must be owned and writable by this user only")
     return str(path)
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a directory, whole or not at all; others may do so at the same time."""
+    """Copy a directory atomically; other processes can do so at the same time."""
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as temporary:

@@ -1,7 +1,7 @@
-"""What kernels do with a row of logits, in bfloat16 or in float32.
+"""Operations of kernels on a row of logits, in bfloat16 or in float32.
 
-Logits are compared as integers that order like them, as vectors find the largest of those whatever
-there is among floats that are no numbers.
+Logits are compared as integers of the same order, so that a vectorized maximum is well-defined even
+with NaNs.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from engine.kernels.cpu.arithmetic import (
 from engine.kernels.cpu.compiling import compiled, threads_for
 
 _SHARED_VALUES = 1 << 17
-"""Logits that are worth a second thread: one takes some 20 us for as many."""
+"""Minimum logits for which several threads are used; about 20 us for one thread."""
 _ZERO = np.float32(0)
 _LEAST = np.float32(-87)
 """Tokens whose logits are further below the largest have no weight."""
@@ -29,13 +29,13 @@ _SIGN, _MAGNITUDE = np.int32(31), np.int32(2**31 - 1)
 
 
 def threads_for_logits(logits: Tensor) -> int:
-    """Return among how many threads the rows of logits are best divided."""
+    """Return the number of threads among which to divide the rows of logits."""
     return threads_for(len(logits), logits.numel(), _SHARED_VALUES)
 
 
 @compiled
 def order_of(bits: Any) -> Any:
-    """Return an integer that orders like the float32 with these bits, given as an integer."""
+    """Return an integer with the order of the float32 with these bits, given as an int32."""
     return bits ^ ((bits >> _SIGN) & _MAGNITUDE)
 
 
@@ -72,7 +72,7 @@ def widen_chunk(row: int, is_wide: int, first: int, count: int, chunk: Any) -> N
 
 @compiled
 def weigh_chunk(count: int, largest: Any, scale: Any, chunk: Any) -> Any:
-    """Turn logits into weights; return their sum."""
+    """Replace logits by weights; return their sum."""
     total = _ZERO
     for i in range(count):
         power = (chunk[i] - largest) * scale

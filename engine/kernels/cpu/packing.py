@@ -1,7 +1,7 @@
-"""How keys and values of a KV cache become columns of `engine.kernels.cpu.pair_sums`.
+"""Packs keys and values of a KV cache into columns for `engine.kernels.cpu.pair_sums`.
 
-Scores add up over pairs of a head's dimensions, so that keys are transposed; results add up over
-pairs of keys, so that neighbours' values are interleaved.
+Scores sum over pairs of head dimensions, so keys are transposed; results sum over pairs of keys, so
+values of adjacent keys are interleaved.
 """
 
 from engine.kernels.cpu.arithmetic import int32s, int64s
@@ -10,29 +10,29 @@ from engine.kernels.cpu.compiling import compiled
 from engine.kernels.cpu.pair_sums import PAIR_BYTES, WIDTH
 
 STRIP = LANES
-"""Keys that are transposed together."""
+"""Keys transposed together."""
 CHUNK = LANES
-"""Values of a head that are interleaved together; its dimensions are whole chunks."""
+"""Values interleaved together; head sizes are multiples of it."""
 
 _transpose = transposition(LANES, PAIR_BYTES)
 _transpose_half = transposition(LANES // 2, PAIR_BYTES)
-"""What it reads behind the half belongs to the same token."""
+"""It reads beyond the half, but within the same token."""
 
 
 @compiled
 def find_keys(
     addresses: int, table: int, block_size: int, first: int, count: int, head: int, row: int
 ) -> None:
-    """Write down where the keys of a tile lie, up to a whole strip: the last one again.
+    """Write the addresses of a tile's keys, repeating the last one up to a whole strip.
 
     Args:
-        addresses: where to, [keys] int64
+        addresses: target, [keys] int64
         table: address of the row's block table, int32
-        block_size: tokens in a block
+        block_size: tokens per block
         first: position of the first key
-        count: keys of the tile, one at least
+        count: keys of the tile, at least one
         head: address of the head's first key in the cache
-        row: bytes that are stored of a token
+        row: bytes stored per token
     """
     found = int64s(addresses, count + STRIP)
     blocks = int32s(table, first // block_size + count + 1)
@@ -52,9 +52,9 @@ def find_keys(
 
 @compiled
 def pack_keys(addresses: int, count: int, head_dim: int, packed: int) -> None:
-    """Transpose keys, whose addresses are given, to [keys / WIDTH, head_dim / 2, WIDTH, 2].
+    """Transpose keys at the given addresses to [keys / WIDTH, head_dim / 2, WIDTH, 2].
 
-    What is not in a whole strip behind them stays as it is.
+    Columns beyond the last strip are left unchanged.
     """
     for strip in range((count + STRIP - 1) // STRIP):
         block, column = strip * STRIP // WIDTH, strip * STRIP % WIDTH
@@ -70,7 +70,7 @@ def pack_keys(addresses: int, count: int, head_dim: int, packed: int) -> None:
 def pack_values(
     addresses: int, behind: int, count: int, room: int, head_dim: int, packed: int
 ) -> None:
-    """Interleave values, which lie `behind` the keys, to [head_dim / WIDTH, room / 2, WIDTH, 2]."""
+    """Interleave values, `behind` bytes after keys: [head_dim / WIDTH, room / 2, WIDTH, 2]."""
     found = int64s(addresses, count + STRIP)
     for key in range(0, count, 2):
         one, other = found[key] + behind, found[key + 1] + behind

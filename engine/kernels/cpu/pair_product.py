@@ -1,7 +1,7 @@
-"""A kernel of products with weights in oneDNN's blocks, on processors that add pairs of bfloat16.
+"""A product kernel for oneDNN's weight blocks, on processors with bfloat16 dot products.
 
-Weights are read from memory at all times: while some rows are multiplied with a chunk of them, the
-next one is read ahead, into a cache of the second level.
+Memory is always busy with weights: while rows are multiplied with a chunk, the next one is
+prefetched into the L2 cache.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from engine.kernels.cpu.pair_sums import GROUP, PAIR_BYTES, SUMS_BYTES, WIDTH, a
 from engine.kernels.cpu.results import Product, part_of, product_arguments, store_results
 
 BLOCK = WIDTH
-"""Outputs whose weights lie together, [inputs / 2, BLOCK, 2]."""
+"""Outputs per block of weights, [inputs / 2, BLOCK, 2]."""
 _CHUNK = 512
-"""Pairs of a chunk: two of them fit a cache of the second level."""
+"""Pairs per chunk; two chunks fit the L2 cache."""
 ROWS = 8 * GROUP
 """Rows that share a chunk."""
 _AHEAD = 8 * PAIR_BYTES
-"""How far ahead a single group reads."""
+"""Prefetch distance in bytes for a single group."""
 _add_alone = adder(lines=PAIR_BYTES // LINE)
 _add_and_read_half = adder(lines=PAIR_BYTES // LINE // 2, continues=True)
 _add_and_read_quarter = adder(lines=PAIR_BYTES // LINE // 4, continues=True)
@@ -32,12 +32,12 @@ _ZERO = np.float32(0)
 
 @compiled_apart
 def add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int) -> None:
-    """Add up at most `ROWS` rows of a block into sums [rows, WIDTH] float32.
+    """Sum at most `ROWS` rows of a block into sums [rows, WIDTH] float32.
 
     Args:
-        x: address of the first row's inputs, `stride` bytes before the next one's
+        x: address of the first row's inputs; rows are `stride` bytes apart
         columns: address of the block's weights
-        pairs: inputs by two
+        pairs: half the number of inputs
     """
     groups = (rows + GROUP - 1) // GROUP
     if groups == 1:
@@ -50,7 +50,7 @@ def add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int
     for first in range(0, pairs, _CHUNK):
         count = min(_CHUNK, pairs - first)
         here, quarter = columns + PAIR_BYTES * first, PAIR_BYTES * count // 4
-        left = 4  # quarters of the next chunk that are still to be read
+        left = 4  # quarters of the next chunk still to be prefetched
         for group in range(groups):
             top = each * group
             some = min(each, rows - top)

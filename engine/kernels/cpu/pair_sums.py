@@ -1,7 +1,7 @@
-"""Products of pairs of bfloat16, added up in registers, by an instruction of AVX512_BF16.
+"""Dot products of bfloat16 pairs, accumulated in registers with AVX512_BF16.
 
-It adds to each of 16 sums the products of a pair of values. Sums are added up pair by pair in the
-order of the inputs, whatever the number of rows.
+The instruction adds the products of a pair of values to each of 16 sums. Pairs are summed in input
+order, whatever the number of rows.
 """
 
 from typing import Any
@@ -24,17 +24,17 @@ from engine.kernels.cpu.avx512 import (
 from engine.kernels.cpu.intrinsics import I32, I64, VOID, instruction
 
 WIDTH = 64
-"""Columns whose values lie together, [inputs / 2, WIDTH, 2]."""
+"""Columns per block, [inputs / 2, WIDTH, 2]."""
 GROUP = 6
-"""Rows that are computed together: with the columns their sums fill the 32 vector registers."""
+"""Rows computed together: with the columns, their sums fill the 32 vector registers."""
 PAIR_BYTES = 4 * WIDTH
-"""Of the columns of a block for one pair of inputs."""
+"""Bytes of a block's columns for one pair of inputs."""
 SUMS_BYTES = 4 * WIDTH
 """Bytes of the sums of a row."""
 
 
 def _emit_sums(builder: Any, arguments: Any, rows: int, lines: int, *, continues: bool) -> None:
-    """Emit the sums of so many rows of a block; the other arguments are those of `adder`."""
+    """Emit the sums of `rows` rows of a block; other arguments as in `adder`."""
     x, stride, columns, pairs, sums, ahead = arguments
     places = [(row, LINE * vector) for row in range(rows) for vector in range(WIDTH // LANES)]
     held = {place: cgutils.alloca_once(builder, FLOATS.as_llvm) for place in places}
@@ -60,9 +60,9 @@ def _emit_sums(builder: Any, arguments: Any, rows: int, lines: int, *, continues
 
 
 def _sums_of(module: Any, rows: int, lines: int, *, continues: bool) -> Any:
-    """Return a function of the kernel's own that adds up so many rows.
+    """Return an internal function of the kernel that sums `rows` rows.
 
-    LLVM takes much longer to optimize one large function than some small ones.
+    LLVM optimizes several small functions much faster than one large one.
     """
     name = f"sums_of_{rows}_rows_{lines}_lines" + "_more" * continues
     function = module.globals.get(name)
@@ -77,15 +77,15 @@ def _sums_of(module: Any, rows: int, lines: int, *, continues: bool) -> Any:
 
 
 def adder(*, lines: int = 0, continues: bool = False) -> Any:
-    """Return a function that adds up to a group of rows of a block, for kernels to call.
+    """Return a kernel function that sums up to a group of rows of a block.
 
-    It takes the number of rows, the address of the first one's inputs, bytes between rows, the
-    address of columns, how many pairs of inputs there are, the address of the sums, [rows, WIDTH]
-    float32, and what is read ahead.
+    It takes the number of rows, the address of the first row's inputs, the row stride in bytes, the
+    address of columns, the number of input pairs, the address of the sums, [rows, WIDTH] float32,
+    and the address to prefetch.
 
     Args:
-        lines: of a cache that are read ahead with each pair, one behind the other.
-        continues: whether to go on with what the sums are.
+        lines: consecutive cache lines prefetched with each pair.
+        continues: whether to add to the existing sums.
     """
 
     @instruction(types.void, *[types.int64] * 7)

@@ -1,9 +1,9 @@
-"""A kernel of attention for prompts and decodes alike, straight from the blocks of the KV cache.
+"""An attention kernel for prompts and decodes, reading directly from blocks of the KV cache.
 
-A patch is some tokens of a row with the queries of the heads that share a KV head. Keys are taken
-in tiles that begin at multiples of a fixed number of positions, so that a query is computed in the
-same order in any patch, chunk of a prompt or step. Scores and sums are float32, weights are rounded
-to bfloat16 as keys and values are.
+A patch is some tokens of a row with the queries of the heads that share a KV head. Keys are
+processed in tiles that begin at multiples of a fixed number of positions, so a query is computed in
+the same order in any patch, prompt chunk or step. Scores and sums are float32; weights are rounded
+to bfloat16, like keys and values.
 """
 
 from functools import cache
@@ -29,20 +29,20 @@ from engine.kernels.cpu.softmax import (
 )
 
 KEYS = 128
-"""Keys of a tile: packed, with their values, they stay in a cache of the second level."""
+"""Keys per tile: packed, with their values, they fit the L2 cache."""
 _QUERIES = 96
-"""Queries of a patch, about: they share what packing a tile costs."""
+"""Approximate queries per patch, which share the cost of packing a tile."""
 NO_WINDOW = 1 << 40
 _ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(LOWEST)
 _SCORES_BYTES = GROUP * SUMS_BYTES
-"""Of a group of queries with a block of columns."""
+"""Bytes of scores of a group of queries for a block of columns."""
 
 
 _add_up = adder()
 
 
 class _Arguments(NamedTuple):
-    """What the kernel takes; all but numbers are addresses."""
+    """The kernel's arguments: numbers and addresses."""
 
     queries: int
     """[tokens, group * kv_heads, head_dim] bfloat16, tokens `query_stride` values apart"""
@@ -65,11 +65,11 @@ class _Arguments(NamedTuple):
     block_size: int
     share_bytes: int
     window: int
-    """Keys that a query sees, its own among them; `NO_WINDOW` for all"""
+    """Keys that a query attends to, including its own; `NO_WINDOW` for all"""
     scale: int
-    """Of scores, times the logarithm of e to base 2; of capped ones without their scale"""
+    """Bits of the scale of scores times log2(e); without the scale if capped"""
     cap: int
-    """What `softmax.cap_scores` asks for, as the next; or 0 and 0"""
+    """Bits of `softmax.cap_scores`'s arguments, with `power`; 0 without a cap"""
     power: int
 
 
@@ -77,18 +77,18 @@ _arguments = arguments_of(len(_Arguments._fields))
 
 
 class _Shape(NamedTuple):
-    """Of the heads, as constants of a kernel."""
+    """The shape of heads, constant in a kernel."""
 
     group: int
     head_dim: int
     padded: int
-    """Columns of results: whole blocks."""
+    """Columns of results, in whole blocks."""
     row_bytes: int
-    """Of a token in the cache of a layer."""
+    """Bytes per token in a layer's cache."""
 
 
 class _Scores(NamedTuple):
-    """What becomes of scores, and the keys that a query sees."""
+    """Score modifications and window."""
 
     window: int
     scale: float
@@ -97,28 +97,28 @@ class _Scores(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """What a thread keeps: bytes of each thing, or their addresses."""
+    """A thread's scratch memory: sizes in bytes, or addresses."""
 
     found: int
     """Addresses of a tile's keys."""
     keys: int
-    """Packed, as the values are."""
+    """Packed, like the values."""
     values: int
     queries: int
     results: int
     """Weighted sums of values."""
     sums: int
-    """Of weights, in lanes, as the maximums are."""
+    """Sums of weights, per lane; the maximums too."""
     maximums: int
     scores: int
-    """Of a group of queries for a tile, as all that follows."""
+    """For a group of queries and a tile, as all that follow."""
     weights: int
     parts: int
-    """What a tile adds to results."""
+    """A tile's contribution to the results."""
     lanes: int
-    """Maximums of a query."""
+    """Maximums of a query, per lane."""
     factors: int
-    """Of what was added up before."""
+    """Factors that rescale earlier sums."""
 
 
 _ADDRESSES = types.UniTuple(types.int64, len(_Memory._fields))
@@ -126,7 +126,7 @@ _ADDRESSES = types.UniTuple(types.int64, len(_Memory._fields))
 
 @instruction(_ADDRESSES, types.int64, _ADDRESSES)
 def _places(builder: Any, start: Any, offsets: Any) -> Any:
-    """Return where each thing is in memory that begins somewhere."""
+    """Return addresses from a start and offsets."""
     for i in range(len(_Memory._fields)):
         place = builder.add(start, builder.extract_value(offsets, i))
         offsets = builder.insert_value(offsets, place, i)
@@ -134,12 +134,12 @@ def _places(builder: Any, start: Any, offsets: Any) -> Any:
 
 
 def fits(head_dim: int) -> bool:
-    """Whether the kernel takes heads of this size."""
+    """Return whether the kernel supports this head size."""
     return head_dim % CHUNK == 0
 
 
 def tokens_of_patch(group: int) -> int:
-    """Return how many tokens at most a patch has, with `group` query heads to each KV head."""
+    """Return the maximum number of tokens per patch, with `group` query heads per KV head."""
     return max(1, _QUERIES // group)
 
 
@@ -166,13 +166,13 @@ def _sizes(shape: _Shape) -> _Memory:
 
 
 def scratch_bytes(group: int, head_dim: int) -> int:
-    """Return the memory that a thread needs, in whole lines of a cache."""
+    """Return a thread's scratch memory in bytes, in whole cache lines."""
     return sum(_sizes(_shape(group, head_dim, 1)))
 
 
 @compiled
 def _begin(at: Any, shape: Any, queries: int, stride: int, tokens: int, sinks: int) -> None:
-    """Copy the queries of a patch side by side; nothing is added up yet."""
+    """Copy the queries of a patch to contiguous memory; initialize sums and maximums."""
     width, rows = shape.group * shape.head_dim, tokens * shape.group
     for token in range(tokens):
         source = bfloat16s(queries + 2 * token * stride, width)
@@ -197,7 +197,10 @@ def _begin(at: Any, shape: Any, queries: int, stride: int, tokens: int, sinks: i
 
 @compiled
 def _weigh(at: Any, query: int, slot: int, first: int, end: int, scale: Any) -> None:
-    """Make weights of the scores of a query, in its group's slot, for keys between two."""
+    """Convert a query's scores for keys from `first` to `end` to weights.
+
+    `slot` is the query's index in its group.
+    """
     maximum, sums = at.maximums + LINE * query, at.sums + LINE * query
     scores, weights = at.scores + SUMS_BYTES * slot, at.weights + 2 * KEYS * slot
     lanes = float32s(at.lanes, LANES)
@@ -217,7 +220,7 @@ def _weigh(at: Any, query: int, slot: int, first: int, end: int, scale: Any) -> 
 def _attend_group(
     at: Any, shape: Any, score: Any, top: int, count: int, position: int, tile: int
 ) -> None:
-    """Add what some queries get of a packed tile; `position` is that of the patch."""
+    """Add a packed tile's contribution for some queries; `position` is the patch's first."""
     seen = min(KEYS, position + (top + count - 1) // shape.group + 1 - tile)
     queries = at.queries + 2 * top * shape.head_dim
     for here in range(0, seen, WIDTH):
@@ -254,7 +257,7 @@ def _attend_patch(
     position: int,
     tokens: int,
 ) -> None:
-    """Attend with what `_begin` copied; `head` is the address of the head's first key."""
+    """Process all tiles for the queries copied by `_begin`; `head`: address of its first key."""
     end, rows = position + tokens, tokens * shape.group
     groups = (rows + GROUP - 1) // GROUP
     each = (rows + groups - 1) // groups
@@ -273,7 +276,7 @@ def _attend_patch(
 
 @compiled
 def _store(at: Any, shape: Any, tokens: int, heads: int, target: int) -> None:
-    """Store the averages of a patch, from where its first token and head are on."""
+    """Store the averages of a patch, starting at the target of its first token and head."""
     for query in range(tokens * shape.group):
         of_query = query // shape.group * heads + query % shape.group
         store_averages(
@@ -286,7 +289,7 @@ def _store(at: Any, shape: Any, tokens: int, heads: int, target: int) -> None:
 
 @cache
 def patch_attention(group: int, head_dim: int, kv_heads: int) -> Kernel:
-    """Return the kernel for a shape of heads: `group` query heads to each KV head.
+    """Return the kernel for a shape of heads: `group` query heads per KV head.
 
     Its arguments are `_Arguments`. A task is one KV head of one patch.
     """

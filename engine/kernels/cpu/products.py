@@ -1,7 +1,7 @@
-"""Products of weights in oneDNN's blocks by kernels of our own.
+"""Products with weights in oneDNN's blocks by kernels of this package.
 
-A row gets the same bits among any number of rows. Weights are read as fast as memory gives them,
-which few rows wait for.
+A row gets the same bits with any number of rows. Weights are read at memory bandwidth, which bounds
+products of few rows.
 """
 
 from collections.abc import Callable
@@ -19,26 +19,26 @@ from engine.kernels.processor import Kind, kind
 from engine.kernels.trust import is_close, trusted
 
 _CHUNK = 256
-"""Inputs for which rows, weights and sums of two patches of tiles stay in a cache of the first
-level. Few rows have no use for that, and read weights in the order of memory."""
+"""Inputs for which rows, weights and sums of two patches of tiles fit the L1 cache. Few rows do not
+need this, and read weights sequentially."""
 
 _agreed: dict[tuple[Kernel, int, int, bool], bool] = {}
-"""Whether a kernel computes the same, by outputs, inputs, and whether there is no bias."""
+"""Whether a kernel agrees with oneDNN, by kernel, outputs, inputs, and absence of a bias."""
 
 
 class ProductKernel(NamedTuple):
-    """A kernel, and what it asks of a product."""
+    """A kernel and its requirements on a product."""
 
     compute: Kernel
     """Its arguments are those of `engine.kernels.cpu.results.Product`."""
     block: int
-    """Outputs whose weights lie together."""
+    """Outputs per block of weights."""
     input_block: int
-    """Inputs are a multiple of it."""
+    """The number of inputs must be a multiple of this."""
     group: int
-    """Rows that are computed together."""
+    """Rows computed together."""
     palette_of: Callable[[int], int]
-    """Returns the address of the palette for so many rows, 0 without tiles."""
+    """Returns the address of the palette for a number of rows, 0 without tiles."""
 
 
 def product_kernel() -> ProductKernel | None:
@@ -78,13 +78,13 @@ class CompiledProduct:
         inputs: int,
         bias: Tensor | None,
     ) -> None:
-        """Take what `_reorder_linear_weight` makes of [outputs, inputs].
+        """Initialize from weights [outputs, inputs] packed by `_reorder_linear_weight`.
 
         Raises:
-            RuntimeError: it has not the layout that the kernel reads.
+            RuntimeError: they do not have the layout that the kernel reads.
         """
         if torch.ops.mkldnn._nbytes(packed) != 2 * outputs * inputs:
-            raise RuntimeError(f"weights [{outputs}, {inputs}] are packed in other blocks")
+            raise RuntimeError(f"weights [{outputs}, {inputs}] are packed in an unsupported layout")
         self._kernel = kernel
         self._held = packed, bias
         self._weights = torch.ops.mkldnn.data_ptr(packed)
@@ -119,9 +119,9 @@ class CompiledProduct:
 
 
 def compiled_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> CompiledProduct | None:
-    """Return a product with what oneDNN packed [outputs, inputs] into, if there is a kernel for it.
+    """Return a kernel product with oneDNN's packed [outputs, inputs], or None.
 
-    It takes whole blocks. Each shape is compared once with oneDNN's own product.
+    The kernel requires whole blocks. Each shape is compared once with oneDNN's own product.
     """
     kernel = product_kernel()
     if weight.dtype != torch.bfloat16 or kernel is None:
@@ -142,7 +142,7 @@ def compiled_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Com
 
 
 def _agrees(product: CompiledProduct, packed: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Compare a product of few rows, and of more with addends."""
+    """Compare a product of few rows, and one of more rows with addends."""
     generator = torch.Generator().manual_seed(0)
     x, addends = (
         torch.randn(33, size, generator=generator).bfloat16() for size in weight.shape[::-1]
@@ -156,9 +156,9 @@ def _agrees(product: CompiledProduct, packed: Tensor, weight: Tensor, bias: Tens
 
 @cache
 def _divided(blocks: int, groups: int, threads: int) -> tuple[int, int]:
-    """Return in how many parts to divide columns and rows, so that no thread has much more work.
+    """Return the numbers of column and row parts that balance the threads' work.
 
-    Columns first, so that weights are read by one thread.
+    Columns are divided first, so that each weight is read by one thread.
     """
 
     def price(parts: int) -> int:

@@ -1,4 +1,4 @@
-"""What kernels of products take, and how they store what they added up."""
+"""Arguments of product kernels, and how they store their sums."""
 
 from typing import Any, NamedTuple
 
@@ -7,12 +7,12 @@ from engine.kernels.cpu.compiling import arguments_of, compiled
 
 
 class Product(NamedTuple):
-    """The arguments of such a kernel. All values are bfloat16; all but numbers are addresses."""
+    """The arguments of a product kernel: numbers and addresses; all values are bfloat16."""
 
     x: int
     """[rows, inputs]"""
     weights: int
-    """[outputs / block, inputs / 2, block, 2]: the kernel says how many outputs are a block."""
+    """[outputs / block, inputs / 2, block, 2]; the block size depends on the kernel."""
     bias: int
     """[outputs], or 0"""
     addends: int
@@ -20,16 +20,16 @@ class Product(NamedTuple):
     target: int
     """[rows, outputs]"""
     palette: int
-    """Of tiles for this number of rows; 0 without tiles."""
+    """Tile configuration for this number of rows; 0 without tiles."""
     rows: int
     inputs: int
     outputs: int
     column_parts: int
-    """In how many parts the columns are divided."""
+    """Number of parts into which the columns are divided."""
     row_parts: int
-    """The same of groups of rows."""
+    """Number of parts into which groups of rows are divided."""
     chunk: int
-    """Inputs that are added up at once, by tiles."""
+    """Inputs accumulated at once, with tiles."""
 
 
 product_arguments = arguments_of(len(Product._fields))
@@ -39,13 +39,13 @@ product_arguments = arguments_of(len(Product._fields))
 def store_results(
     own: Any, sums: int, stride: int, row: int, rows: int, output: int, width: int
 ) -> None:
-    """Add bias and addends, if there are any, to sums in float32; store them rounded.
+    """Add bias and addends, if any, to float32 sums; store them as bfloat16.
 
     Args:
-        own: the arguments of a product
-        sums: address, `stride` bytes from row to row
-        row, output: the first ones
-        rows, width: how many there are
+        own: the arguments of the product
+        sums: address, with `stride` bytes per row
+        row, output: first row and output
+        rows, width: number of rows and outputs
     """
     for i in range(rows):
         for j in range(0, width, LANES):
@@ -60,5 +60,5 @@ def store_results(
 
 @compiled
 def part_of(whole: int, part: int, parts: int) -> tuple[int, int]:
-    """Return where one of even parts begins and ends."""
+    """Return the start and end of one of `parts` even parts."""
     return whole * part // parts, whole * (part + 1) // parts

@@ -1,4 +1,4 @@
-"""Kernels of rows between a decoder's products: norms, gates, and what goes into the KV cache."""
+"""Row-wise kernels between a decoder's products: norms, gates, and writes to the KV cache."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from engine.kernels.reference import computed_by_rows
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _SHARED_VALUES = 1 << 15
-"""Values from which on a kernel of rows has all threads: one takes some 10 us for as many."""
+"""Minimum values for which a kernel uses all threads; about 10 us for one thread."""
 
 _four, _six, _seven, _nine = (arguments_of(count) for count in (4, 6, 7, 9))
 
@@ -93,16 +93,16 @@ def _rotate_and_store(pointer: Any) -> None:
 
 
 rms_norm = Kernel(_rms_norm, 6)
-"""Of bfloat16: source, weights in float32, target, rows, width, eps."""
+"""Arguments, bfloat16 unless specified: source, weights in float32, target, rows, width, eps."""
 rms_norm_heads = Kernel(_rms_norm_heads, 7)
-"""Of bfloat16, in place: heads [tokens, heads, dim], weights [heads, dim] in float32, tokens, how
-many values tokens are apart, heads, dim, eps."""
+"""Arguments, bfloat16 unless specified: heads [tokens, heads, dim], updated in place; weights
+[heads, dim] in float32; tokens, token stride in values, heads, dim, eps."""
 swiglu = Kernel(_swiglu, 4)
-"""Of bfloat16: source [rows, 2 * inner], target [rows, inner], rows, inner."""
+"""Arguments: source [rows, 2 * inner] and target [rows, inner] in bfloat16; rows, inner."""
 rotate_and_store = Kernel(_rotate_and_store, 9)
-"""Of bfloat16: queries, keys and values [tokens, (heads + 2 * kv_heads) * dim], of which the first
-two are rotated in place; cosines and sines [tokens, dim]; the layer's KV cache, which gets the last
-two; slots [tokens] int64; tokens, heads, kv_heads, dim."""
+"""Arguments, bfloat16 unless specified: queries, keys and values [tokens, (heads + 2 * kv_heads) *
+dim], of which the first two are rotated in place; cosines and sines [tokens, dim]; the layer's KV
+cache, which receives the last two; slots [tokens] int64; tokens, heads, kv_heads, dim."""
 
 
 class CompiledKernels:

@@ -1,8 +1,7 @@
-"""A softmax over tiles of keys, in vectors: what was added up before is scaled to a new maximum.
+"""A vectorized online softmax over tiles of keys: earlier sums are rescaled to a new maximum.
 
-The sums that are kept of a row are one for each lane, the maximum is in all lanes. Keys that a
-query does not see have no part in either; a tile without any that it sees changes nothing.
-Addresses of scores are those of a block's, four vectors.
+A row has one sum per lane, and its maximum in all lanes. Masked keys contribute to neither; a tile
+without visible keys changes nothing. Score addresses are those of a block, four vectors.
 """
 
 import math
@@ -30,22 +29,22 @@ from engine.kernels.cpu.avx512 import (
 from engine.kernels.cpu.compiling import compiled, compiled_apart
 
 LOWEST = -3e38
-"""Maximum of no scores."""
+"""Maximum without any scores."""
 _LOWEST = np.float32(LOWEST)
 _LEAST_POWER = np.float32(-200)
-"""Two to it is zero in float32."""
+"""Its power of two is zero in float32."""
 _MOST = np.float32(100)
-"""Two to it, plus one, is itself in float32."""
+"""Adding one to its power of two has no effect in float32."""
 _T0, _T1, _T2, _T3, _T4, _T5 = (np.float32(math.log(2) ** n / math.factorial(n)) for n in range(6))
-"""Of two to a power of up to a half, within 3e-6."""
+"""Taylor coefficients of 2**x for |x| <= 1/2, accurate to 3e-6."""
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 _VECTORS = 4
-"""Of a block of columns."""
+"""Vectors per block of columns."""
 
 
 @compiled
 def _power_of_two(x: Any) -> Any:
-    """Return two to the powers of a vector, none of them above `_MOST`."""
+    """Return 2**x for a vector with values up to `_MOST`."""
     x = maximum(x, spread(_LEAST_POWER))
     whole = nearest_whole(x)
     rest = x - whole
@@ -59,9 +58,9 @@ def _power_of_two(x: Any) -> Any:
 
 @compiled_apart
 def cap_scores(scores: int, cap: Any, power: Any) -> None:
-    """Bend a block's scores s to cap * tanh(s * scale / cap).
+    """Cap a block's scores s to cap * tanh(s * scale / cap).
 
-    `power` is scale / cap times twice the logarithm of e to base 2.
+    `power` is 2 * log2(e) * scale / cap.
     """
     for vector in range(_VECTORS):
         at = scores + LINE * vector
@@ -72,7 +71,7 @@ def cap_scores(scores: int, cap: Any, power: Any) -> None:
 
 @compiled_apart
 def raise_maximum(scores: int, maximums: int, first: int, end: int) -> None:
-    """Raise the maximum of each lane to a block's scores of the keys between two."""
+    """Raise each lane's maximum by a block's scores of the keys from `first` to `end`."""
     largest = floats_at(maximums)
     for vector in range(_VECTORS):
         seen = lanes_between(first - LANES * vector, end - LANES * vector)
@@ -83,10 +82,10 @@ def raise_maximum(scores: int, maximums: int, first: int, end: int) -> None:
 
 @compiled_apart
 def settle_maximum(lanes: int, settled: int, sums: int, factor: int, scale: Any) -> None:
-    """Make the maximum one for all lanes, and scale the sums to it.
+    """Reduce the lanes' maximums to the row's, and rescale its sums.
 
-    Addresses are of the lanes' maximum, the row's, which is replaced, its sums, and where to store
-    the factor for what else is added up; `scale` is what scores are multiplied by.
+    Addresses are of the lanes' maximums, the row's maximum, which is replaced, its sums, and the
+    target of the rescaling factor; `scale` is the multiplier of scores.
     """
     largest = largest_lane(floats_at(lanes))
     scaling = _power_of_two((floats_at(settled) - largest) * spread(scale))
@@ -99,8 +98,10 @@ def settle_maximum(lanes: int, settled: int, sums: int, factor: int, scale: Any)
 def store_weights(
     scores: int, weights: int, settled: int, sums: int, scale: Any, first: int, end: int
 ) -> None:
-    """Make weights in bfloat16 of a block's scores, and add them to the sums before they are
-    rounded; keys that are not between two have none."""
+    """Convert a block's scores to bfloat16 weights, adding them to the sums before rounding.
+
+    Keys outside of `first` to `end` have weight zero.
+    """
     largest, total = floats_at(settled), floats_at(sums)
     for vector in range(_VECTORS):
         power = (floats_at(scores + LINE * vector) - largest) * spread(scale)
@@ -113,7 +114,7 @@ def store_weights(
 
 @compiled_apart
 def add_scaled(sums: int, factor: int, added: int) -> None:
-    """Multiply a block of sums by a factor and add another one to it."""
+    """Multiply a block of sums by a factor and add another block."""
     scaling = floats_at(factor)
     for vector in range(_VECTORS):
         at = LINE * vector
@@ -122,7 +123,7 @@ def add_scaled(sums: int, factor: int, added: int) -> None:
 
 @compiled_apart
 def store_averages(weighted: int, sums: int, vectors: int, target: int) -> None:
-    """Divide weighted sums, so many vectors, by the sum of the weights; store them in bfloat16."""
+    """Divide weighted sums, `vectors` vectors, by the sum of weights; store them in bfloat16."""
     total = sum_of_lanes(floats_at(sums))
     for vector in range(vectors):
         average = floats_at(weighted + LINE * vector) / total

@@ -1,6 +1,6 @@
-"""The processors that kernels are compiled for.
+"""The processor targets that kernels are compiled for.
 
-They are few, so that what was compiled on one machine runs on others.
+There are few, so that kernels compiled on one machine run on others.
 """
 
 from collections.abc import Mapping
@@ -18,18 +18,18 @@ _OF_LEVEL = ("avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl",
 
 
 class Target(NamedTuple):
-    """What kernels may ask of a processor."""
+    """Processor features that kernels can use."""
 
     name: str
-    """Of directories where kernels for it are kept."""
+    """Part of the name of kernel cache directories."""
     processor: str
     """LLVM's name."""
     features: frozenset[str]
-    """That are used beyond those of the processor; LLVM's names."""
+    """Features beyond those of the processor; LLVM's names."""
 
     @property
     def options(self) -> str:
-        """The features as LLVM takes them."""
+        """The features in LLVM's option syntax."""
         return ",".join(("-prefer-256-bit", *(f"+{each}" for each in sorted(self.features))))
 
 
@@ -38,11 +38,11 @@ X86_TARGETS = (
     Target("amx", _LEVEL, _PAIRS | {"amx-bf16", "amx-tile"}),
     Target("avx512-bf16", _LEVEL, _PAIRS),
 )
-"""Those of kinds on which kernels serve; the one with most features first."""
+"""Targets of processors on which kernels are used, most features first."""
 
 
 def target_with(found: Mapping[str, bool], first: str = "amx") -> Target | None:
-    """Return the first target of x86, from a named one on, whose features a machine has."""
+    """Return the first x86 target, starting with `first`, whose features a machine has."""
     names = [target.name for target in X86_TARGETS]
     candidates = X86_TARGETS[names.index(first) :] if first in names else ()
     return next(
@@ -56,11 +56,11 @@ def target_with(found: Mapping[str, bool], first: str = "amx") -> Target | None:
 
 
 def compile_for_this_machine() -> Target:
-    """Have Numba compile for this machine's target, and return that.
+    """Set Numba's target for this machine, and return it.
 
-    A machine that has the features of none is a target of its own. `NUMBA_CPU_NAME` and
-    `NUMBA_CPU_FEATURES` are obeyed; then no features are known. It has no effect on what Numba
-    compiles once a function has been marked.
+    A machine without the features of any target is its own target. `NUMBA_CPU_NAME` and
+    `NUMBA_CPU_FEATURES` take precedence; then no features are known. Must be called before the
+    first function is decorated.
     """
     if config.CPU_NAME or config.CPU_FEATURES:
         return Target(_OWN, config.CPU_NAME or "", frozenset())

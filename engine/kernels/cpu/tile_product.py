@@ -1,6 +1,6 @@
-"""A kernel of products with weights in oneDNN's blocks, on a matrix unit.
+"""A product kernel for oneDNN's weight blocks, on a matrix unit.
 
-Sums are added up in the order of the inputs, 32 at a time, whatever the number of rows.
+Inputs are summed in order, 32 at a time, whatever the number of rows.
 """
 
 from typing import Any
@@ -24,22 +24,22 @@ from engine.kernels.cpu.compiling import Kernel, compiled, own_shares
 from engine.kernels.cpu.results import Product, part_of, product_arguments, store_results
 
 BLOCK = 32
-"""Outputs whose weights lie together, [inputs / 2, BLOCK, 2]; also inputs of one multiplication."""
+"""Outputs per block of weights, [inputs / 2, BLOCK, 2]; also the inputs per multiplication."""
 GROUP = 32
-"""Rows that are computed together."""
+"""Rows computed together."""
 _STEP_BYTES = 2 * BLOCK * BLOCK
-"""Of weights that one multiplication takes."""
+"""Bytes of weights per multiplication."""
 _AHEAD = 2 * _STEP_BYTES
-"""How far ahead weights are read: memory takes as long as some multiplications."""
+"""Prefetch distance: memory latency spans several multiplications."""
 _PREFETCHED = 8
-"""Multiplications before the end of a chunk from which on its patch is read."""
+"""Number of final multiplications of a chunk during which its patch is prefetched."""
 
 
 @compiled
 def _tall(own: Any, patches: int, block: int, last: int, top: int, is_ahead: bool) -> None:
-    """Compute up to 32 and more than 16 rows of one or two blocks of outputs.
+    """Compute 17 to 32 rows of one or two blocks of outputs.
 
-    Rows come twice if they are not 32, with the same result.
+    With fewer than 32 rows, some are computed twice, with the same result.
     """
     x, rows, inputs, chunk = own.x, own.rows, own.inputs, own.chunk
     lower = min(top + TILE_ROWS, rows - TILE_ROWS)
@@ -71,7 +71,7 @@ def _tall(own: Any, patches: int, block: int, last: int, top: int, is_ahead: boo
 
 @compiled
 def _wide(own: Any, patches: int, block: int, last: int, is_ahead: bool) -> None:
-    """Compute the last 16 rows, or all if they are fewer, of one or two blocks of outputs."""
+    """Compute the last 16 rows, or all if there are fewer, of one or two blocks of outputs."""
     inputs, count = own.inputs, min(own.rows, TILE_ROWS)
     top = own.rows - count
     clear_patch()

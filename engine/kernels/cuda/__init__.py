@@ -1,1 +1,1 @@
-"""Kernels for CUDA devices, written in Python and compiled by Triton, which torch brings."""
+"""Kernels for CUDA devices, written in Python and compiled by Triton, which torch depends on."""

@@ -1,9 +1,10 @@
-"""Attention of a tile of queries to the keys and values that lie in blocks of the KV cache.
+"""Attention of a tile of queries to keys and values in blocks of the KV cache.
 
-A tile is some neighbouring tokens of one row, with all query heads that share a KV head: token by
-token, so many heads each, these are the rows of one matrix product. Scores become averages as they
-come (Milakov and Gimelshein, arXiv 1805.02867), in float32 and powers of two. Where few tiles would
-leave processors idle, the keys of a tile are split among programs, and `_merge` joins the parts.
+A tile is some adjacent tokens of one row, with all query heads that share a KV head; the heads of
+each token in turn are the rows of one matrix product. The softmax is computed online (Milakov and
+Gimelshein, arXiv 1805.02867), in float32 and powers of two. If few tiles would leave
+multiprocessors idle, the keys of a tile are split among programs, and `merge_splits` joins the
+parts.
 """
 
 import triton
@@ -12,10 +13,10 @@ import triton.language as tl
 _NO_SCORE = tl.constexpr(float("-inf"))
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LARGEST_POWER = tl.constexpr(100.0)
-"""Of two in float32, beside which one is nothing."""
+"""Exponent of two beyond which adding one has no effect in float32."""
 
 _UNSPECIALIZED = ["table_width", "num_splits", "window", "max_tokens", "token_stride"]
-"""Arguments whose values do not make another kernel of it, so that none is compiled in service."""
+"""Arguments whose values do not specialize the kernel, so that it is not recompiled in service."""
 
 
 @triton.jit
@@ -29,11 +30,11 @@ def _own_keys(
     HAS_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return where the keys of a split of a tile begin and end."""
+    """Return the range of keys of a split of a tile."""
     first = 0
     end = first_position + count
     if HAS_WINDOW:
-        # Places of keys within a step do not depend on where the tile begins.
+        # Aligned, so that key offsets within a step do not depend on the tile's start.
         first = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
     if IS_SPLIT:
         span = tl.cdiv(tl.cdiv(end - first, num_splits), KEYS) * KEYS
@@ -53,7 +54,7 @@ def _seen_scores(
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """Return scores [queries, keys] to base two, of which those that are not seen are nothing."""
+    """Return base-2 scores [queries, keys], with masked ones at minus infinity."""
     if HAS_CAP:
         raised = tl.exp2(tl.minimum(scores * (2.0 * _LOG2_E / softcap), _LARGEST_POWER))
         scores = softcap * _LOG2_E * (1.0 - 2.0 / (raised + 1.0))
@@ -92,23 +93,23 @@ def attend_tiles(
     HAS_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ) -> None:
-    """One program for each tile, KV head and split.
+    """Attend from one tile, KV head and split per program.
 
     Args:
         queries: [tokens, heads, DIM], `token_stride` values from one token to the next
         cache: [blocks, BLOCK_SIZE, 2, KV_HEADS, DIM]
-        sinks: [heads] float32, if there are some
+        sinks: [heads] float32, if HAS_SINKS
         out: [tokens, heads, DIM]; not written if keys are split
         parts: [tiles, max_tokens, heads, num_splits, DIM] float32: averages over splits of keys
-        part_sums: [tiles, max_tokens, heads, num_splits] float32: logarithms to base two of sums
+        part_sums: [tiles, max_tokens, heads, num_splits] float32: base-2 logarithms of sums
         tiles: [tiles, 4] int32: row of the tables, first token, its position, number of tokens
         tables: [rows, table_width] int32
-        window: how many tokens each sees, itself included
-        scale: of scores, times the logarithm of e to base two unless they are capped
-        softcap: bends scores s to softcap * tanh(s / softcap), if they are capped
+        window: number of tokens that each attends to, including itself
+        scale: of scores, times log2(e) unless they are capped
+        softcap: caps scores s to softcap * tanh(s / softcap), if HAS_CAP
         WIDTH: DIM or the next power of two
-        QUERIES: tokens times heads of a tile, at least; not less than GROUP
-        KEYS: that are attended to at once
+        QUERIES: at least a tile's tokens times heads; not less than GROUP
+        KEYS: keys processed at once
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -163,7 +164,7 @@ def attend_tiles(
         averages = tl.dot(weights.to(v.dtype), v, averages * faded[:, None])
         largest = larger
 
-    sums = tl.where(sums == 0.0, 1.0, sums)  # of splits without a key that is seen
+    sums = tl.where(sums == 0.0, 1.0, sums)  # splits without visible keys
     averages = averages / sums[:, None]
     heads = KV_HEADS * GROUP
     of_head = head * GROUP + member
@@ -193,10 +194,10 @@ def merge_splits(
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """Join what `attend_tiles` made of splits; one program for each token of a tile and head.
+    """Join the splits of `attend_tiles`; one program per token of a tile and head.
 
     Args:
-        SPLITS: `num_splits` at most
+        SPLITS: maximum of `num_splits`
     """
     tile, token = tl.program_id(0) // max_tokens, tl.program_id(0) % max_tokens
     head = tl.program_id(1)

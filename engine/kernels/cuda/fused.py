@@ -1,4 +1,4 @@
-"""The fused kernels that a decoder calls on a CUDA device, as functions of tensors."""
+"""The fused kernels of a decoder on a CUDA device, as functions of tensors."""
 
 import torch
 import triton
@@ -17,7 +17,7 @@ def norm_rows(
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Scale a row [COUNT] to a root mean square of one, then by the weights; a program for each.
+    """Scale a row [COUNT] to a root mean square of one, then by the weights; one program per row.
 
     Args:
         weight: [COUNT] float32
@@ -42,7 +42,7 @@ def norm_heads(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Do the same with a head, in place; a program for each of a token.
+    """Scale a head, in place, as in `norm_rows`; one program per token and head.
 
     Args:
         heads: [tokens, HEADS, DIM], tokens `token_stride` apart
@@ -63,7 +63,7 @@ def norm_heads(
 def gate_rows(
     gate_up: tl.tensor, out: tl.tensor, COUNT: tl.constexpr, AT_ONCE: tl.constexpr
 ) -> None:
-    """Write silu(gate) * up of [rows, 2 * COUNT], the gates first; a program for some of a row."""
+    """Write silu(gate) * up of [rows, 2 * COUNT], gates first; one program per part of a row."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     is_there = place < COUNT
@@ -85,11 +85,11 @@ def rotate_and_store(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Rotate a query or key in place, and store keys and values; a program for each of a token.
+    """Rotate a query or key in place, and store keys and values; one program per token and head.
 
     Args:
         qkv: [tokens, HEADS + 2 * KV_HEADS, DIM]
-        cos, sin: [tokens, DIM], as `engine.models.attention.rotary.rotate` takes them
+        cos, sin: [tokens, DIM], as in `engine.kernels.reference.rotate`
         cache: [slots, 2, KV_HEADS, DIM]
         slots: [tokens] int64
         WIDTH: half of DIM or the next power of two

@@ -1,14 +1,14 @@
-"""A matrix product in which no row's bits depend on how many rows there are.
+"""A matrix product in which no row's bits depend on the number of rows.
 
-Every result is added up by one program, over all inputs in their order: none is split among
-programs by how many there would be (He et al., "Defeating Nondeterminism in LLM Inference", 2025).
+Every result is summed by one program over all inputs in order, never split among programs depending
+on their number (He et al., "Defeating Nondeterminism in LLM Inference", 2025).
 """
 
 import triton
 import triton.language as tl
 
 _ROWS_TOGETHER = tl.constexpr(8)
-"""Tiles of rows whose programs follow each other, so that they find weights in the cache."""
+"""Row tiles whose programs are adjacent, so that they share cached weights."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -27,18 +27,18 @@ def multiply(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ) -> None:
-    """One program for each tile of results; all tensors but `bias` are of one 16-bit type.
+    """Compute one tile of results per program; all tensors but `bias` have one 16-bit dtype.
 
     Args:
         x: [rows, NUM_INPUTS]
         weight: [NUM_OUTPUTS, NUM_INPUTS]
-        bias: [NUM_OUTPUTS], if there is one
-        sums: [rows, NUM_OUTPUTS], what is added before results are rounded, if there is something
-        out: as `sums`, which it may be
+        bias: [NUM_OUTPUTS], if HAS_BIAS
+        sums: [rows, NUM_OUTPUTS], added before results are rounded, if HAS_SUMS
+        out: like `sums`, which it can be
     """
     across = tl.cdiv(rows, ROWS)
     down = tl.cdiv(NUM_OUTPUTS, OUTPUTS)
-    # Some tiles of rows at a time, through all outputs.
+    # Groups of row tiles, each through all outputs.
     number = tl.program_id(0)
     in_group = _ROWS_TOGETHER * down
     first = number // in_group * _ROWS_TOGETHER

@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: plans of a step, and the operators that carry them out."""
+"""Attention over a paged KV cache: per-step plans and the operators that execute them."""

@@ -1,7 +1,7 @@
-"""Finds out in which ways of attending a token gets the same bits as by itself.
+"""Finds attention variants that are bit-identical to computing each token alone.
 
-torch's operators choose by the shapes in which order they add up. No document says how, and it
-differs between processors, so ways to attend are compared on random numbers when a model is loaded.
+The order in which torch's operators sum depends on shapes. It is undocumented and differs between
+processors, so variants are compared on random numbers when a model is loaded.
 """
 
 import logging
@@ -25,25 +25,25 @@ from engine.models.attention.plan import TOKENS_AT_ONCE, WHOLE_QUERIES
 logger = logging.getLogger(__name__)
 
 _KEYS_OF_ONE_PRODUCT = (64, 192, 576)
-"""Keys for which one product is compared: torch's operator takes 512 of them at a time."""
+"""Key counts at which one product is compared; torch's operator processes 512 keys at a time."""
 _VALUES_OF_ONE_PRODUCT = 1 << 18
-"""Values that are compared for each of these: where a matrix unit adds up in another order, one of
-2,000 to 100,000 values shows it, rounded to 16 bits."""
+"""Values compared per key count: if a matrix unit sums in another order, one of 2,000 to 100,000
+values differs after rounding to 16 bits."""
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From queries [tokens, heads, head_dim], keys with values and a mask that is added to the scores
-to [tokens, heads * head_dim]."""
+"""Maps queries [tokens, heads, head_dim], keys with values, and an additive mask to [tokens, heads
+* head_dim]."""
 
 
 class AttentionVariants(NamedTuple):
-    """The ways in which several tokens attend in one call."""
+    """Ways to compute attention for several tokens in one call."""
 
     by_token: Way
-    """Each by itself: to [keys, parts, kv_heads, head_dim], with a mask [tokens, 1, 1, keys]."""
+    """Tokens separately: KV [keys, parts, kv_heads, head_dim], mask [tokens, 1, 1, keys]."""
     in_one_product: Way
-    """With as many queries as are in the mask, [queries, keys]."""
+    """All queries in one product; mask [queries, keys]."""
     in_padded_rows: Way
-    """As many of each row, to [rows, keys, ...], with a mask [rows, queries, keys]."""
+    """The same number of queries per row: KV [rows, keys, ...], mask [rows, queries, keys]."""
 
 
 class _Probe(NamedTuple):
@@ -52,20 +52,22 @@ class _Probe(NamedTuple):
 
 
 class BitComparison:
-    """Compares ways to attend for one shape of heads."""
+    """Compares attention variants for one shape of heads."""
 
     def __init__(
         self, ways: AttentionVariants, num_heads: int, kept: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        """Prepare to compare, in a type; `kept` is the shape of a token's keys and values."""
+        """Compare in `dtype`; `kept` is the shape of one token's keys and values."""
         self._ways = ways
         self._num_heads = num_heads
         self._kept = kept
         self._dtype = dtype
 
     def key_widths(self) -> KeyWidths | None:
-        """Return the numbers of keys beside which tokens have the same bits by themselves and in
-        one product of any multiple of `WHOLE_QUERIES`; None if there are none."""
+        """Return the key counts for which products of several tokens give the bits of each alone.
+
+        The products have any multiple of `WHOLE_QUERIES` queries. None if there are no such counts.
+        """
         probe = self._probe(PROBED_KEYS)
         agrees = all(
             self._is_equal(probe, num_keys, count)
@@ -75,7 +77,7 @@ class BitComparison:
         return find_widths(partial(self._each, probe)) if agrees else None
 
     def of_padded_rows(self, widths: KeyWidths) -> bool:
-        """Whether tokens of rows that are padded to one shape have the bits of each by itself."""
+        """Return whether tokens in rows padded to one shape get the same bits as alone."""
         probe = self._probe(TILE)
         middle = widths.alike[len(widths.alike) // 2]
         agrees = all(
@@ -88,7 +90,7 @@ class BitComparison:
         return agrees
 
     def of_one_product(self) -> bool:
-        """Whether `TOKENS_AT_ONCE` tokens in one product have the bits of each by itself."""
+        """Return whether `TOKENS_AT_ONCE` tokens in one product get the same bits as alone."""
         if self._dtype != torch.float32 and not has_matrix_unit():
             return False
         probes = -(-_VALUES_OF_ONE_PRODUCT // (TOKENS_AT_ONCE * self._num_heads * self._kept[-1]))
@@ -102,7 +104,7 @@ class BitComparison:
         return agrees
 
     def _probe(self, num_keys: int, seed: int = 0) -> _Probe:
-        """Return queries of so many tokens, and their keys and values."""
+        """Return queries, keys and values for `num_keys` tokens."""
         generator = torch.Generator().manual_seed(seed)
         shapes = (self._num_heads, self._kept[-1]), self._kept
         return _Probe(
@@ -121,7 +123,7 @@ class BitComparison:
         return self._ways.by_token(probe.queries[positions], probe.kv[:num_keys], mask)
 
     def _is_equal(self, probe: _Probe, num_keys: int, count: int) -> bool:
-        """Whether the last tokens have the same bits in one product, together and alone."""
+        """Return whether the last tokens get the same bits together, separately and alone."""
         positions = torch.arange(num_keys - count, num_keys)
         mask = self._mask(positions, num_keys)
         one = self._ways.in_one_product(probe.queries[positions], probe.kv[:num_keys], mask)
@@ -131,8 +133,10 @@ class BitComparison:
         )
 
     def _is_equal_in_rows(self, probe: _Probe, num_keys: int, count: int) -> bool:
-        """Whether the first tokens, some in the middle and the last ones have the same bits in
-        three rows as by themselves, beside more keys."""
+        """Return whether tokens in three padded rows get the same bits as separately.
+
+        The rows are at the start, middle and end; separately, tokens have more keys.
+        """
         each = torch.arange(count)
         positions = torch.cat((each, num_keys // 2 + each // 2, num_keys - count + each))
         kv = probe.kv[:num_keys].expand(3, -1, -1, -1, -1)

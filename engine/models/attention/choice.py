@@ -1,4 +1,4 @@
-"""Which attention a model gets on a device."""
+"""Selects the attention implementation for a model and device."""
 
 from functools import partial
 
@@ -27,21 +27,21 @@ def attention_of(
     first_key: int = 0,
     kernels: FusedKernels | None = None,
 ) -> Attention:
-    """Return what attends over a model's KV cache: a kernel where there is one for it.
+    """Return the attention for a model's KV cache, using a kernel if one is available.
 
     Args:
-        spec: says the shape of the heads, and what is done to scores.
-        kv_format: of the KV cache.
-        device: where the model computes.
+        spec: head shapes and score modifications.
+        kv_format: format of the KV cache.
+        device: device the model runs on.
         token_by_token, first_key: see `PagedAttention`.
-        kernels: fused ones; on a CPU kernels attend beside them.
+        kernels: fused kernels; on a CPU, attention kernels are used only if given.
 
     Raises:
-        UnsupportedModel: nothing attends token by token.
+        UnsupportedModel: no implementation can attend token by token.
     """
     stock = partial(stock_attention, spec, kv_format, device, first_key=first_key)
     by_kernel = spec.latent is None and not spec.has_chunks and not first_key
-    if not by_kernel or isinstance(kv_format, Fp8Kv):  # kernels read 16 bits from the blocks
+    if not by_kernel or isinstance(kv_format, Fp8Kv):  # kernels read 16-bit values from the blocks
         return stock(token_by_token=token_by_token)
     if device.type != "cuda":
         found = None
@@ -62,7 +62,7 @@ def attention_of(
 
 
 def heads_of(spec: ModelSpec) -> Heads:
-    """Return what a model's heads are like."""
+    """Return the shape and score parameters of a model's heads."""
     sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
     return Heads(*sizes, spec.attention_scale, spec.attention_softcap)
 
@@ -75,7 +75,7 @@ def stock_attention(
     token_by_token: bool = False,
     first_key: int = 0,
 ) -> PagedAttention:
-    """Return what attends by torch's operators; arguments as of `attention_of`."""
+    """Return attention by torch's operators; arguments as for `attention_of`."""
     return PagedAttention(
         heads_of(spec),
         dtype=kv_format.dtype,
@@ -89,18 +89,18 @@ def stock_attention(
 
 
 def scores_are_capped(spec: ModelSpec) -> UnsupportedModel:
-    """Return why a CPU without a kernel for it cannot compute such a model token by token."""
+    """Return the error for a CPU without a kernel that can compute capped scores token by token."""
     return UnsupportedModel(
-        f"--batch-invariant: {spec.architecture} caps attention scores, and no operator does that "
-        "for each token by itself"
+        f"--batch-invariant: {spec.architecture} caps attention scores, which no operator supports "
+        "token by token"
     )
 
 
 def attends_by_pairs(spec: ModelSpec) -> bool:
-    """Whether, on this CPU, one kernel is for all tokens of such a model, each by itself.
+    """Return whether one CPU kernel can compute all tokens of this model, each separately.
 
     Raises:
-        ImportError: there is nothing that compiles kernels.
+        ImportError: no kernel compiler is installed.
     """
     return spec.latent is None and not spec.has_chunks and registry.attends_by_pairs(spec.head_dim)
 
@@ -108,7 +108,7 @@ def attends_by_pairs(spec: ModelSpec) -> bool:
 def _of_cpus(
     stock: PagedAttention, spec: ModelSpec, dtype: torch.dtype, *, token_by_token: bool
 ) -> Attention | None:
-    """Return what attends by a kernel, if one can be compiled and computes the same."""
+    """Return kernel attention if it compiles and agrees with `stock`, else None."""
     if not attends_by_pairs(spec):
         return None
 
@@ -123,7 +123,7 @@ def _of_cpus(
 
 
 def _agree(one: Attention, other: Attention, spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """Compare two decodes, with 4 and with 21 keys, and part of a prompt, in blocks of 8."""
+    """Compare two decodes (4 and 21 keys) and a prompt chunk, with blocks of 8."""
     rows = AttentionRows(
         starts=np.array([3, 20, 2]),
         counts=np.array([1, 1, 37]),

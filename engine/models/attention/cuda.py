@@ -1,8 +1,8 @@
-"""Attention on CUDA devices, straight from the blocks of the KV cache.
+"""Attention on CUDA devices, reading directly from the blocks of the KV cache.
 
-The kernel (`engine.kernels.cuda.attention`) takes 16 bits and any size of blocks. It is
-compiled and compared with the stock operators for the shapes in question before it is used; these
-serve where it cannot be compiled or differs.
+The kernel (`engine.kernels.cuda.attention`) takes 16-bit values and any block size. Before use it
+is compiled and compared with the stock operators for the required shapes; the stock operators are
+the fallback if it cannot be compiled or disagrees.
 """
 
 import logging
@@ -34,28 +34,29 @@ logger = logging.getLogger(__name__)
 
 _LOG2_E = 1.4426950408889634
 _DECODE_QUERIES = 32
-"""Rows with up to so many queries, tokens times heads that share a KV head, are like decodes."""
+"""Rows with at most this many queries (tokens times heads per KV head) use the decode tile
+shape."""
 _MAX_DIFFERENCE = 0.05
-"""Between two ways to compute averages of standard normal values in 16 bits."""
+"""Maximum difference between two 16-bit computations of averages of standard normal values."""
 
 
 class KernelUnusable(Exception):
-    """The kernel cannot be compiled here, or does not compute what it should."""
+    """The kernel cannot be compiled here or computes wrong results."""
 
 
 class TileLaunch(msgspec.Struct, frozen=True):
-    """The tiles of some rows of a step, as the kernel takes them."""
+    """Kernel arguments for the tiles of some rows of a step."""
 
     tiles: Tensor
     """[tiles, 4] int32: see `engine.models.attention.tiles.Tiles`."""
     shape: TileShape
     num_splits: int
     max_tokens: int
-    """Of one tile."""
+    """Maximum per tile."""
 
 
 class TilePlan(msgspec.Struct, frozen=True):
-    """All rows of a step."""
+    """Tiles and block tables of all rows of a step."""
 
     launches: tuple[TileLaunch, ...]
     tables: Tensor
@@ -64,7 +65,7 @@ class TilePlan(msgspec.Struct, frozen=True):
 
 
 class KernelAttention:
-    """Attention by the kernel alone."""
+    """Attention by the CUDA kernel, without fallback."""
 
     def __init__(
         self,
@@ -74,12 +75,12 @@ class KernelAttention:
         batch_invariant: bool = False,
         multiprocessors: int | None = None,
     ) -> None:
-        """Prepare for a shape of heads; `batch_invariant` as in `tile_shapes`.
+        """Prepare for one shape of heads; `batch_invariant` as in `tile_shapes`.
 
-        Keys are split to keep so many multiprocessors busy; None: those of the device.
+        Keys are split to occupy `multiprocessors`; None means those of the device.
 
         Raises:
-            KernelUnusable: there is no Triton.
+            KernelUnusable: Triton is not installed.
         """
         try:
             from engine.kernels.cuda import attention
@@ -125,12 +126,12 @@ class KernelAttention:
     def plan_decodes(
         self, num_keys: npt.NDArray[np.int32], tables: npt.NDArray[np.int32], max_keys: int
     ) -> TilePlan:
-        """Plan a step of rows with one token each, which `replan` can change.
+        """Plan a step with one token per row; `replan` can update the plan in place.
 
         Args:
-            num_keys: [rows] of each, its own token's included.
-            tables: [rows, blocks], as wide as any will be.
-            max_keys: that a row will have.
+            num_keys: [rows] keys per row, including the new token's.
+            tables: [rows, blocks], at maximum width.
+            max_keys: maximum keys per row.
         """
         shape = self._shapes.decodes
         splits = self._num_splits(len(num_keys), max_keys)
@@ -140,12 +141,12 @@ class KernelAttention:
     def replan(
         self, plan: TilePlan, num_keys: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]
     ) -> None:
-        """Write other rows into the tensors of a plan from `plan_decodes`."""
+        """Write new rows into the tensors of a plan from `plan_decodes`."""
         refill(plan.launches[0].tiles, decode_tiles(num_keys))
         refill(plan.tables, tables)
 
     def _num_splits(self, num_tiles: int, max_keys: int) -> int:
-        if self._shapes.are_alike:  # what others there are is not to matter
+        if self._shapes.are_alike:  # other rows must not affect the split
             return 1
         programs = num_tiles * self._heads.num_kv_heads
         return num_splits(programs, max_keys, self._shapes.decodes.keys, self._multiprocessors)
@@ -157,7 +158,7 @@ class KernelAttention:
     def attend(
         self, queries: Tensor, cache: Tensor, plan: TilePlan, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend from all tokens of the step to the cache, which holds their keys already."""
+        """Attend from all tokens of the step; the cache already holds their keys."""
         heads = self._heads
         out = queries.new_empty(len(queries), heads.num_heads * heads.head_dim)
         for launch in plan.launches:
@@ -214,7 +215,7 @@ class KernelAttention:
 
 
 class CudaAttention:
-    """The kernel where it works for a block size, else the stock operators."""
+    """The kernel for block sizes where it works, otherwise the stock operators."""
 
     def __init__(
         self,
@@ -227,10 +228,10 @@ class CudaAttention:
         has_sinks: bool = False,
         batch_invariant: bool = False,
     ) -> None:
-        """Attend with such heads; the kernel has to be used if `batch_invariant`.
+        """Prepare for one shape of heads; `batch_invariant` forbids the stock operators.
 
         Args:
-            windows: of the model's layers; each is tried.
+            windows: sliding windows of the model's layers; each is tested.
         """
         self._stock = stock
         self._heads = heads
@@ -242,23 +243,23 @@ class CudaAttention:
         self._chosen: dict[int, Attention] = {}
 
     def for_blocks(self, block_size: int) -> Attention:
-        """Return what attends to blocks of this size.
+        """Return the attention for this block size; the choice is cached.
 
         Raises:
-            UnsupportedModel: the kernel does not work, and nothing else is batch-invariant.
+            UnsupportedModel: the kernel does not work and batch invariance requires it.
         """
         if block_size not in self._chosen:
             self._chosen[block_size] = self._choose(block_size)
         return self._chosen[block_size]
 
     def plan(self, rows: AttentionRows, window: int | None) -> Any:
-        """Prepare the rows of a step."""
+        """Plan the rows of a step."""
         return self.for_blocks(rows.block_size).plan(rows, window)
 
     def attend(
         self, queries: Tensor, cache: Tensor, plan: Any, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend from all tokens of the step to the cache, which holds their keys already."""
+        """Attend from all tokens of the step; the cache already holds their keys."""
         return self.for_blocks(cache.shape[1]).attend(queries, cache, plan, sinks)
 
     def _choose(self, block_size: int) -> Attention:
@@ -267,13 +268,13 @@ class CudaAttention:
         except KernelUnusable as error:
             if self._batch_invariant:
                 raise UnsupportedModel(f"--batch-invariant: {error}") from error
-            logger.warning("attention by stock operators, and no recorded steps: %s", error)
+            logger.warning("using stock attention operators, without CUDA graphs: %s", error)
             return self._stock
 
     def _tried(self, block_size: int) -> KernelAttention:
         if self._dtype.itemsize != 2:
-            raise KernelUnusable(f"the kernel takes 16 bits, not {self._dtype}")
-        # Of few multiprocessors and of many, so that all is compiled that steps will need.
+            raise KernelUnusable(f"the kernel requires a 16-bit dtype, not {self._dtype}")
+        # Both few and many multiprocessors, to compile all variants that steps will need.
         few, many, kernel = (
             KernelAttention(
                 self._heads,
@@ -289,11 +290,11 @@ class CudaAttention:
                 for window in self._windows
                 for each in self._differences((few, many), block_size, window)
             ]
-        except Exception as error:  # Triton's compiler raises what it likes
+        except Exception as error:  # Triton's compiler raises arbitrary exceptions
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise KernelUnusable(f"the kernel fails: {reason}") from error
         for difference in differences:
-            if not difference <= _MAX_DIFFERENCE:  # or it is no number
+            if not difference <= _MAX_DIFFERENCE:  # true for NaN too
                 raise KernelUnusable(f"the kernel's results differ by {difference:.3f}")
         return kernel
 
@@ -302,7 +303,7 @@ class CudaAttention:
     ) -> list[float]:
         """Return each kernel's largest difference over a prompt, a chunk, a draft and decodes.
 
-        The last decode sees so many keys that they are split, unless none are.
+        The last decode has enough keys to be split, if the kernel splits at all.
         """
         counts = np.array([37, 40, 3, 1, 1])
         starts = np.array([0, block_size + 2, 2 * block_size - 1, 3, 600])

@@ -1,4 +1,4 @@
-"""Paged attention on CPUs where a kernel is faster for decodes, torch's operators for prompts."""
+"""Paged attention on CPUs: a kernel for decodes, torch's operators for prompts."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from engine.models.attention.rows import AttentionRows
 
 
 class FusedPlan(msgspec.Struct, frozen=True):
-    """How the rows of a step attend."""
+    """Separate plans for decodes and for other rows."""
 
     decodes: Any
-    """The kernel's; None if there are none."""
+    """The kernel's plan; None without decodes."""
     others: AttentionPlan | None
-    """Of stock operators; None if all rows are decodes."""
+    """Plan of the stock operators; None if all rows are decodes."""
     other_tokens: Tensor | None
-    """[tokens] those of the other rows; None if all are."""
+    """[tokens] indices of the non-decode tokens; None if all rows are of one kind."""
 
 
 class FusedAttention:
@@ -33,7 +33,7 @@ class FusedAttention:
         self._decodes = decodes
 
     def plan(self, rows: AttentionRows, window: int | None) -> FusedPlan:
-        """Part decodes from other rows; `window` limits how far back a token looks."""
+        """Separate decodes from other rows; `window` limits how far back a token attends."""
         single = rows.counts == 1
         if not single.any():
             return FusedPlan(None, self._stock.plan(rows, window), None)
@@ -54,7 +54,7 @@ class FusedAttention:
     def attend(
         self, queries: Tensor, cache: Tensor, plan: FusedPlan, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend as `engine.models.attention.interface` says."""
+        """Attend as specified in `engine.models.attention.interface`."""
         if plan.decodes is None:
             assert plan.others is not None
             return self._stock.attend(queries, cache, plan.others, sinks)

@@ -1,4 +1,4 @@
-"""What a model asks of its attention, and what its heads are like."""
+"""The interface of attention implementations and the description of a model's heads."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -8,22 +8,22 @@ from engine.models.attention.rows import AttentionRows
 
 
 class Heads(NamedTuple):
-    """The heads of a model, and what is done to their scores."""
+    """Head counts and sizes, and how scores are modified."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float | None = None
-    """Of scores; None: one over the root of `head_dim`."""
+    """Scale of scores; None means 1 / sqrt(head_dim)."""
     softcap: float | None = None
-    """Bends scores s to cap * tanh(s / cap), for which torch has no fused operator."""
+    """Caps scores s to cap * tanh(s / cap); torch has no fused operator for it."""
 
 
 class Attention(Protocol):
-    """Plans a step once and attends in every layer; plans are for the attention that made them."""
+    """Plans a step once and attends in every layer. Plans are specific to an implementation."""
 
     def plan(self, rows: AttentionRows, window: int | None) -> Any:
-        """Prepare the rows of a step; `window` limits how far back a token looks."""
+        """Plan the rows of a step; `window` limits how far back a token attends."""
         ...
 
     def attend(
@@ -31,6 +31,6 @@ class Attention(Protocol):
     ) -> Tensor:
         """Attend from [tokens, heads, head_dim] to the cache; return [tokens, heads * head_dim].
 
-        Sinks [heads] are scores that take their share and give nothing, where the model has some.
+        `sinks`, [heads], are extra scores that take part in the softmax but have no value.
         """
         ...

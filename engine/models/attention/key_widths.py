@@ -1,8 +1,8 @@
-"""Numbers of keys for which a token's attention is added up in one order.
+"""Key counts for which a token's attention is summed in the same order.
 
-Keys that a mask hides add zeros, which change no bit of a sum; but by how many keys there are,
-hidden ones too, a product chooses how to divide them. Of numbers that are divided alike a token may
-get any that holds its keys, so that tokens of different positions share products.
+Masked keys add zeros, which change no bit of a sum, but the key count, including masked keys,
+determines how a product partitions them. Counts that are partitioned alike are interchangeable for
+a token whose keys they cover, so tokens at different positions can share products.
 """
 
 from collections.abc import Callable
@@ -15,32 +15,32 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 
 STEP = 64
-"""Keys by which the numbers differ that follow from a token's position."""
+"""Granularity of key counts derived from a token's position."""
 FINE_STEP = 16
-"""The same of those that are alike."""
+"""Granularity of interchangeable key counts."""
 TILE = 512
-"""Keys that torch's operator attends to at a time: what holds in one of these holds in all."""
+"""Keys per iteration of torch's operator: what holds within one tile holds for all."""
 PROBED_KEYS = 2 * TILE
-"""Keys beside which those of a tile are computed to compare."""
+"""Key count used as the reference when comparing a tile."""
 
 
 class KeyWidths:
-    """The numbers of keys for which products add up in the same order."""
+    """Key counts for which products sum in the same order."""
 
     def __init__(self, alike: list[int]) -> None:
-        """Take those up to a tile, which is one of them."""
+        """Initialize from the interchangeable counts up to `TILE`, which must be among them."""
         self.alike = tuple(alike)
         self._is_alike = np.zeros(TILE, np.bool_)
         self._is_alike[[width % TILE for width in alike]] = True
         self._unlike = np.cumsum(~self._is_alike[::FINE_STEP])
 
     def are_alike(self, keys: IntArray) -> npt.NDArray[np.bool_]:
-        """Return which of these numbers of keys give the same bits as each other."""
+        """Return which of these key counts are interchangeable."""
         found: npt.NDArray[np.bool_] = self._is_alike[keys % TILE]
         return found
 
     def same_order_between(self, low: IntArray, high: IntArray) -> npt.NDArray[np.bool_]:
-        """Return whether all multiples of `FINE_STEP` between two numbers are alike."""
+        """Return whether all multiples of `FINE_STEP` between two counts are interchangeable."""
         found: npt.NDArray[np.bool_] = self._num_unlike(high) == self._num_unlike(low - FINE_STEP)
         return found
 
@@ -51,14 +51,14 @@ class KeyWidths:
 
 
 def find_widths(attend: Callable[[Tensor, int], Tensor]) -> KeyWidths | None:
-    """Return the numbers of keys that agree; None if not even whole tiles do.
+    """Return the interchangeable key counts; None if not even whole tiles agree.
 
     Args:
-        attend: from positions [tokens] and a number of keys to what tokens there make of them,
-            each token by itself.
+        attend: maps positions [tokens] and a key count to attention results, computing each token
+            separately.
     """
     widths = range(FINE_STEP, TILE + 1, FINE_STEP)
-    # Where keys are divided into two halves or three thirds, and at the end.
+    # Around the splits into halves and thirds, and at the end.
     positions = torch.tensor(
         [[width // 2 + 1, (2 * width) // 3 + 1, width - 1] for width in widths]
     )

@@ -1,10 +1,10 @@
-"""How the KV cache keeps keys and values: as attention reads them, or rounded to 8 bits.
+"""Storage formats of the KV cache: the compute dtype, or rounded to 8 bits.
 
-In 8 bits each key and each value of a head is rounded to torch's float8_e4m3fn, with a scale of its
-own that is found when it is written: what a block holds depends on its tokens alone, no model has
-to be calibrated, and none has keys that are too large. The scales lie behind the values of their
-token, so that one copy moves both. All arithmetic is by stock operators on 16 or 32-bit integers:
-torch converts from float8 one value after the other on a CPU, which takes twenty times as long.
+In 8 bits each key and value of a head is rounded to float8_e4m3fn, with its own scale computed when
+it is written. A block's contents therefore depend only on its tokens, and no model needs
+calibration. Scales follow the values of their token, so one copy moves both. Conversion uses stock
+operators on 16 or 32-bit integers: torch's float8 conversion on a CPU is scalar and twenty times
+slower.
 """
 
 from typing import Literal
@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 
 KvShape = tuple[int, int, int]
-"""What is kept of a token in a layer: parts, KV heads, size of a head."""
+"""Shape kept per token and layer: parts, KV heads, head size."""
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
 
 _LARGEST = 448.0
-"""Of float8_e4m3fn."""
+"""Maximum finite value of float8_e4m3fn."""
 _BIAS = 2.0**120
-"""Factor between a float of 8 bits and the float of 16 or 32 bits whose exponent and mantissa have
-the same bits. Stored scales include it."""
+"""Ratio of an 8-bit float to the 16 or 32-bit float with the same exponent and mantissa bits.
+Stored scales include it."""
 _LARGEST_SCALE = 2.0**127
 _SCALE_BYTES = 2
 
 
 class PlainKv:
-    """Keys and values as they are."""
+    """Keys and values in the compute dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Keep them in `dtype`."""
+        """Store them in `dtype`."""
         self.dtype = dtype
-        """What attention is computed in, where rows are short."""
+        """Dtype in which short rows are computed."""
         self.stored = dtype
-        """Of the tensors of the cache."""
+        """Dtype of the cache tensors."""
 
     def row(self, kept: KvShape) -> tuple[int, ...]:
         """Return the shape of one token in a layer's tensor."""
@@ -44,29 +44,29 @@ class PlainKv:
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, kept)
 
     def read(self, rows: Tensor, kept: KvShape, dtype: torch.dtype) -> Tensor:
-        """Return [.., parts, kv_heads, head_dim] in `dtype` of tokens as they are stored."""
+        """Return stored rows as [.., parts, kv_heads, head_dim] in `dtype`."""
         return rows.to(dtype)
 
 
 class Fp8Kv:
-    """Keys and values in 8 bits, a scale for each token and head of them.
+    """Keys and values in 8 bits, with one scale per token and head.
 
-    Those above 57,344 become that.
+    Magnitudes above 57,344 are clamped.
     """
 
     stored = torch.uint8
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Have them read in `dtype`."""
+        """Read them as `dtype`."""
         self.dtype = dtype
 
     def row(self, kept: KvShape) -> tuple[int, ...]:
-        """Return the bytes of a token: its values, then their scales in bfloat16."""
+        """Return the bytes per token: its values, then their scales in bfloat16."""
         parts, heads, size = kept
         return (parts * heads * (size + _SCALE_BYTES),)
 
     def write(self, cache: Tensor, slots: Tensor, kept: Tensor) -> None:
-        """Round them, and store them at flat token slots."""
+        """Round and store new keys and values at flat token slots."""
         values = kept.float()
         largest = values.abs().amax(-1, keepdim=True)
         scales = (largest * (_BIAS / _LARGEST)).clamp_(1.0, _LARGEST_SCALE).bfloat16()
@@ -77,13 +77,13 @@ class Fp8Kv:
         cache.view(-1, cache.shape[2]).index_copy_(0, slots, rows)
 
     def read(self, rows: Tensor, kept: KvShape, dtype: torch.dtype) -> Tensor:
-        """Return what the rounded ones stand for."""
+        """Return stored rows, dequantized to `dtype`."""
         parts, heads, size = kept
         shape, end = rows.shape[:-1], parts * heads * size
         bits = rows[..., :end].view(torch.int8)
         scales = rows[..., end:].view(torch.bfloat16)
-        # Sign to sign, and behind it exponent and mantissa to the lowest bits of the one and the
-        # highest of the other. The bits between are copies of the sign.
+        # Move the sign to the sign bit, and exponent and mantissa to the lowest exponent and
+        # highest mantissa bits. The bits between are copies of the sign.
         if dtype == torch.bfloat16:
             bits = bits.to(torch.int16).bitwise_left_shift_(4).bitwise_and_(0x87F0 - (1 << 16))
         else:
@@ -94,9 +94,9 @@ class Fp8Kv:
 
 
 KvFormat = PlainKv | Fp8Kv
-"""What the KV cache of a model holds, and how it is written and read."""
+"""Storage format of a model's KV cache."""
 
 
 def kv_format(dtype: torch.dtype, setting: KvCacheDtype) -> KvFormat:
-    """Return the format that `--kv-cache-dtype` asks for, where attention computes in `dtype`."""
+    """Return the format selected by `--kv-cache-dtype`, for attention computed in `dtype`."""
     return PlainKv(dtype) if setting == "auto" else Fp8Kv(dtype)

@@ -1,8 +1,8 @@
 """Paged attention with stock operators: gather a group's blocks, then one attention call.
 
-Works on any device. The KV cache of a layer is one tensor [num_blocks, block_size, ...], for each
-token what its format (`kv_format`) makes of [parts, kv_heads, head_dim], with keys in the first
-part and values in the second, or one part that is both.
+Works on any device. A layer's KV cache is one tensor [num_blocks, block_size, ...]. Its format
+(`kv_format`) encodes each token's [parts, kv_heads, head_dim]: keys in the first part and values in
+the second, or a single part that serves as both.
 """
 
 from functools import partial
@@ -29,10 +29,10 @@ from engine.models.attention.rows import AttentionRows
 from engine.models.layers import sigmoid, softcap
 
 _GATHERED_BYTES = 1 << 20
-"""Keys and values that each thread of a CPU gathers at once: half of a core's second-level cache,
-so that they are still there when they are attended to."""
+"""Bytes of keys and values that each CPU thread gathers at once: half of a core's L2 cache, so that
+they are still cached when attention reads them."""
 _MAX_PLAIN_SCORES = 1 << 24
-"""Scores that are held at once where no fused operator computes them."""
+"""Maximum scores held at once when computed without a fused operator."""
 
 
 class PagedAttention:
@@ -50,15 +50,15 @@ class PagedAttention:
         kv_format: KvFormat | None = None,
         first_key: int = 0,
     ) -> None:
-        """Prepare for one shape.
+        """Prepare for one shape of heads.
 
         Args:
             has_chunks: as in `ModelSpec`.
-            parts: 2 for keys and values, 1 if keys are the values, too.
-            kv_format: of the cache; without one it holds them in `dtype`.
-            token_by_token: makes each token's result a function of its own position, keys and
-                values alone, whatever else is in the step.
-            first_key: first position that holds something; all tokens are at this or behind.
+            parts: 2 for keys and values, 1 if keys also serve as values.
+            kv_format: format of the cache; default: plain values in `dtype`.
+            token_by_token: make each token's result depend only on its own position, keys and
+                values, regardless of the rest of the step.
+            first_key: first valid position; all tokens are at or after it.
         """
         self._heads, self._kv_heads, self._head_dim, self._scale, self._softcap = heads
         self._group = self._heads // self._kv_heads
@@ -91,22 +91,22 @@ class PagedAttention:
         )
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
-        """Group the rows of a step; `window` limits how far back a token looks."""
+        """Group the rows of a step; `window` limits how far back a token attends."""
         return self._planner.plan(rows, window)
 
     def plan_whole(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
-        """Plan rows whose tokens attend to all tokens of their row, besides those before."""
+        """Plan rows whose tokens attend to the whole row, and to earlier tokens of the sequence."""
         return self._planner.plan_whole(rows, window)
 
     def attend(
         self, queries: Tensor, cache: Tensor, plan: AttentionPlan, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend from all tokens of the step to the cache, which holds their keys already.
+        """Attend from all tokens of the step; the cache already holds their keys.
 
         Args:
             queries: [tokens, heads, head_dim], rotated
-            cache: [num_blocks, block_size, ...], as the format has it
-            sinks: [heads] float32: a score of each head that takes its share and gives nothing
+            cache: [num_blocks, block_size, ...] in the storage format
+            sinks: [heads] float32: extra softmax scores without a value
 
         Returns:
             [tokens, heads * head_dim]
@@ -121,7 +121,7 @@ class PagedAttention:
         held, kv = None, queries
         for part in plan:
             if isinstance(part, TokensOfRow):
-                if part.blocks is not held:  # neighbours begin with the same keys
+                if part.blocks is not held:  # adjacent parts share their first keys
                     held = part.blocks
                     stored = flat.index_select(0, held).view(-1, *self._row)
                     kv = self._read(stored, self._dtype)
@@ -151,7 +151,7 @@ class PagedAttention:
         attn_mask: Tensor | None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Attend from [.., queries, head_dim]; sinks are [.., queries] or as wide as one."""
+        """Attend from [.., queries, head_dim]; sinks are [.., queries] or broadcast from size 1."""
         if self._softcap is None and sinks is None:
             return F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask, is_causal=is_causal, scale=self._scale
@@ -167,7 +167,7 @@ class PagedAttention:
                 cap=self._softcap,
                 sinks=sinks,
             )
-        # The operator that torch's function calls, with the sums beside the averages.
+        # The operator behind torch's function, which also returns the log-sum-exp.
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, 0.0, is_causal, attn_mask=attn_mask, scale=self._scale
         )
@@ -199,27 +199,31 @@ class PagedAttention:
         return self._products(folded, keys, values, sinks=sinks, attn_mask=mask)
 
     def _in_padded_rows(self, queries: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-        """Attend from as many tokens of each row to keys and values [rows, keys, ...]."""
+        """Attend from `count` tokens per row to KV [rows, keys, ...]."""
         rows, count, _ = mask.shape
         folded, _ = self._whole(self._folded(queries, rows), None)
         spread = mask.repeat(1, self._group, 1).unsqueeze(1)
         return self._unfolded(self._from_folded(folded, kv, spread, None), count)
 
     def _folded(self, queries: Tensor, rows: int) -> Tensor:
-        """Return queries [rows, kv_heads, group * queries, head_dim]: those of heads that share a
-        KV head lie side by side, so that no key is repeated."""
+        """Return [rows, kv_heads, group * queries, head_dim].
+
+        Queries of heads that share a KV head are adjacent, so no key is repeated.
+        """
         spread = queries.view(rows, -1, self._kv_heads, self._group, self._head_dim)
         return spread.permute(0, 2, 3, 1, 4).reshape(rows, self._kv_heads, -1, self._head_dim)
 
     def _unfolded(self, out: Tensor, count: int) -> Tensor:
-        """Return [rows * count, heads * head_dim], of so many queries of each row."""
+        """Return [rows * count, heads * head_dim], with `count` queries per row."""
         shape = (len(out), self._kv_heads, self._group, count, self._head_dim)
         spread = out[:, :, : self._group * count].reshape(shape)
         return spread.permute(0, 3, 1, 2, 4).reshape(len(out) * count, -1)
 
     def _whole(self, folded: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return queries [.., queries, head_dim] and sinks [.., queries] with what is added to
-        them, in the type that they are computed in."""
+        """Convert queries [.., queries, head_dim] to the compute dtype.
+
+        Queries and sinks [.., queries] are padded to a multiple of `WHOLE_QUERIES` if required.
+        """
         *others, count, dim = folded.shape
         added = -count % WHOLE_QUERIES if self._added_queries else 0
         if not added:
@@ -229,7 +233,7 @@ class PagedAttention:
         return padded, None if sinks is None else F.pad(sinks, (0, added))
 
     def _by_token(self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-        """The products of `_attend_padded` for decodes, with keys that all tokens share."""
+        """Attend as `_attend_padded` does for decodes, with keys shared by all tokens."""
         count = len(queries)
         keys, values = (
             kv[:, i].transpose(0, 1).expand(count, self._kv_heads, len(kv), -1) for i in (0, -1)
@@ -242,8 +246,11 @@ class PagedAttention:
     def _in_one_product(
         self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """The same, with the queries of each head in one product: there are as many as in `mask`,
-        as their number may decide in which order a product adds up."""
+        """Attend as `_by_token` does, with one product per head.
+
+        Queries are padded to the length of `mask`, since their count can determine the summation
+        order.
+        """
         count, shape = len(queries), (self._kv_heads, self._group, len(kv), self._head_dim)
         keys, values = (kv[:, i].transpose(0, 1).unsqueeze(1).expand(shape) for i in (0, -1))
         padded = F.pad(queries, (0, 0, 0, 0, 0, len(mask) - count))
@@ -255,7 +262,7 @@ class PagedAttention:
         return self._kv.read(rows, self._kept, dtype)
 
     def _rows_at_once(self, flat: Tensor, blocks: Tensor) -> int:
-        """Return how many of the rows' blocks, [rows, blocks], to gather together."""
+        """Return how many rows of `blocks`, [rows, blocks], to gather at once."""
         rows = len(blocks)
         if flat.device.type != "cpu":
             return rows
@@ -265,12 +272,12 @@ class PagedAttention:
         return -(-rows // parts)
 
     def _find_widths(self, agreement: BitComparison) -> KeyWidths | None:
-        """Return the numbers of keys beside which tokens have the same bits in any company.
+        """Return the key counts for which tokens get the same bits in any batch.
 
-        If they have them only in a whole number of queries, that is how tokens are computed.
+        Sets the query padding if they do so only in multiples of `WHOLE_QUERIES`.
         """
         if self._dtype != torch.float32 or self._device.type != "cpu":
-            return None  # rounding to 16 bits hides most of what differs
+            return None  # 16-bit rounding hides most differences
         for added in {0: None, -self._group % WHOLE_QUERIES: None}:
             self._added_queries = added
             widths = agreement.key_widths()
@@ -282,7 +289,7 @@ class PagedAttention:
     def _attend_long(
         self, queries: Tensor, flat: Tensor, row: LongRow, sinks: Tensor | None
     ) -> Tensor:
-        """KV heads become the batch axis, over which keys are expanded without a copy."""
+        """Attend with KV heads as the batch axis, over which keys are expanded without a copy."""
         count, kv_heads, dim = row.end - row.first, self._kv_heads, self._head_dim
         kv = flat.index_select(0, row.blocks).view(-1, *self._row)
         kv = self._read(kv[: row.num_keys], self._long_dtype)
@@ -302,12 +309,12 @@ class PagedAttention:
 
 
 def beside_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
-    """Scale averages over keys to what they are beside sinks, in place.
+    """Rescale, in place, averages over keys to include sinks in the softmax.
 
     Args:
         out: [.., head_dim]
-        sums: [..] logarithms of the sums of the exponentials of scores
-        sinks: as wide, or to be spread so: one more score that is not in the sums
+        sums: [..] log-sum-exp of the scores
+        sinks: one additional score each, broadcastable to `sums`
     """
     return out.mul_(sigmoid(sums - sinks).unsqueeze(-1))
 
@@ -323,9 +330,9 @@ def _plain_products(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with scores that may be capped, some of the queries [.., queries, head_dim] at a time.
+    """Attend with optionally capped scores, some queries [.., queries, head_dim] at a time.
 
-    Sinks are [.., queries] or as wide as one.
+    Sinks are [.., queries] or broadcast from size 1.
     """
     num_queries, num_keys = queries.shape[-2], keys.shape[-2]
     at_once = max(1, _MAX_PLAIN_SCORES // (queries.shape[:-2].numel() * num_keys))

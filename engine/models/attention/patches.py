@@ -1,6 +1,7 @@
-"""Paged attention on CPUs by one kernel for prompts and decodes, on processors that can run it.
+"""Paged attention on CPUs by one kernel for both prompts and decodes.
 
-Each token gets the same bits in any step: among any rows, in any chunk of its prompt, as a decode.
+A token gets the same bits in any step: with any other rows, in any chunk of its prompt, or as a
+decode.
 """
 
 import math
@@ -25,27 +26,27 @@ from engine.models.attention.rows import AttentionRows, IntArray, parts_of
 _LINE = 64
 _LOG2_E = math.log2(math.e)
 _SHARED_WORK = 512
-"""Work from which on threads share it."""
+"""Minimum work that is divided among threads."""
 _PACKING = 3
-"""What packing a key costs, as a part of what a query costs that attends to it."""
+"""Cost of packing a key, relative to one query attending to it."""
 
 
 class SharedTasks(msgspec.Struct, frozen=True):
-    """The tasks of a step, as the kernel takes them, and how threads share them."""
+    """Kernel arguments for a step and the division of its tasks among threads."""
 
     shares: int
     addresses: tuple[int, ...]
-    """Of what `held` holds, in the order of the kernel's arguments, as the sizes."""
+    """Addresses of the arrays in `held`; like `sizes`, in the order of the kernel's arguments."""
     sizes: tuple[int, ...]
     held: tuple[Any, ...]
 
 
 def shares_of(work: IntArray, min_work: int) -> IntArray:
-    """Return the first task of each thread's share, and the end, so that work is about even.
+    """Return the first task of each thread's share, and the end, balancing the work.
 
     Args:
-        work: of each task.
-        min_work: total from which on threads share it.
+        work: cost of each task.
+        min_work: minimum total that is divided among threads.
     """
     total = np.cumsum(work)
     threads = min(torch.get_num_threads(), len(total))
@@ -60,7 +61,7 @@ class PatchAttention:
     """Attention for one shape of heads."""
 
     def __init__(self, heads: Heads) -> None:
-        """Prepare for heads of a size that fits the kernel."""
+        """Prepare for heads of a size that the kernel supports."""
         num_heads, num_kv_heads, head_dim, scale, softcap = heads
         self._kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
@@ -68,7 +69,7 @@ class PatchAttention:
         self._scratch = scratch_bytes(self._group, head_dim)
         factor = head_dim**-0.5 if scale is None else scale
         self._unit = factor if softcap is None else 1.0
-        """Of scores when they are weighed: those that are capped are scaled before."""
+        """Scale of scores in the softmax; 1 for capped scores, which are scaled before."""
         self._factors = (
             bits_of(self._unit * _LOG2_E),
             0 if softcap is None else bits_of(softcap),
@@ -77,7 +78,7 @@ class PatchAttention:
         self._memory = np.empty(0, np.uint8)
 
     def plan(self, rows: AttentionRows, window: int | None) -> SharedTasks:
-        """Cut the rows of a step into patches; `window` limits how far back a token looks."""
+        """Cut the rows of a step into patches; `window` limits how far back a token attends."""
         every = np.arange(len(rows.counts))
         patches = np.ascontiguousarray(parts_of(rows, every, tokens_of_patch(self._group)))
         shares = shares_of(np.repeat(self._work(patches, window), self._kv_heads), _SHARED_WORK)
@@ -99,7 +100,7 @@ class PatchAttention:
     def attend(
         self, queries: Tensor, cache: Tensor, plan: SharedTasks, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend as `engine.models.attention.interface` says."""
+        """Attend as specified in `engine.models.attention.interface`."""
         out = torch.empty(
             queries.shape[0], queries.shape[1] * queries.shape[2], dtype=queries.dtype
         )
@@ -117,7 +118,7 @@ class PatchAttention:
         return out
 
     def _work(self, patches: IntArray, window: int | None) -> IntArray:
-        """Return about how long each patch takes, in queries that attend to a key."""
+        """Return the approximate cost of each patch, in query-key pairs."""
         position, count = patches[:, 2], patches[:, 3]
         keys = position + count
         if window is not None:
@@ -125,7 +126,7 @@ class PatchAttention:
         return keys * (count * self._group + _PACKING)
 
     def _lines(self, shares: int) -> tuple[Any, int]:
-        """Return scratch memory and its first address that is a multiple of a cache line."""
+        """Return scratch memory and its first cache-line-aligned address."""
         size = shares * self._scratch + _LINE
         if len(self._memory) < size:
             self._memory = np.empty(size, np.uint8)

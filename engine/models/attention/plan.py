@@ -1,7 +1,6 @@
-"""Which rows of a step attend together; decided once per step, not per layer.
+"""Decides, once per step, which rows attend together.
 
-Rows of a batch are put into groups of similar shape, so that a step costs few calls and little
-padding.
+Rows of a batch are grouped by similar shape, which limits both calls and padding.
 """
 
 from collections.abc import Iterator
@@ -23,11 +22,11 @@ from engine.models.attention.rows import (
 )
 
 TOKENS_AT_ONCE = 64
-"""Maximum tokens of one such call, which bounds its memory."""
+"""Maximum tokens per call, which bounds its memory."""
 _ONE_PRODUCT = 32
-"""Tokens of a row from which on one product, padded to `TOKENS_AT_ONCE`, is faster than many."""
+"""Minimum tokens of a row for which one product, padded to `TOKENS_AT_ONCE`, is faster."""
 WHOLE_QUERIES = 4
-"""A multiple of so many queries is added up in one order by products that treat the last apart."""
+"""Products that treat remainder queries differently sum multiples of this count in one order."""
 
 
 class PaddedGroup(msgspec.Struct, frozen=True):
@@ -36,9 +35,10 @@ class PaddedGroup(msgspec.Struct, frozen=True):
     num_rows: int
     num_queries: int
     tokens: Tensor | None
-    """[rows * queries] token of each padded query; None if the group is the batch as it is."""
+    """[rows * queries] token of each padded query; None if the group is the whole batch in
+    order."""
     valid: Tensor | None
-    """[new tokens] index of the queries that are not padding; None if none is."""
+    """[new tokens] indices of queries that are not padding; None without padding."""
     blocks: Tensor
     """[rows * blocks]"""
     mask: Tensor
@@ -46,15 +46,15 @@ class PaddedGroup(msgspec.Struct, frozen=True):
 
 
 class TokensOfRow(msgspec.Struct, frozen=True):
-    """Tokens of one row, each of which attends to as many keys as its position has."""
+    """Tokens of one row whose key counts are derived from their positions."""
 
     first: int
     end: int
     blocks: Tensor
-    """Those of the row's last tokens: neighbours have the same tensor."""
+    """Shared with other parts of the row that start at the same block."""
     mask: Tensor
-    """[tokens, 1, 1, keys], added to the scores; [queries, keys] for one product of all tokens, and
-    of copies of the last one behind them."""
+    """[tokens, 1, 1, keys], added to the scores; or [queries, keys] for one product of all tokens,
+    padded with copies of the last one."""
 
 
 class LongRow(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ AttentionPlan = list[PaddedGroup | LongRow | TokensOfRow]
 
 
 class AttentionPlanner:
-    """Plans steps for one number of query heads per KV head."""
+    """Plans steps for a fixed number of query heads per KV head."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class AttentionPlanner:
         has_chunks: bool = False,
         first_key: int = 0,
     ) -> None:
-        """Prepare; masks come in `dtype`, those of long rows in `long_dtype`.
+        """Create a planner; masks have `dtype`, those of long rows `long_dtype`.
 
-        `token_by_token` makes each token's result a function of its own position, keys and values
-        alone, whatever else is in the step. `one_product` says that one product of
-        `TOKENS_AT_ONCE` tokens keeps that, `key_widths` that one of any multiple of
-        `WHOLE_QUERIES` does, and between which numbers of keys nothing differs; `shares_calls`
-        that one of a `PaddedGroup` does so, too. `has_chunks` as in `ModelSpec`. Positions before
-        `first_key` hold nothing, and all tokens come behind them.
+        `token_by_token` makes each token's result depend only on its own position, keys and values,
+        regardless of the rest of the step. The following preserve that: `one_product` allows one
+        product of `TOKENS_AT_ONCE` tokens; `key_widths` allows products of any multiple of
+        `WHOLE_QUERIES` and lists the interchangeable key counts; `shares_calls` allows one product
+        per `PaddedGroup`. `has_chunks` is as in `ModelSpec`. Positions before `first_key` are
+        empty; all tokens come after them.
         """
         self._has_chunks = has_chunks
         self._token_by_token = token_by_token
@@ -109,7 +109,7 @@ class AttentionPlanner:
         self._device = device
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
-        """Group the rows of a step; `window` limits how far back a token looks."""
+        """Group the rows of a step; `window` limits how far back a token attends."""
         if self._token_by_token:
             return list(self._by_token(rows, window))
         first_block = self._first_seen(rows.starts, window) // rows.block_size
@@ -127,7 +127,7 @@ class AttentionPlanner:
         return plan
 
     def plan_whole(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
-        """Plan rows whose tokens attend to all tokens of their row, besides those before."""
+        """Plan rows whose tokens attend to the whole row, and to earlier tokens of the sequence."""
         plan: AttentionPlan = []
         size = rows.block_size
         first_seen = self._first_seen(rows.starts, window)
@@ -150,7 +150,7 @@ class AttentionPlanner:
         return plan
 
     def _first_seen(self, positions: IntArray, window: int | None) -> IntArray:
-        """Return the first position that tokens at these positions attend to."""
+        """Return the first position that each of these positions attends to."""
         if window is None:
             return np.zeros_like(positions)
         if self._has_chunks:
@@ -160,18 +160,18 @@ class AttentionPlanner:
     def _key_blocks(
         self, positions: IntArray, block_size: int, step: int, window: int | None
     ) -> tuple[IntArray, IntArray]:
-        """Return the first block that each position attends to, and how many, in steps."""
+        """Return each position's first block, and its block count, a multiple of `step`."""
         first = self._first_seen(positions, window) // block_size
         return first, -(-(positions // block_size - first + 1) // step) * step
 
     def _by_token(
         self, rows: AttentionRows, window: int | None
     ) -> Iterator[PaddedGroup | TokensOfRow]:
-        """Plan so that each token gets the bits that it gets by itself.
+        """Plan so that each token gets the same bits as when computed alone.
 
-        The shape of its product follows from its position alone, or is one that gives the same
-        bits. Tokens share a call if they have equally many keys, in steps of `STEP`: decodes of all
-        rows, and neighbours within a row; or numbers of keys that are alike.
+        A token's product has a shape that depends only on its position, or one that gives the same
+        bits. Tokens share a call if their key counts are equal after rounding up to `STEP` (decodes
+        of all rows, and neighbours within a row) or interchangeable.
         """
         yield from self._decode_groups(rows, window)
         several = rows.counts > 1
@@ -199,8 +199,10 @@ class AttentionPlanner:
     def _alike_rows(
         self, rows: AttentionRows, widths: KeyWidths, window: int | None
     ) -> tuple[IntArray, tuple[IntArray, IntArray]]:
-        """Return the short rows whose tokens all have numbers of keys that are alike, and of every
-        row the first block that it attends to and how many."""
+        """Return the short rows whose tokens all have interchangeable key counts.
+
+        Also returns the first block and the block count of every row.
+        """
         size = rows.block_size
         step = max(1, FINE_STEP // size)
         first, fewest = self._key_blocks(rows.starts, size, step, window)
@@ -236,7 +238,7 @@ class AttentionPlanner:
                 )
 
     def _sharing(self, keys: IntArray) -> Iterator[IntArray]:
-        """Yield which decodes share a call, by how many keys each has to have."""
+        """Yield groups of decodes that share a call, given the key count of each."""
         rest = keys
         if self._key_widths is not None:
             alike = self._key_widths.are_alike(keys)
@@ -247,13 +249,13 @@ class AttentionPlanner:
             yield np.flatnonzero(keys == each)
 
     def _mask_of_tokens(self, positions: IntArray, keys: IntArray, window: int | None) -> Tensor:
-        """Return the mask of neighbours, as `TokensOfRow` has it."""
+        """Return the mask of adjacent tokens, as in `TokensOfRow`."""
         queries = len(positions)
         if self._key_widths is not None:
             queries = -(-queries // WHOLE_QUERIES) * WHOLE_QUERIES
         elif self._one_product and queries >= _ONE_PRODUCT:
             queries = TOKENS_AT_ONCE
-        else:  # each has a product of its own
+        else:  # one product per token
             return self._mask(positions[:, None], keys[None], window, self._dtype).unsqueeze(1)
         padded = np.minimum(np.arange(queries), len(positions) - 1)
         return self._mask(positions[None, padded], keys[None], window, self._dtype).squeeze(0)
@@ -325,7 +327,7 @@ class AttentionPlanner:
     def _mask(
         self, queries: IntArray, keys: IntArray, window: int | None, dtype: torch.dtype
     ) -> Tensor:
-        """Return [rows, queries, keys] from the positions [rows, queries] and [rows, keys]."""
+        """Return a mask [rows, queries, keys] from positions [rows, queries] and [rows, keys]."""
         query, key = self._tensor(queries).unsqueeze(2), self._tensor(keys).unsqueeze(1)
         hidden = key > query
         if window is not None:

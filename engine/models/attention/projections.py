@@ -1,9 +1,9 @@
-"""From a layer's states to queries, and to what the KV cache keeps of each token.
+"""Projections from a layer's states to queries and to the KV cache's contents.
 
-Most models keep keys and values of some heads. Multi-head latent attention (DeepSeek-V2, arXiv
-2405.04434) keeps one vector for all heads: a latent, of which each head would make its keys and
-values by a product, and a key that is rotated. Here queries and results go through those products
-instead, so that attention has a single key a token, which is the value besides.
+Most models cache keys and values per head. Multi-head latent attention (DeepSeek-V2, arXiv
+2405.04434) caches one vector for all heads: a latent, from which each head would project its keys
+and values, and a rotated key. Here queries and results go through those projections instead, so
+attention has a single key per token, which is also its value.
 """
 
 from typing import NamedTuple
@@ -21,26 +21,26 @@ from engine.models.step import FinalTokens, ForwardContext, ImageTokens
 
 
 class LayerPlace(NamedTuple):
-    """What a layer's attention takes of a step."""
+    """Which of a step's tensors a layer's attention uses."""
 
     window: int | None
-    """Sliding window, which says which of the step's plans."""
+    """Sliding window; selects the step's attention plan."""
     rope: int | None
-    """Index of the model's rotary table; None for a layer without positions."""
+    """Index of the model's rotary table; None for a layer without positional encoding."""
     group: int = 0
-    """The cache group, which has KV blocks of its own."""
+    """Cache group, which has its own KV blocks."""
     is_tempered: bool = False
-    """Whether queries are multiplied by the temperatures of their positions."""
+    """Whether queries are multiplied by position-dependent temperatures."""
 
 
 class SelfAttention(Module):
-    """From normalized states to what a layer's attention adds to the states."""
+    """Maps normalized states to the attention output that is added to the residual."""
 
     sinks: Tensor | None
-    """[heads] float32: scores beside those of the keys, where there are some."""
+    """[heads] float32: extra softmax scores without a value; None if the model has none."""
 
     def __init__(self, place: LayerPlace, kv_format: KvFormat, output: Rows) -> None:
-        """Take what maps attended values [tokens, heads * head_dim] to [tokens, hidden]."""
+        """Initialize from the output projection, [tokens, heads * head_dim] to [tokens, hidden]."""
         super().__init__()
         self.place = place
         self._kv = kv_format
@@ -50,20 +50,20 @@ class SelfAttention(Module):
     def write_and_query(
         self, x: Tensor, cache: Tensor, slots: Tensor, rotated: Rotation | None
     ) -> Tensor:
-        """Store what the cache keeps of states; return queries [tokens, heads, head_dim].
+        """Write the states' cache entries; return queries [tokens, heads, head_dim].
 
         Args:
             x: normalized states [tokens, hidden]
-            cache: this layer's
-            slots: [tokens] where in it each token goes
-            rotated: by the tokens' positions; None in a layer that does not know them
+            cache: this layer's cache
+            slots: [tokens] slot of each token in the cache
+            rotated: rotation factors of the tokens' positions; None without positional encoding
         """
         raise NotImplementedError
 
     def forward(
         self, x: Tensor, cache: Tensor, context: ForwardContext, final: FinalTokens | None
     ) -> Tensor:
-        """Store keys and values, attend; return [tokens, hidden], of final tokens if given some."""
+        """Write keys and values, and attend; return [tokens, hidden] (if given, final tokens)."""
         attended = self._attended(x, cache, context, final)
         return self.o_proj(attended) if attended.shape[0] else x[:0]
 
@@ -75,7 +75,7 @@ class SelfAttention(Module):
         context: ForwardContext,
         final: FinalTokens | None,
     ) -> Tensor:
-        """Add with the last product, where that can."""
+        """Add the attention output to `sums`, fused with the output projection if supported."""
         attended = self._attended(x, cache, context, final)
         return add_to(sums, self.o_proj, attended) if attended.shape[0] else sums
 
@@ -108,7 +108,7 @@ class SelfAttention(Module):
         context: ForwardContext,
         images: ImageTokens,
     ) -> None:
-        """Replace what tokens of images have attended to by what they see of all of them."""
+        """Overwrite image tokens' results with bidirectional attention within their image."""
         if images.whole is None:
             return
         assert context.image_attention is not None, "the model's images have plans of their own"
@@ -120,7 +120,7 @@ class SelfAttention(Module):
 
 
 class HeadProjections(SelfAttention):
-    """Queries, keys and values of heads, fused in that order."""
+    """Queries, keys and values from one projection, in that order."""
 
     def __init__(
         self,
@@ -133,9 +133,9 @@ class HeadProjections(SelfAttention):
         qk_norm: Rows | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Take the parts; `qk_norm` is of [tokens, heads + kv_heads, head_dim].
+        """Initialize from the layers; `qk_norm` normalizes [tokens, heads + kv_heads, head_dim].
 
-        A fused kernel rotates and stores where there is one for the format.
+        Rotation and storing use a fused kernel if one supports the format.
         """
         super().__init__(place, kv_format, output)
         is_plain = isinstance(kv_format, PlainKv) and kv_format.dtype.itemsize == 2
@@ -152,7 +152,7 @@ class HeadProjections(SelfAttention):
     def write_and_query(
         self, x: Tensor, cache: Tensor, slots: Tensor, rotated: Rotation | None
     ) -> Tensor:
-        """Do so with one product for queries, keys and values."""
+        """Project queries, keys and values at once, rotate them, and write keys and values."""
         tokens = x.shape[0]
         qkv = self.qkv_proj(x)
         heads = target = qkv[:, : self._rotated_size].view(tokens, *self._rotated)
@@ -174,7 +174,7 @@ class HeadProjections(SelfAttention):
 
 
 class LatentProjections(SelfAttention):
-    """A latent and a rotated key of each token, and queries of these."""
+    """Caches a latent and a rotated key per token; queries attend to both."""
 
     def __init__(
         self,
@@ -188,15 +188,15 @@ class LatentProjections(SelfAttention):
         output: Rows,
         kv_format: KvFormat,
     ) -> None:
-        """Take the parts; those of a process with some of the heads know only these.
+        """Initialize from the layers; in a tensor-parallel process, those of its own heads.
 
         Args:
-            inputs: from states to queries (or what `queries` makes some of), latent and key.
-            queries: from the first of these to queries, if they are compressed, too.
-            norm: of latents.
-            to_latent: from the part of queries that is not rotated to queries of latents.
-            output: from weighted sums of latents on.
-            kv_format: of the KV cache.
+            inputs: projects states to queries (or to the input of `queries`), latent and key.
+            queries: projects compressed queries to full ones; None if they are not compressed.
+            norm: normalizes latents.
+            to_latent: projects the non-rotated part of queries to the latent space.
+            output: projects weighted sums of latents to states.
+            kv_format: format of the KV cache.
         """
         super().__init__(place, kv_format, output)
         assert spec.latent is not None
@@ -212,7 +212,7 @@ class LatentProjections(SelfAttention):
     def write_and_query(
         self, x: Tensor, cache: Tensor, slots: Tensor, rotated: Rotation | None
     ) -> Tensor:
-        """Do the same with latents and rotated keys; return queries of both."""
+        """Write latents and rotated keys; return queries for both."""
         assert rotated is not None, "a part of each head knows positions"
         spec, tokens, rank = self._latent, x.shape[0], self._latent.rank
         made = self.qkv_a_proj(x)
@@ -234,15 +234,15 @@ class LatentProjections(SelfAttention):
 
 
 class HeadwiseProduct(Module):
-    """A product of each head with weights of its own."""
+    """A per-head product, with separate weights for each head."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Take weights [heads, in, out]."""
+        """Initialize from weights [heads, in, out]."""
         super().__init__()
         self.weight = weight_of(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [rows, heads * width] to [rows, heads * out]; the first `in` of a width count."""
+        """Map [rows, heads * width] to [rows, heads * out], using the first `in` of each width."""
         heads, used, _ = self.weight.shape
         parts = x.view(x.shape[0], heads, -1)[..., :used].transpose(0, 1)
         return torch.bmm(parts, self.weight).transpose(0, 1).reshape(x.shape[0], -1)

@@ -11,22 +11,22 @@ from engine.models.spec import RopeSpec, TemperatureSpec
 from engine.models.weights import rotated_dims
 
 Rotation = tuple[Tensor, Tensor]
-"""Factors of `engine.kernels.reference.rotate`, each [tokens, 1, head_dim]."""
+"""Cosines and signed sines for `engine.kernels.reference.rotate`, each [tokens, 1, head_dim]."""
 
 
 class Rotary(Module):
-    """A table of the angles of all positions."""
+    """Lookup table of the rotation angles of all positions."""
 
     table: Tensor
 
     def __init__(self, table: Tensor, sections: Sequence[int] = ()) -> None:
-        """Take a table from `rotary_table`; sections as in `rotation`."""
+        """Initialize with a table from `rotary_table`; `sections` as in `rotation`."""
         super().__init__()
         self.register_buffer("table", table, persistent=False)
         self.sections = sections
 
     def forward(self, positions: Tensor) -> Rotation:
-        """Return the factors of these positions."""
+        """Return the rotation factors of these positions."""
         return rotation(self.table, positions, self.sections)
 
 
@@ -35,18 +35,18 @@ def rotary_table(
 ) -> Tensor:
     """Return cosines and sines of the angles of all positions below `length`.
 
-    Heads are in the order of `engine.models.weights.rotated_order`.
+    Head dimensions are ordered as in `engine.models.weights.rotated_order`.
 
     Returns:
-        [length, 2, head_dim / 2] in `dtype`. The angles are computed in float32, as the reference
-        implementations do.
+        [length, 2, head_dim / 2] in `dtype`. Angles are computed in float32, as in the reference
+        implementations.
     """
     rotated = rotated_dims(rope, head_dim)
-    # Not rounded up: the exponents are parts of this.
+    # Not rounded up: the exponents are fractions of this.
     frequencies = _inverse_frequencies(rope, int(head_dim * rope.share), length)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     table = torch.stack((angles.cos(), angles.sin()), dim=1) * _attention_scale(rope)
-    # What is not rotated is turned by nothing.
+    # Identity rotation for the remaining dimensions.
     rest = table.new_tensor((1.0, 0.0)).view(1, 2, 1).expand(length, 2, (head_dim - rotated) // 2)
     return torch.cat((table, rest), dim=2).to(dtype).to(device)
 
@@ -55,8 +55,8 @@ def rotation(table: Tensor, positions: Tensor, sections: Sequence[int] = ()) -> 
     """Return the factors of `rotate` for these positions, each [tokens, 1, head_dim].
 
     Args:
-        positions: [tokens], or [parts, tokens] where parts of a head have positions of their own.
-        sections: how many frequencies each part has then.
+        positions: [tokens], or [parts, tokens] if sections of a head have separate positions.
+        sections: number of frequencies per part; only used with [parts, tokens].
     """
     if positions.dim() == 1:
         found = table.index_select(0, positions)
@@ -68,7 +68,7 @@ def rotation(table: Tensor, positions: Tensor, sections: Sequence[int] = ()) -> 
 
 
 def temperatures(spec: TemperatureSpec, length: int, device: torch.device) -> Tensor:
-    """Return by what the queries of all positions below `length` are multiplied, in float32."""
+    """Return the query multipliers of all positions below `length`, in float32."""
     positions = torch.arange(spec.offset, length + spec.offset, dtype=torch.float32)
     table = torch.log1p(torch.floor(positions / spec.step)) * spec.scale + 1
     return table.to(device)
@@ -78,8 +78,8 @@ def _inverse_frequencies(rope: RopeSpec, rotated: int, length: int) -> Tensor:
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "longrope":
-        # The divisors of all positions are alike, so that cached keys stay right as a sequence
-        # grows (LongRoPE, arXiv 2402.13753).
+        # The same divisors for all positions, so cached keys stay valid as a sequence grows
+        # (LongRoPE, arXiv 2402.13753).
         is_long = length > rope.original_max_position_embeddings
         return plain / torch.tensor(rope.long_factor if is_long else rope.short_factor)
     if rope.kind == "linear":
@@ -92,7 +92,7 @@ def _inverse_frequencies(rope: RopeSpec, rotated: int, length: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
-    """Stretch long wavelengths by the factor, keep short ones, blend between (Llama 3.1)."""
+    """Scale long wavelengths by the factor, keep short ones, blend between (Llama 3.1)."""
     turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
     span = rope.high_freq_factor - rope.low_freq_factor
     keep = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
@@ -116,7 +116,7 @@ def _yarn(rope: RopeSpec, plain: Tensor, head_dim: int) -> Tensor:
 
 
 def _attention_scale(rope: RopeSpec) -> float:
-    """Temperature that YaRN and LongRoPE put on queries and keys through the rotation."""
+    """Return the temperature that YaRN and LongRoPE apply to queries and keys via the rotation."""
     if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:

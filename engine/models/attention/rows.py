@@ -1,4 +1,4 @@
-"""The rows of a step, and which of them are of similar shape."""
+"""The rows of a step, grouped by similar shape."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 
 SHORT_ROW = 64
-"""Rows of up to this many new tokens share groups; longer ones get a call of their own."""
+"""Rows with at most this many new tokens can share groups; longer ones get their own call."""
 _FREE_PADDING = 4096
 """Padded key positions below which splitting a group costs more than it saves."""
 _MAX_SCORES = 1 << 22
@@ -17,23 +17,23 @@ _MAX_SCORES = 1 << 22
 
 
 class AttentionRows(msgspec.Struct, frozen=True):
-    """The rows of one step, as attention needs them.
+    """The rows of one step as used by attention.
 
-    Row i attends from positions `starts[i]` to `starts[i] + counts[i] - 1`; its new tokens are
-    the batch's tokens from `first_token[i]` on.
+    Row i attends from positions `starts[i]` to `starts[i] + counts[i] - 1`; its new tokens start at
+    index `first_token[i]` of the batch.
     """
 
     starts: IntArray
     counts: IntArray
     first_token: IntArray
     block_tables: npt.NDArray[np.int32]
-    """[rows, blocks]: unused entries may hold any valid block."""
+    """[rows, blocks]: unused entries can hold any valid block."""
     block_size: int
     other_tables: tuple[npt.NDArray[np.int32], ...] = ()
-    """The block tables of all groups of layers but the first, which are as large."""
+    """Block tables of the cache groups after the first, each of the same shape."""
 
     def of_group(self, group: int) -> "AttentionRows":
-        """Return the rows with the block tables of a group of layers."""
+        """Return the rows with the block tables of a cache group."""
         if group == 0:
             return self
         tables = self.other_tables[group - 1]
@@ -41,7 +41,7 @@ class AttentionRows(msgspec.Struct, frozen=True):
 
 
 def parts_of(rows: AttentionRows, chosen: IntArray, tokens_each: int) -> IntArray:
-    """Cut some rows into parts of up to so many tokens, in their order.
+    """Cut the chosen rows into parts of at most `tokens_each` tokens, in order.
 
     Returns:
         [parts, 4]: row, first token, its position, number of tokens.
@@ -56,7 +56,7 @@ def parts_of(rows: AttentionRows, chosen: IntArray, tokens_each: int) -> IntArra
 
 
 def groups(rows: AttentionRows, num_blocks: IntArray, heads_per_kv: int) -> Iterator[IntArray]:
-    """Yield the rows (ascending) of each group: decodes by length, short rows by shape, others."""
+    """Yield each group's rows: decodes by length, short rows by shape, long rows alone."""
     counts = rows.counts
     single = np.flatnonzero(counts == 1)
     if len(single):
@@ -72,7 +72,7 @@ def groups(rows: AttentionRows, num_blocks: IntArray, heads_per_kv: int) -> Iter
 def by_shape(
     rows: AttentionRows, short: IntArray, num_blocks: IntArray, heads_per_kv: int
 ) -> Iterator[IntArray]:
-    """Yield which short rows are padded to one shape."""
+    """Yield groups of short rows that are padded to one shape."""
     counts = rows.counts
     shape = _log2_up(counts[short]) * 64 + _log2_up(num_blocks[short])
     for key in np.unique(shape):

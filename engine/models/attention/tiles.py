@@ -1,6 +1,6 @@
-"""How the queries of a step are cut into tiles for the attention kernel of CUDA devices.
+"""How the queries of a step are cut into tiles for the CUDA attention kernel.
 
-`engine.kernels.cuda.attention` says what a tile is. Plain arithmetic: no device is needed.
+`engine.kernels.cuda.attention` defines tiles. Plain arithmetic: needs no device.
 """
 
 from typing import NamedTuple
@@ -14,49 +14,49 @@ Tiles = npt.NDArray[np.int32]
 """[tiles, 4]: row, first token, its position, number of tokens."""
 
 _FEWEST_QUERIES = 16
-"""Rows of the smallest product of a device's matrix units."""
+"""Minimum rows of a product on the matrix units."""
 MAX_SPLITS = 32
 _PROGRAMS_EACH = 2
-"""Programs for each of a device's multiprocessors, so that one computes while another waits."""
+"""Programs per multiprocessor, so that one computes while another waits."""
 
 
 class TileShape(NamedTuple):
-    """How large tiles are, and how a program is run that attends from one."""
+    """Tile size and launch parameters of the programs."""
 
     queries: int
-    """Tokens times heads that share a KV head."""
+    """Tokens times heads per KV head."""
     keys: int
-    """Keys that are attended to at once."""
+    """Keys processed at once."""
     num_warps: int
     num_stages: int
 
 
 class TileShapes(NamedTuple):
-    """The tiles of rows with few tokens and of prompts."""
+    """Tile shapes for rows with few tokens and for prompts."""
 
     decodes: TileShape
     prompts: TileShape
 
     @property
     def are_alike(self) -> bool:
-        """Whether a token is computed alike in a decode and in a prompt."""
+        """Whether decodes and prompts use the same tile shape."""
         return self.decodes == self.prompts
 
 
 def next_power_of_two(number: int) -> int:
-    """Return the least power of two that is no less: sizes within a kernel are such."""
+    """Return the smallest power of two >= `number`, as kernel dimensions require."""
     return 1 << (number - 1).bit_length()
 
 
 def tile_shapes(
     group: int, head_dim: int, shared_memory: int, *, batch_invariant: bool
 ) -> TileShapes:
-    """Return the shapes for heads of a model on a device.
+    """Return the tile shapes for a model's heads on a device.
 
     Args:
-        group: query heads that share a KV head.
-        shared_memory: bytes that a program may have.
-        batch_invariant: whether each token is to get the same bits in a decode as in a prompt.
+        group: query heads per KV head.
+        shared_memory: bytes available to a program.
+        batch_invariant: whether a token must get the same bits in a decode and in a prompt.
     """
     least = max(_FEWEST_QUERIES, next_power_of_two(group))
     is_wide = head_dim > 128
@@ -70,25 +70,25 @@ def tile_shapes(
 
 
 def tiles_of(rows: AttentionRows, chosen: IntArray, tokens_each: int) -> Tiles:
-    """Return the tiles of some rows, those with most keys first, as they take longest."""
+    """Return the tiles of the chosen rows, most keys first, since those take longest."""
     parts = parts_of(rows, chosen, tokens_each)
     return np.ascontiguousarray(parts[np.argsort(-parts[:, 2], kind="stable")], dtype=np.int32)
 
 
 def decode_tiles(num_keys: npt.NDArray[np.int32]) -> Tiles:
-    """Return the tiles of a step in which each row has one token, in their order."""
+    """Return the tiles of a step with one token per row, in row order."""
     row = np.arange(len(num_keys), dtype=np.int32)
     return np.stack([row, row, num_keys - 1, np.ones_like(row)], axis=1)
 
 
 def num_splits(programs: int, max_keys: int, keys_at_once: int, multiprocessors: int) -> int:
-    """Return among how many programs the keys of each tile are split.
+    """Return the number of programs among which to split each tile's keys.
 
     Args:
-        programs: that there are without.
-        max_keys: of one tile.
-        keys_at_once: see `TileShape`; each split has twice as many at least.
-        multiprocessors: of the device.
+        programs: number of programs without splitting.
+        max_keys: maximum keys of a tile.
+        keys_at_once: see `TileShape`; each split gets at least twice this.
+        multiprocessors: multiprocessors of the device.
     """
     wanted = -(-_PROGRAMS_EACH * multiprocessors // programs)
     return max(1, min(MAX_SPLITS, wanted, max_keys // (2 * keys_at_once)))

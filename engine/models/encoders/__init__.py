@@ -1,1 +1,1 @@
-"""Encoders, whose tokens attend to later ones: BERT, RoBERTa, XLM-RoBERTa, ModernBERT."""
+"""Bidirectional encoders: BERT, RoBERTa, XLM-RoBERTa, ModernBERT."""

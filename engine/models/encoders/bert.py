@@ -15,12 +15,12 @@ IGNORED = ("embeddings.position_ids", "cls.", "lm_head.", "pooler.")
 
 
 def is_roberta(config: Config) -> bool:
-    """Whether positions are counted from after that of the padding."""
+    """Return whether positions start after the padding token's."""
     return str(config["architectures"][0]).startswith(("Roberta", "XLMRoberta"))
 
 
 def longest(config: Config) -> int:
-    """Return how many tokens there are positions for."""
+    """Return the number of positions."""
     positions = integer(config, "max_position_embeddings")
     return positions - _first_position(config)
 
@@ -33,8 +33,8 @@ def load(config: Config, build: Builder) -> Encoder:
     """Return the encoder of a checkpoint.
 
     Raises:
-        UnsupportedModel: the config asks for something that is not implemented.
-        CheckpointError: the tensors do not fit the config.
+        UnsupportedModel: the config requires something that is not implemented.
+        CheckpointError: the tensors do not match the config.
     """
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise UnsupportedModel("config.json: position_embedding_type must be absolute")
@@ -87,7 +87,7 @@ def _layer(config: Config, build: Builder, prefix: str) -> EncoderLayer:
 
 
 def head(config: Config, build: Builder, labels: int) -> Rows:
-    """Return what makes outputs [rows, labels] of the first tokens' states."""
+    """Return the classifier, from first tokens' states to outputs [rows, labels]."""
     hidden = integer(config, "hidden_size")
     first, second = ("pooler.dense", "classifier")
     if is_roberta(config):

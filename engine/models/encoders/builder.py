@@ -1,4 +1,4 @@
-"""Makes the parts of an encoder from the tensors of a checkpoint."""
+"""Builds the modules of an encoder from the tensors of a checkpoint."""
 
 from functools import partial
 from typing import Any
@@ -18,34 +18,34 @@ Config = dict[str, Any]
 
 
 class Builder:
-    """Makes parts in one type on one device."""
+    """Builds modules in one dtype on one device."""
 
     def __init__(
         self, tensors: Tensors, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
     ) -> None:
-        """Take tensors from `tensors`; if `batch_invariant`, no row depends on the others."""
+        """Read from `tensors`; if `batch_invariant`, no row depends on the others."""
         self.tensors = tensors
         self.dtype = dtype
         self.device = device
         self._batch_invariant = batch_invariant
 
     def copy(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor in new memory."""
+        """Return a copy of a tensor."""
         stored = self.tensors.take(name, *shape)
         return stored.to(device=self.device, dtype=dtype or self.dtype, copy=True)
 
     def linear(self, *names: str, rows: int, width: int, bias: bool = True) -> Rows:
-        """Return products, each [rows, width], side by side."""
+        """Return products with weights [rows, width], with their outputs concatenated."""
         product = self._product(*names, rows=rows, width=width, bias=bias)
         return self._by_rows(product, width, self.dtype)
 
     def flat(self, name: str, rows: int, *shape: int) -> Rows:
-        """Return the product of a weight [rows, *shape] with inputs that are laid out flat."""
+        """Return the product of a weight [rows, *shape] with flattened inputs."""
         weight = self.copy(f"{name}.weight", rows, *shape).view(rows, -1)
         return prepare_linear(weight, self.copy(f"{name}.bias", rows))
 
     def mlp(self, names: tuple[str, str], activation: Rows, sizes: tuple[int, int]) -> Rows:
-        """Return the MLP of products with biases, through the inner of two widths."""
+        """Return an MLP with biases; `sizes` are outer and inner width."""
         width, inner = sizes
         weight = self.copy(f"{names[0]}.weight", inner, width)
         bias = self.copy(f"{names[0]}.bias", inner)
@@ -62,9 +62,9 @@ class Builder:
         *,
         bias: bool,
     ) -> Rows:
-        """Return the MLP of which half of the inner results gates the other.
+        """Return an MLP in which one half of the inner values gates the other.
 
-        These are of one product, or of two side by side.
+        `names`: one fused product or two for the halves, and the output product.
         """
         width, inner = sizes
         rows = 2 * inner // len(names[0])
@@ -73,7 +73,7 @@ class Builder:
             partial(gated, activation=activation),
             self._product(names[1], rows=width, width=inner, bias=bias),
         )
-        # What comes between the products is rounded alike only where it is laid out alike.
+        # As a whole: results between the products depend on their layout.
         return self._by_rows(function, width, self.dtype)
 
     def _product(self, *names: str, rows: int, width: int, bias: bool = True) -> Rows:
@@ -82,7 +82,7 @@ class Builder:
         return prepare_linear(weight, shift)
 
     def _by_rows(self, function: Rows, width: int, dtype: torch.dtype) -> Rows:
-        """Return a function that computes each row by itself, if so wished."""
+        """Return a function that computes each row separately if required."""
         if not self._batch_invariant:
             return function
         return RowBlocks(function, probe_rows(width, dtype))
@@ -110,7 +110,7 @@ class Builder:
 
 
 def activation_of(config: Config, key: str) -> Rows:
-    """Return the activation that a config names.
+    """Return the activation named in a config.
 
     Raises:
         UnsupportedModel: it is unknown.
@@ -152,7 +152,7 @@ def gated(x: Tensor, activation: Rows) -> Tensor:
 
 
 class LayerNorm(Module):
-    """Shifts and scales rows to a mean of zero and a variance of one, then by the weights."""
+    """Normalizes rows to zero mean and unit variance, then applies weights and bias."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
         super().__init__()

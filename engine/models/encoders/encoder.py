@@ -1,7 +1,7 @@
 """The encoder: embeddings and layers over one flat batch of whole sequences, without padding.
 
-Sequences of equal length lie side by side, so that their attention is one call; nothing is kept
-from one step to the next.
+Sequences of equal length are adjacent, so that their attention is one call. No state is kept
+between steps.
 """
 
 from collections.abc import Iterable
@@ -19,20 +19,20 @@ from engine.models.layers import Embedding
 from engine.models.module import Module, Rows
 
 _BLOCK = 256
-"""Queries of a long sequence that attend together, where they see only their neighbours."""
+"""Queries per block in long sequences with local attention."""
 
 
 class SequenceGroup(msgspec.Struct, frozen=True):
-    """Sequences of one length, one after the other in a batch."""
+    """Consecutive sequences of equal length in a batch."""
 
     first: int
-    """Token of the batch at which they begin."""
+    """Index of their first token in the batch."""
     count: int
     length: int
 
 
 class EncoderBatch(msgspec.Struct, frozen=True):
-    """Whole sequences, the shortest first."""
+    """Whole sequences, shortest first."""
 
     token_ids: Tensor
     """[tokens] int64"""
@@ -49,7 +49,7 @@ class EncoderBatch(msgspec.Struct, frozen=True):
 
 
 def groups_of(lengths: list[int]) -> list[SequenceGroup]:
-    """Return the groups of sequences of these lengths, which are in order."""
+    """Group consecutive sequences of equal length."""
     groups: list[SequenceGroup] = []
     first = 0
     for length, members in groupby(lengths):
@@ -60,7 +60,7 @@ def groups_of(lengths: list[int]) -> list[SequenceGroup]:
 
 
 class EncoderLayer(Module):
-    """One layer; a norm stands before each block or after its result is added."""
+    """One layer, with norms before each block or after the residual addition."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class EncoderLayer(Module):
         reach: int | None = None,
         grouping: int = 0,
     ) -> None:
-        """Take the parts.
+        """Initialize from the modules.
 
         Args:
-            qkv: to queries, keys and values, side by side.
-            norm_first: whether norms stand before attention and MLP.
-            rotary: which of the rotary tables; None where positions are embedded.
-            reach: how far a token sees to each side; None for all.
-            grouping: which of the ways to divide a batch says what belongs to a sequence.
+            qkv: projects to queries, keys and values, concatenated.
+            norm_first: whether norms precede attention and MLP.
+            rotary: index of the rotary table; None with embedded positions.
+            reach: distance to which a token attends on each side; None for all.
+            grouping: index of the grouping that defines which tokens attend to each other.
         """
         super().__init__()
         self.attention_norm = attention_norm
@@ -125,7 +125,7 @@ class EncoderLayer(Module):
 
 
 class EncoderLayers(Module):
-    """The layers of an encoder, of text or of images."""
+    """The layers of a text or vision encoder."""
 
     def __init__(self, layers: Iterable[EncoderLayer], final_norm: Rows | None) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class EncoderLayers(Module):
     def forward(
         self, x: Tensor, groupings: list[list[SequenceGroup]], rotations: list[Rotation]
     ) -> Tensor:
-        """Return the last states of embedded tokens, both [tokens, hidden]."""
+        """Return the final states of embedded tokens, both [tokens, hidden]."""
         for layer in cast("Iterable[EncoderLayer]", self.layers):
             rotated = None if layer.rotary is None else rotations[layer.rotary]
             x = layer(x, groupings[layer.grouping], rotated)
@@ -143,7 +143,7 @@ class EncoderLayers(Module):
 
 
 class Encoder(Module, finds_hooks=True):
-    """A model of text on one device; it has no state."""
+    """A text encoder on one device; stateless."""
 
     def __init__(
         self,
@@ -155,11 +155,11 @@ class Encoder(Module, finds_hooks=True):
         layers: EncoderLayers,
         rotary: Iterable[Rotary] = (),
     ) -> None:
-        """Take the weights.
+        """Initialize from the weights.
 
         Args:
             embedding: [vocab, hidden]
-            positions: [positions, hidden], that of a sequence's first token first.
+            positions: [positions, hidden], starting with that of a sequence's first token.
             types: [types, hidden]
         """
         super().__init__()
@@ -170,15 +170,15 @@ class Encoder(Module, finds_hooks=True):
         self.encoder = layers
         self.rotary = nn.ModuleList(rotary)
         self.head: Rows | None = None
-        """From pooled states to outputs of a classifier."""
+        """Classifier, from pooled states to outputs."""
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.word_embeddings.weight.device
 
     def forward(self, batch: EncoderBatch) -> Tensor:
-        """Return the last states of all tokens, [tokens, hidden]."""
+        """Return the final states of all tokens, [tokens, hidden]."""
         x = self.word_embeddings(batch.token_ids)
         if self.token_type_embeddings is not None:
             x += self.token_type_embeddings(batch.types)
@@ -190,7 +190,7 @@ class Encoder(Module, finds_hooks=True):
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, reach: int | None) -> Tensor:
-    """Attend within sequences [count, heads, length, head_dim], as far as `reach` to each side."""
+    """Attend within sequences [count, heads, length, head_dim], up to `reach` on each side."""
     length = queries.shape[2]
     if reach is None or length <= reach + 1:
         return F.scaled_dot_product_attention(queries, keys, values)

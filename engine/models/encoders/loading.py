@@ -1,4 +1,4 @@
-"""From a directory to an encoder and its head."""
+"""Loads an encoder and its head from a directory."""
 
 from pathlib import Path
 from types import ModuleType
@@ -30,13 +30,13 @@ _SERVED = {name + suffix: family for name, family in _FAMILIES.items() for suffi
 
 
 class LoadedEncoder(msgspec.Struct, frozen=True):
-    """An encoder, and what the executor has to know about it."""
+    """An encoder, with its properties needed by the executor."""
 
     encoder: Encoder
     fingerprint: str
     vocab_size: int
     max_model_len: int
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
 
 
 def load_encoder(
@@ -50,8 +50,8 @@ def load_encoder(
     """Load a model.
 
     Raises:
-        UnsupportedModel: its config, or the settings, ask for something that is not implemented.
-        CheckpointError: the weights do not fit the config.
+        UnsupportedModel: the config or settings require something that is not implemented.
+        CheckpointError: the weights do not match the config.
     """
     config = read_config(directory)
     name = (config.get("architectures") or [""])[0]
@@ -81,7 +81,7 @@ def _tensors(directory: Path, settings: ModelConfig, family: Any) -> Tensors:
 
 
 def _type(settings: ModelConfig, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type that is set, else as stored, or float32 where that is faster."""
+    """Return the configured dtype; else as stored, or float32 where that is faster."""
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype]
     slow = device.type == "cpu" and stored.itemsize == 2 and float32_is_faster()

@@ -1,4 +1,4 @@
-"""ModernBERT: rotated positions, norms before attention and MLP; most layers see neighbours."""
+"""ModernBERT: rotary positions, norms before attention and MLP, mostly local attention."""
 
 import torch
 
@@ -16,7 +16,7 @@ IGNORED = ("head.", "decoder.", "classifier.")
 
 
 def longest(config: Config) -> int:
-    """Return how many tokens the model was made for."""
+    """Return the number of positions."""
     return integer(config, "max_position_embeddings")
 
 
@@ -24,8 +24,8 @@ def load(config: Config, build: Builder) -> Encoder:
     """Return the encoder of a checkpoint.
 
     Raises:
-        UnsupportedModel: the config asks for something that is not implemented.
-        CheckpointError: the tensors do not fit the config.
+        UnsupportedModel: the config requires something that is not implemented.
+        CheckpointError: the tensors do not match the config.
     """
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     eps = number(config, "norm_eps", 1e-5)
@@ -50,7 +50,7 @@ def load(config: Config, build: Builder) -> Encoder:
 
 
 def _thetas(config: Config) -> tuple[float, float]:
-    """Return the bases of layers that see everything, and of the others."""
+    """Return the rotary bases of full-attention layers and of local ones."""
     given = config.get("rope_parameters") or {}
     whole = (given.get("full_attention") or {}).get("rope_theta")
     local = (given.get("sliding_attention") or {}).get("rope_theta")
@@ -82,7 +82,7 @@ def _layer(config: Config, build: Builder, index: int) -> EncoderLayer:
             (hidden, inner),
             bias=mlp_bias,
         ),
-        # What comes out of the embeddings is normalized already.
+        # The embeddings are normalized already.
         attention_norm=build.norm(f"{prefix}attn_norm", hidden, eps, bias=norm_bias)
         if index
         else None,
@@ -95,7 +95,7 @@ def _layer(config: Config, build: Builder, index: int) -> EncoderLayer:
 
 
 def head(config: Config, build: Builder, labels: int) -> Rows:
-    """Return what makes outputs [rows, labels] of pooled states."""
+    """Return the classifier, from pooled states to outputs [rows, labels]."""
     hidden, eps = integer(config, "hidden_size"), number(config, "norm_eps", 1e-5)
     norm_bias = bool(config.get("norm_bias"))
     return Chain(

@@ -1,4 +1,4 @@
-"""The tensors of an encoder's checkpoint, taken by name and shape."""
+"""The tensors of an encoder's checkpoint, read by name and shape."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ class StoredTensors:
     """The tensors of safetensors files."""
 
     def __init__(self, directory: Path, embedding: str, prefixes: tuple[str, ...]) -> None:
-        """Open the files; names may begin with one of `prefixes`.
+        """Open the files; names can have one of `prefixes`.
 
         Raises:
             CheckpointError: files cannot be read, or there is no embedding table.
@@ -35,14 +35,14 @@ class StoredTensors:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the embedding table."""
+        """The dtype of the embedding table."""
         return self._dtype
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor; the name may be with or without the model's prefix, or with another.
+        """Return a tensor; the stored name can have the model's prefix, none, or another one.
 
         Raises:
-            CheckpointError: it is not there, or has another shape.
+            CheckpointError: it is missing or has another shape.
         """
         names = (start + name for start in self._starts)
         stored = next((each for each in names if each in self._files.shapes), None)
@@ -58,10 +58,10 @@ class StoredTensors:
         return self._files.tensor(stored)
 
     def finish(self, *ignored: str) -> None:
-        """Check that all other tensors' names have one of these prefixes.
+        """Check that the names of all tensors not taken have one of these prefixes.
 
         Raises:
-            CheckpointError: there is more.
+            CheckpointError: there are others.
         """
         left = [
             name
@@ -75,12 +75,12 @@ class StoredTensors:
             )
 
     def fingerprint(self) -> str:
-        """Digest of the config and of name, shape, type and some bytes of every tensor."""
+        """Return a digest of the config and each tensor's name, shape, dtype and a byte sample."""
         return self._files.fingerprint((self._directory / "config.json").read_bytes())
 
 
 class DummyTensors:
-    """Random tensors that depend on the seed and on their names only."""
+    """Random tensors that depend only on the seed and on their names."""
 
     def __init__(self, directory: Path, seed: int, dtype: torch.dtype) -> None:
         self._config = (directory / "config.json").read_bytes()
@@ -92,12 +92,12 @@ class DummyTensors:
         return drawn(name, shape, self._seed, self.dtype)
 
     def finish(self, *ignored: str) -> None:
-        """There is nothing but what was asked for."""
+        """Do nothing: no tensors exist but those taken."""
 
     def fingerprint(self) -> str:
-        """Digest of the config and the seed."""
+        """Return a digest of the config, seed and dtype."""
         return drawn_fingerprint(self._config, self._seed, self.dtype)
 
 
 Tensors = StoredTensors | DummyTensors
-"""Where the tensors of a model come from."""
+"""Sources of a model's tensors."""

@@ -1,1 +1,1 @@
-"""Models without a family here, as transformers computes them, over the paged KV cache."""
+"""Models without a family, computed by transformers over the paged KV cache."""

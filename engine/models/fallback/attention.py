@@ -1,9 +1,9 @@
-"""Attention of a model of transformers: found out in a trial, then computed over the KV cache.
+"""Attention of a transformers model: recorded in a trial, then computed over the KV cache.
 
-transformers calls one function for every attention layer. In a trial that function notes what it
-is called with; in a step it writes keys and values to the paged cache and attends over that.
-transformers also calls a function for every mask. Ours holds nothing but the window, which some
-classes put into masks only.
+transformers calls one function for every attention layer. In a trial, that function records its
+arguments; in a step it writes keys and values to the paged cache and attends over it. transformers
+also calls a function for every mask. Ours returns only the window, which some classes encode in
+masks alone.
 """
 
 from collections.abc import Sequence
@@ -19,21 +19,21 @@ from engine.models.attention.kv_format import KvFormat
 from engine.models.step import GroupTokens, StepTokens
 
 INTERFACE = "swell"
-"""The name of the function among those that transformers knows."""
+"""Name under which the functions are registered with transformers."""
 _CALLS = "swell_calls"
-"""Attribute of every module of a model: what answers its calls."""
+"""Attribute of every module of a model: its `AttentionCalls`."""
 _WINDOW_DTYPE = torch.int32
-"""Of what stands for a mask; a class that makes masks of its own makes others."""
+"""Dtype of the placeholder masks; masks that a class creates itself have another dtype."""
 _MASKING = ("position_bias", "head_mask", "score_mod", "block_mask", "indices")
-"""Arguments that change what is attended to."""
+"""Arguments that change which keys are attended to."""
 
 
 class CannotAttend(ValueError):
-    """The model attends in a way that the KV cache does not allow."""
+    """The model attends in a way that the KV cache does not support."""
 
 
 class LayerCall(msgspec.Struct, frozen=True):
-    """How one layer attends."""
+    """Parameters of one attention layer."""
 
     module: nn.Module
     heads: int
@@ -47,23 +47,23 @@ class LayerCall(msgspec.Struct, frozen=True):
 
     @property
     def width(self) -> int:
-        """The size of heads that hold both."""
+        """Head size that fits both keys and values."""
         return max(self.key_size, self.value_size)
 
 
 class _Step(NamedTuple):
     tokens: list[StepTokens | GroupTokens]
-    """As each layer sees them."""
+    """Tokens of each layer's cache group."""
     cache: list[Tensor]
 
 
 class AttentionCalls:
-    """Answers the calls of one model's attention layers, which come in the same order always."""
+    """Handles the calls of one model's attention layers, which always come in the same order."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Be asked by all modules of the model."""
+        """Attach to all modules of the model."""
         self.layers: list[LayerCall] = []
-        """In the order of calls; known after a trial."""
+        """In call order; set by a trial."""
         self._step: _Step | None = None
         self._noted: list[LayerCall] = []
         self._next = 0
@@ -75,28 +75,28 @@ class AttentionCalls:
             setattr(module, _CALLS, self)
 
     def begin_trial(self) -> None:
-        """Attend to nothing from now on, and note how a sequence would be attended to."""
+        """Start recording calls; attention returns zeros."""
         self._step, self._noted = None, []
 
     def end_trial(self) -> None:
-        """Take what was noted for how the model attends.
+        """Use the recorded calls as the model's layers.
 
         Raises:
-            CannotAttend: there was no call, or one layer is several.
+            CannotAttend: there was no call, or a layer was called more than once.
         """
         modules = [call.module for call in self._noted]
         if not modules:
             raise CannotAttend("it does not call the attention interface of transformers")
         if len({id(module) for module in modules}) < len(modules):
-            raise CannotAttend("a layer attends several times for a token")
+            raise CannotAttend("a layer attends more than once per token")
         self.layers = self._noted
 
     def serve(self, attention: Attention, kv_format: KvFormat, *, width: int, scale: float) -> None:
-        """Attend by this from now on, whose heads have that size and scores that scale."""
+        """Use this attention from now on, with this head width and score scale."""
         self._attention, self._kv, self._width, self._scale = attention, kv_format, width, scale
 
     def begin(self, tokens: StepTokens, cache: list[Tensor], groups: Sequence[int]) -> None:
-        """Begin a step over the cache, a tensor for each layer, whose cache groups are given."""
+        """Begin a step; `cache` has a tensor per layer, `groups` the cache group of each."""
         parts: tuple[StepTokens | GroupTokens, ...] = (tokens, *tokens.others)
         self._step, self._next = _Step([parts[group] for group in groups], cache), 0
 
@@ -104,7 +104,7 @@ class AttentionCalls:
         """End a step.
 
         Raises:
-            CannotAttend: layers were left out.
+            CannotAttend: some layers were not called.
         """
         self._step = None
         if self._next != len(self.layers):
@@ -122,7 +122,7 @@ class AttentionCalls:
         """Attend from queries [1, heads, tokens, size]; return [1, tokens, heads, size].
 
         Raises:
-            CannotAttend: keys are not those of the tokens, or the layer is not the next.
+            CannotAttend: keys are not those of the tokens, or layers are called out of order.
         """
         if self._step is None:
             if mask is not None:
@@ -133,7 +133,7 @@ class AttentionCalls:
         number, step = self._next, self._step
         call = self.layers[number] if number < len(self.layers) else None
         if call is None or call.module is not module:
-            raise CannotAttend("its layers attend in another order")
+            raise CannotAttend("its layers attend out of order")
         self._next += 1
         cache, tokens, attention = step.cache[number], step.tokens[number], self._attention
         kv = self._kv
@@ -155,7 +155,7 @@ class AttentionCalls:
         return out.to(query.dtype).contiguous()
 
     def _heads(self, states: Tensor) -> Tensor:
-        """Return [tokens, heads, width] of [1, heads, tokens, size]."""
+        """Convert [1, heads, tokens, size] to [tokens, heads, width], padding heads."""
         heads = states.squeeze(0).transpose(0, 1)
         missing = self._width - heads.shape[2]
         return F.pad(heads, (0, missing)) if missing else heads
@@ -169,13 +169,13 @@ def attend(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' functions do, by whatever answers the module's calls.
+    """Attention function for transformers; dispatches to the module's `AttentionCalls`.
 
     Raises:
-        CannotAttend: the model has masks of its own.
+        CannotAttend: the model creates its own masks.
     """
     if attention_mask is not None and attention_mask.dtype != _WINDOW_DTYPE:
-        raise CannotAttend("it makes attention masks of its own")
+        raise CannotAttend("it creates its own attention masks")
     calls: AttentionCalls = getattr(module, _CALLS)
     return calls.attend(module, query, key, value, attention_mask, **options), None
 
@@ -188,13 +188,13 @@ def window_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor:
-    """Return what stands for a mask in `attend`: the window everywhere, 0 if there is none."""
+    """Return a placeholder mask for `attend`, filled with the window, or 0 without one."""
     window = torch.full((1, 1, 1, 1), local_size or 0, dtype=_WINDOW_DTYPE, device=device)
     return window.expand(batch_size, 1, q_length, kv_length)
 
 
 def register() -> None:
-    """Have transformers know `attend` and `window_mask` by the name `INTERFACE`."""
+    """Register `attend` and `window_mask` with transformers as `INTERFACE`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(INTERFACE, attend)
@@ -208,12 +208,12 @@ def _layer_call(
         raise CannotAttend("its keys and values are not those of the tokens")
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise CannotAttend("its tokens see those after them")
+        raise CannotAttend("its attention is not causal")
     masking = [name for name in _MASKING if options.get(name) is not None]
     if masking:
         raise CannotAttend(f"its attention takes {', '.join(masking)}")
     if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
-        raise CannotAttend("its heads of queries do not fit those of keys")
+        raise CannotAttend("its query heads do not match its key heads")
     scale = options.get("scaling")
     return LayerCall(
         module=module,

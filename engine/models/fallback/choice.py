@@ -1,4 +1,4 @@
-"""Whether a model is computed by its family here or as transformers does; knows no torch."""
+"""Whether a model is computed by a family or by transformers; does not import torch."""
 
 from functools import cache
 from pathlib import Path
@@ -15,12 +15,12 @@ Implementation = Literal["swell", "transformers"]
 
 @cache
 def implementation(directory: Path, settings: ModelConfig) -> Implementation:
-    """Return what computes the model: what is set, else its family, else transformers.
+    """Return the implementation: the configured one, else the model's family, else transformers.
 
-    A process reads config.json for this once.
+    Cached: a process reads config.json for this only once.
 
     Raises:
-        UnsupportedModel: config.json holds no JSON object.
+        UnsupportedModel: config.json is not a JSON object.
     """
     if settings.model_impl != "auto":
         return settings.model_impl
@@ -35,10 +35,10 @@ def implementation(directory: Path, settings: ModelConfig) -> Implementation:
 
 
 def check_fallback(config: EngineConfig) -> None:
-    """Refuse settings that need a model of Swell's own, where transformers computes it.
+    """Refuse settings that the transformers fallback does not support.
 
     Raises:
-        UnsupportedModel: naming the settings.
+        UnsupportedModel: names the settings.
     """
     parallel = config.parallel
     asked = {
@@ -53,6 +53,6 @@ def check_fallback(config: EngineConfig) -> None:
     refused = [name for name, is_asked in asked.items() if is_asked]
     if refused:
         raise UnsupportedModel(
-            f"{', '.join(refused)}: not for models that are computed by transformers "
-            "(--model-impl), for want of a family here; families: " + ", ".join(FAMILIES)
+            f"{', '.join(refused)}: not for models computed by transformers "
+            "(--model-impl), which have no built-in family; families: " + ", ".join(FAMILIES)
         )

@@ -1,4 +1,4 @@
-"""A model of transformers in the decoder's place."""
+"""A transformers model behind the decoder interface."""
 
 import inspect
 from typing import Any
@@ -17,18 +17,18 @@ from engine.models.step import StepTokens
 
 
 class TransformersModel:
-    """A causal model in two parts: from tokens to states, and from states to logits.
+    """A causal model split into two parts: tokens to states, and states to logits.
 
-    What a class does after its LM head (scales, caps) stands in its own `forward` only. So that is
-    called for logits, while the part that makes states returns those that are given.
+    Post-processing after the LM head (scales, caps) exists only in the class's `forward`. So
+    `forward` is called for logits, with the state part replaced to return given states.
     """
 
     def __init__(self, model: Any) -> None:
-        """Take a model of transformers; its `forward` is changed."""
+        """Initialize from a model of transformers; replaces its core's `forward`."""
         self.whole = model
-        """The model of transformers."""
+        """The complete transformers model."""
         self.core: Any = _core(model)
-        """The part from tokens to states."""
+        """The submodule that maps tokens to states."""
         self._states_of = self.core.forward
         self._given: Tensor | None = None
         self._made_of: type | None = None
@@ -36,11 +36,11 @@ class TransformersModel:
 
     @property
     def takes_positions(self) -> bool:
-        """Whether it can be told the positions of its tokens."""
+        """Whether the model accepts position ids."""
         return "position_ids" in inspect.signature(self._states_of).parameters
 
     def states(self, token_ids: Tensor, positions: Tensor | None) -> Tensor:
-        """Return states [tokens, hidden] of tokens in a row; without positions, of a sequence."""
+        """Return states [tokens, hidden] of tokens; without positions, of a whole sequence."""
         told = {} if positions is None else {"position_ids": positions.unsqueeze(0)}
         out = self.core(input_ids=token_ids.unsqueeze(0), use_cache=False, return_dict=True, **told)
         self._made_of = type(out)
@@ -48,7 +48,7 @@ class TransformersModel:
         return states[0]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return [rows, vocab] of states [rows, hidden]; some were made before."""
+        """Return logits [rows, vocab] of states [rows, hidden]; call `states` before."""
         assert self._made_of is not None, "states come first"
         self._given = states.unsqueeze(0)
         try:
@@ -66,11 +66,11 @@ class TransformersModel:
 
 
 def _core(model: Any) -> nn.Module:
-    """Return the module that a causal model calls for its states."""
+    """Return the submodule that a causal model calls for its states."""
     called: list[nn.Module] = []
 
     class Found(Exception):
-        """The first module was called."""
+        """The first candidate module was called."""
 
     def note(module: nn.Module, *_: Any) -> None:
         called.append(module)
@@ -87,11 +87,11 @@ def _core(model: Any) -> nn.Module:
     finally:
         for hook in hooks:
             hook.remove()
-    raise ValueError("its states are not made by a part of its own")
+    raise ValueError("no submodule computes its states")
 
 
 class FallbackDecoder(Decoder):
-    """Runs a model of transformers over the KV cache of an engine."""
+    """Runs a transformers model over an engine's KV cache."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class FallbackDecoder(Decoder):
         types: ComputeTypes,
         device: torch.device,
     ) -> None:
-        """Take a model whose attention layers ask `calls`."""
+        """Initialize from a model whose attention layers call `calls`."""
         vocabulary = spec.vocab_size
         super().__init__(
             spec,
@@ -129,7 +129,7 @@ class FallbackDecoder(Decoder):
 
     @property
     def is_recordable(self) -> bool:
-        """False: some of transformers' modules ask the device for values."""
+        """Always false: some transformers modules synchronize with the device."""
         return False
 
     def forward(

@@ -1,4 +1,4 @@
-"""From a directory to a model of transformers that attends over the paged KV cache."""
+"""Loads a transformers model that attends over the paged KV cache."""
 
 import hashlib
 import logging
@@ -41,7 +41,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 class LoadedFallback(msgspec.Struct, frozen=True):
-    """A model, and the digest of its weights."""
+    """A model and the digest of its weights."""
 
     model: FallbackDecoder
     fingerprint: str
@@ -54,18 +54,18 @@ def load_fallback(
     groups: Callable[[ModelSpec], CacheGroups] | None = None,
     kept: KvCacheDtype = "auto",
 ) -> LoadedFallback:
-    """Load a model with transformers, try it, and have it attend over the paged KV cache.
+    """Load a model with transformers, test it, and connect it to the paged KV cache.
 
     Args:
-        directory: has its files.
-        settings: of the model.
-        device: where it computes.
-        groups: says which layers share KV blocks; all do without it.
-        kept: how the KV cache keeps keys and values.
+        directory: contains the checkpoint.
+        settings: settings of the model.
+        device: device the model runs on.
+        groups: assigns layers to cache groups; default: one group.
+        kept: storage format of the KV cache.
 
     Raises:
-        UnsupportedModel: transformers has no class that can be served, or is not installed.
-        CheckpointError: the weights do not fit the config.
+        UnsupportedModel: transformers is not installed or has no class that can be served.
+        CheckpointError: the weights do not match the config.
     """
     raw = read_config(directory)
     model_class = transformers_class(raw)
@@ -77,8 +77,8 @@ def load_fallback(
     quiet.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # whatever a configuration's class makes of a strange file
-        raise refusal(name, f"config.json is not read: {error}") from error
+    except Exception as error:  # configuration classes raise arbitrary exceptions
+        raise refusal(name, f"config.json cannot be read: {error}") from error
     check_class(model_class, config)
     register()
     loaded = _read(directory, model_class, config, settings).to(device).eval()
@@ -97,7 +97,7 @@ def load_fallback(
         "%s is computed by transformers %s (%s): %d attention layers over the paged KV cache",
         name,
         transformers.__version__,
-        "--model-impl transformers" if asked else "no family of ours computes it",
+        "--model-impl transformers" if asked else "no built-in family",
         decoder.spec.num_layers,
     )
     return LoadedFallback(decoder, _fingerprint(directory, settings))
@@ -111,14 +111,14 @@ def _try(
     device: torch.device,
     kept: KvCacheDtype,
 ) -> FallbackDecoder:
-    """Find out how a model attends, and that it says the same over a paged KV cache.
+    """Record how a model attends, and check that the paged KV cache gives the same results.
 
     Raises:
-        CannotAttend, or what the model raises itself: it does not.
+        CannotAttend: the results differ, or the model is unsupported; its exceptions propagate.
     """
     calls, model = AttentionCalls(loaded), TransformersModel(loaded)
     if not model.takes_positions:
-        raise CannotAttend("it cannot be told the positions of tokens")
+        raise CannotAttend("it does not accept the positions of tokens")
     tokens = trial_tokens(loaded.get_input_embeddings().num_embeddings, device)
 
     def decoder(types: ComputeTypes) -> FallbackDecoder:
@@ -134,15 +134,15 @@ def _try(
     exact = ComputeTypes(loaded.dtype, loaded.dtype)
     with narrow_windows(loaded):
         check_parts(decoder(exact), model, loaded, tokens)
-    # Rounding is no reason to doubt a model, and would hide what is one.
+    # Checked with exact types: rounding would hide real differences.
     return decoder(exact._replace(kept=kept))
 
 
 def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig) -> Any:
-    """Return the model of transformers with its weights, on the CPU.
+    """Return the transformers model with its weights, on the CPU.
 
     Raises:
-        CheckpointError: files or tensors are missing, or have other shapes.
+        CheckpointError: files or tensors are missing, or have wrong shapes.
     """
     dtype: Any = "auto" if settings.dtype == "auto" else _DTYPES[settings.dtype]
     if settings.load_format == "dummy":
@@ -163,7 +163,7 @@ def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig)
             use_safetensors=True,
             output_loading_info=True,
         )
-    except Exception as error:  # of many kinds, from several libraries
+    except Exception as error:  # of many types, from several libraries
         raise CheckpointError(f"transformers does not load {directory}: {error}") from error
     problems = [
         f"{kind} {name}"
@@ -184,7 +184,7 @@ def _spec(
     layers: list[LayerCall],
     vocabulary: int,
 ) -> ModelSpec:
-    """Return what all but the layers themselves has to know of the model."""
+    """Return the description of the model used by everything but its layers."""
     text, first = config.get_text_config(), layers[0]
     shapes = {(each.heads, each.kv_heads) for each in layers}
     if len(shapes) > 1:
@@ -193,7 +193,7 @@ def _spec(
         raise CannotAttend("its layers cap scores differently")
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int):
-        raise CannotAttend("config.json does not say how many positions it has")
+        raise CannotAttend("config.json has no max_position_embeddings")
     return ModelSpec(
         architecture=str(raw["architectures"][0]),
         vocab_size=min(vocabulary, text.vocab_size),

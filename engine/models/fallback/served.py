@@ -1,4 +1,4 @@
-"""Which class of transformers a model is, and why some of them cannot be served."""
+"""Maps a model to its transformers class, and refuses classes that cannot be served."""
 
 from typing import Any
 
@@ -6,21 +6,22 @@ from engine.models.spec import UnsupportedModel
 from engine.shared.plugins import install_command
 
 _STATES = ("mamba", "linear_attention", "conv", "recurrent", "recurrence", "lightning", "rwkv")
-"""Words in the types of layers that keep a state of a sequence beside keys and values."""
+"""Substrings of the types of layers that keep recurrent state beside keys and values."""
 _SEEN_LAYERS = {"full_attention", "sliding_attention"}
 _CHANGING_ROPES = {"dynamic", "longrope"}
 _REFUSED = {
-    "Llama4ForCausalLM": "its queries are scaled by the place in a step, not by the position",
-    "RobertaPreLayerNormForCausalLM": "it counts positions from behind its padding token",
+    "Llama4ForCausalLM": "its queries are scaled by index in a step, not by position",
+    "RobertaPreLayerNormForCausalLM": "its positions start after its padding token",
 }
-"""What is wrong with classes whose results differ too little in a trial, or for long sequences."""
+"""Reasons to refuse classes whose errors are too small for the trial or show only in long
+sequences."""
 
 
 def transformers_class(config: dict[str, Any]) -> Any:
-    """Return the class that computes a model, by its decoded config.json.
+    """Return the class that computes a model, given its decoded config.json.
 
     Raises:
-        UnsupportedModel: transformers is not installed, or has no class for it that can be served.
+        UnsupportedModel: transformers is not installed, or has no class that can be served.
     """
     try:
         import transformers
@@ -28,33 +29,33 @@ def transformers_class(config: dict[str, Any]) -> Any:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise UnsupportedModel(
-            f"{_named(config)} is not built in, and the transformers backend, which might compute "
+            f"{_named(config)} is not built in, and the transformers backend, which might support "
             f"it, is not installed: {install_command('transformers')}"
         ) from error
     kind, name = str(config.get("model_type")), _named(config)
     if kind not in CONFIG_MAPPING:
         if "auto_map" in config:
             raise refusal(name, "it needs code from its repository, which is never run")
-        raise refusal(name, f"transformers {transformers.__version__} does not know it")
+        raise refusal(name, f"transformers {transformers.__version__} does not support it")
     if config.get("is_encoder_decoder"):
-        raise refusal(name, "it is an encoder with a decoder")
+        raise refusal(name, "it is an encoder-decoder model")
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if causal is None or causal != name:
         raise refusal(name, _other_purpose(modeling_auto, kind, name))
     if causal.endswith("ForConditionalGeneration"):
-        raise refusal(name, "it is multimodal, and its text model is not a class of its own")
+        raise refusal(name, "it is multimodal, and its text model has no separate class")
     return getattr(transformers, causal)
 
 
 def check_class(model_class: Any, config: Any) -> None:
-    """Refuse what keeps more of a sequence than keys and values, or attends in its own way.
+    """Refuse classes with more state than keys and values, or their own attention.
 
     Args:
-        model_class: of transformers.
+        model_class: class of transformers.
         config: its configuration, an object of transformers.
 
     Raises:
-        UnsupportedModel: saying which.
+        UnsupportedModel: states the reason.
     """
     name, text = model_class.__name__, config.get_text_config()
     if name in _REFUSED:
@@ -70,16 +71,16 @@ def check_class(model_class: Any, config: Any) -> None:
         raise refusal(name, "it does not use the attention interface of transformers")
     for rope in _ropes(text):
         if rope in _CHANGING_ROPES:
-            raise refusal(name, f"its {rope} rotary embedding depends on the longest of a step")
+            raise refusal(name, f"its {rope} rotary embedding depends on the step's longest row")
     if getattr(config, "quantization_config", None) is not None:
-        raise refusal(name, "its checkpoint is quantized, which is read for families only")
+        raise refusal(name, "its checkpoint is quantized, which is only supported for families")
 
 
 def refusal(name: str, reason: str) -> UnsupportedModel:
     """Return the error for a model that neither a family nor transformers can serve."""
     return UnsupportedModel(
-        f"architecture {name} is not supported: there is no family for it (docs/models.md), and "
-        f"as transformers computes it, it cannot be served: {reason}"
+        f"architecture {name} is not supported: it has no family (docs/models.md), and with "
+        f"transformers it cannot be served: {reason}"
     )
 
 
@@ -89,17 +90,17 @@ def _named(config: dict[str, Any]) -> str:
 
 
 def _other_purpose(modeling_auto: Any, kind: str, name: str) -> str:
-    """Say what a model is for, if not for continuing text."""
+    """Return what a model is for, if not for causal language modelling."""
     purposes = {
-        "an encoder with a decoder": "SEQ_TO_SEQ_CAUSAL_LM",
-        "multimodal": "IMAGE_TEXT_TO_TEXT",
+        "an encoder-decoder model": "SEQ_TO_SEQ_CAUSAL_LM",
+        "multimodal; --engine-backend vllm may serve it": "IMAGE_TEXT_TO_TEXT",
         "multimodal, with sound": "SPEECH_SEQ_2_SEQ",
         "an encoder": "MASKED_LM",
     }
     for what, mapping in purposes.items():
         if getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).get(kind) == name:
             return f"it is {what}"
-    return "it is no causal language model of transformers"
+    return "it is not a causal language model of transformers"
 
 
 def _ropes(text: Any) -> list[str]:

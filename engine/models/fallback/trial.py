@@ -1,8 +1,8 @@
-"""What a model says in parts and beside others, compared with what it says of whole sequences.
+"""Compares a model's chunked, batched results with those of whole sequences.
 
-The reference is the library's own attention ("eager"), over sequences longer than any window. A
-model that keeps more of a sequence than keys and values, finds positions in another way than by
-being told them, or attends to other tokens than it has said, says something else.
+The reference is the library's own attention ("eager"), over sequences longer than any window.
+Results differ if a model keeps more state than keys and values, computes positions other than from
+`position_ids`, or attends to other tokens than it has declared.
 """
 
 from collections.abc import Iterator
@@ -20,25 +20,25 @@ from engine.models.fallback.decoder import FallbackDecoder, TransformersModel
 from engine.models.step import StepTokens
 
 _ENDS = ((9, 4), (10, 5), (11, 6), (12, 7))
-"""How far each of the two sequences comes by each step: steps of single tokens follow the first,
-so that even what reaches back by one token is missed by all of them."""
+"""Length of each of the two sequences after each step. All steps after the first are single tokens,
+so that even a state that reaches back by one token is missing in each of them."""
 _WINDOW = 4
-"""Of layers that slide, during the trial: fewer tokens than either sequence has in the end."""
+"""Window of sliding layers during the trial; shorter than both sequences at the end."""
 _BLOCK_SIZE = 4
 _MAX_DIFFERENCE = {torch.float32: 1e-3}
-"""Of the norm of a state; models that are computed right come to 1e-6."""
+"""Maximum relative difference of a state; correct models reach 1e-6."""
 _MAX_ROUNDED = 0.15
-"""The same in 16 bits, where rounding may choose other experts; right ones come to 0.015."""
+"""The same in 16 bits, where rounding can change routed experts; correct models reach 0.015."""
 
 
 def trial_tokens(vocabulary: int, device: torch.device) -> Tensor:
-    """Return the tokens of the first of the sequences."""
+    """Return the tokens of the first sequence."""
     return (torch.arange(_ENDS[-1][0], device=device) * 7 + 3) % vocabulary
 
 
 @contextmanager
 def narrow_windows(loaded: Any) -> Iterator[None]:
-    """Give all layers of a model that slide a window shorter than the trial's sequences."""
+    """Set all sliding windows of a model shorter than the trial's sequences, temporarily."""
     owners = [loaded.config, loaded.config.get_text_config()]
     for module in loaded.modules():
         owners += [module, getattr(module, "config", module)]
@@ -49,7 +49,6 @@ def narrow_windows(loaded: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # What is there twice was narrow already the second time.
         for owner, size in reversed(narrowed):
             owner.sliding_window = size
 
@@ -57,21 +56,21 @@ def narrow_windows(loaded: Any) -> Iterator[None]:
 def check_parts(
     decoder: FallbackDecoder, model: TransformersModel, loaded: Any, tokens: Tensor
 ) -> None:
-    """Compute two sequences whole by the library alone, and again side by side in several steps.
+    """Compute two sequences whole with the library alone, then batched in several steps.
 
     Args:
-        decoder: over the cache, with narrow windows.
-        model: in two parts.
-        loaded: the same, of which attention is changed for a while.
+        decoder: decoder over the cache, with narrow windows.
+        model: the model, split in two.
+        loaded: the same model; its attention is replaced temporarily.
         tokens: the longer of the sequences.
 
     Raises:
-        CannotAttend: the states of steps behind the first are not those of the whole sequences, or
-            a window is longer than they are.
+        CannotAttend: states of steps after the first differ from those of the whole sequences, or a
+            window is longer than the sequences.
     """
     longest = max((window or 0 for window in decoder.spec.windows), default=0)
     if longest > _WINDOW:
-        raise CannotAttend(f"its window of {longest} tokens is longer than what is tried")
+        raise CannotAttend(f"its window of {longest} tokens is longer than the test sequences")
     sequences = [tokens, tokens.flip(0)[: _ENDS[-1][1]]]
     loaded.set_attn_implementation("eager")
     try:
@@ -93,7 +92,7 @@ def check_parts(
     states, wanted = torch.cat(found).float(), torch.stack(expected).float()
     difference = (states - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
     if not float(difference.median()) < _MAX_DIFFERENCE.get(decoder.dtype, _MAX_ROUNDED):
-        raise CannotAttend("computed in parts, and beside others, it says something else")
+        raise CannotAttend("its results in chunks and batches differ from those of whole sequences")
 
 
 def _step(
@@ -103,7 +102,7 @@ def _step(
     ends: tuple[int, ...],
     blocks: int,
 ) -> StepTokens:
-    """Return a step with a row of each sequence, which has its blocks behind those of the other."""
+    """Return a step with a row per sequence; their blocks are consecutive."""
     device = sequences[0].device
     counts = np.subtract(ends, starts)
     tables = np.arange(len(sequences) * blocks, dtype=np.int32).reshape(-1, blocks)

@@ -1,1 +1,1 @@
-"""Model families by maker: what their configs and their tensor names mean."""
+"""Model families by maker: interpretation of their configs and tensor names."""

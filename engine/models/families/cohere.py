@@ -1,4 +1,4 @@
-"""Command R, R+ and R7B, Command A: attention and MLP side by side, behind one LayerNorm."""
+"""Command R, R+ and R7B, Command A: parallel attention and MLP behind one LayerNorm."""
 
 from msgspec.structs import replace
 
@@ -20,7 +20,7 @@ def _spec(config: Config) -> ModelSpec:
     if not is_second:
         return spec
     windows = layer_windows(config, pattern=config.get("sliding_window_pattern") or 4)
-    # Only layers that slide know positions.
+    # Only sliding layers have positional encoding.
     ropes = tuple(
         None if window is None else rope for rope, window in zip(spec.ropes, windows, strict=True)
     )

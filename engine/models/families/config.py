@@ -1,4 +1,4 @@
-"""A decoded config.json over the defaults of its class, which notes the keys that are read."""
+"""A decoded config.json over its class's defaults, which records the keys that are read."""
 
 import json
 import logging
@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 HARMLESS = frozenset(
     (
-        # what a file is of, and what wrote it
+        # provenance of the file
         "_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype",
         "transformers_version", "quantization_config", "unsloth_fixed", "unsloth_version",
         "_attn_implementation", "_attn_implementation_autoset", "_experts_implementation",
-        # read elsewhere, or by nothing that generates text
+        # read elsewhere, or irrelevant for generation
         "bos_token_id", "eos_token_id", "pad_token_id", "is_encoder_decoder", "is_decoder",
         "id2label", "label2id", "problem_type", "num_labels", "classifier_dropout",
         "return_dict", "output_attentions", "output_hidden_states", "use_return_dict",
@@ -25,7 +25,7 @@ HARMLESS = frozenset(
         "add_cross_attention", "cross_attention_hidden_size", "decoder_start_token_id",
         "pruned_heads", "sep_token_id", "tf_legacy_loss", "tie_encoder_decoder", "torchscript",
         "use_bfloat16", "model_max_length", "compression_config", "use_flash_attention",
-        # defaults of sampling, which generation_config.json has today
+        # sampling defaults, now in generation_config.json
         "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample",
         "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
         "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length",
@@ -33,42 +33,42 @@ HARMLESS = frozenset(
         "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty",
         "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p",
         "typical_p",
-        # of training
+        # training
         "initializer_range", "attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout",
         "aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef",
         "router_jitter_noise", "pretraining_tp", "ep_size", "gradient_checkpointing",
-        # how many layers draft tokens
+        # number of draft layers
         "num_mtp_layers", "num_nextn_predict_layers",
     )
 )  # fmt: skip
-"""Keys of which what a model computes does not depend."""
+"""Keys that do not affect the model's computation."""
 
 
 class Config(dict[str, Any]):
-    """Keys of a config.json, or else their defaults."""
+    """The keys of a config.json, or their defaults."""
 
     def __init__(self, values: dict[str, Any], read: set[str] | None = None) -> None:
-        """Take the values; `read` receives the keys that are asked for."""
+        """Initialize from the values; `read` collects the keys that are read."""
         super().__init__(values)
         self.read_keys: set[str] = set() if read is None else read
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, and note that it was asked for."""
+        """Return a value, and record its key as read."""
         self.read_keys.add(key)
         return super().get(key, default)
 
     def __getitem__(self, key: str) -> Any:
-        """Return a value that is there, and note that it was asked for."""
+        """Return an existing value, and record its key as read."""
         self.read_keys.add(key)
         return super().__getitem__(key)
 
     def but(self, **changes: Any) -> "Config":
-        """Return a config with other values, which notes in the same place."""
+        """Return a config with changed values that shares the record of read keys."""
         return Config({**self, **changes}, self.read_keys)
 
 
 def with_defaults(architecture: str, given: dict[str, Any]) -> Config:
-    """Return what a config says, in the class's own names, and its defaults for the rest."""
+    """Return a config with aliases resolved, over the defaults of the class."""
     known = _known(architecture, given)
     aliases = known["aliases"]
     return Config(known["keys"] | {aliases.get(key, key): value for key, value in given.items()})
@@ -77,11 +77,11 @@ def with_defaults(architecture: str, given: dict[str, Any]) -> Config:
 def check_unread(
     architecture: str, given: dict[str, Any], config: Config, ignored: tuple[str, ...]
 ) -> None:
-    """Warn of keys that nothing has read.
+    """Warn about keys that nothing has read.
 
     Args:
         given: the part of config.json that describes the text model.
-        config: the same, of which a family has read what it knows.
+        config: the same, after the family has read its keys.
         ignored: keys that the class of transformers does not read either.
 
     Raises:
@@ -127,13 +127,13 @@ def _known(architecture: str, given: dict[str, Any]) -> dict[str, Any]:
     else:
         name = architecture.replace("ForConditionalGeneration", "ForCausalLM")
     known = _classes().get(name)
-    # Of a plugin's class nothing is known: its family reads what it needs, with its own defaults.
+    # The keys of a plugin's class are unknown: its family reads them with its own defaults.
     return {"keys": {}, "aliases": {}} if known is None else known
 
 
 @cache
 def _classes() -> dict[str, dict[str, Any]]:
-    """Return what scripts/write_family_defaults.py has found out."""
+    """Return the output of scripts/write_family_defaults.py."""
     content: dict[str, dict[str, Any]] = json.loads(
         (Path(__file__).parent / "defaults.json").read_text(encoding="utf-8")
     )

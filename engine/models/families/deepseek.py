@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3, R1 and Kimi K2: latent attention; behind the first layers experts in groups."""
+"""DeepSeek V2, V3, R1 and Kimi K2: latent attention; grouped experts after the first layers."""
 
 from functools import partial
 from math import log
@@ -43,7 +43,7 @@ def _spec(config: Config) -> ModelSpec:
 
 
 def _refuse(config: Config, is_v3: bool) -> None:
-    """Raise UnsupportedModel for what no published model has, naming it."""
+    """Raise UnsupportedModel for settings of no published model, naming them."""
     if config.get("attention_bias") and config.get("q_lora_rank") is None:
         raise UnsupportedModel("config.json: attention_bias needs q_lora_rank")
     if integer(config, "qk_rope_head_dim") % 2:
@@ -67,7 +67,7 @@ def _v2_experts(config: Config) -> MoeSpec:
 
 
 def _scale(latent: LatentSpec, rope: RopeSpec) -> float:
-    """Return the scale of scores; `mscale_all_dim` is put on them and not on what is rotated."""
+    """Return the scale of scores; `mscale_all_dim` applies to scores, not to rotated dimensions."""
     plain = float((latent.plain_size + latent.rotated_size) ** -0.5)
     if not rope.mscale_all_dim or rope.factor <= 1:
         return plain

@@ -1,4 +1,4 @@
-"""ERNIE 4.5: rotary embedding in neighbouring pairs; some versions have experts and an MLP."""
+"""ERNIE 4.5: rotary embedding in adjacent pairs; some versions have experts and a shared MLP."""
 
 from msgspec.structs import replace
 

@@ -12,22 +12,23 @@ __all__ = ["Config", "Family"]
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """Models that are read alike; how their decoder blocks differ is data of their specs."""
+    """Models whose configs and tensors are read alike; their specs describe differences."""
 
     architectures: tuple[str, ...]
-    """As in `architectures` of config.json."""
+    """Values of `architectures` in config.json."""
     spec: Callable[[Config], ModelSpec]
-    """Raises UnsupportedModel, naming the setting that cannot be honoured."""
+    """Raises UnsupportedModel, naming the unsupported setting."""
     weights: Callable[[ModelSpec], WeightMap]
     text_prefixes: tuple[str, ...] = ("model.", "")
-    """Prefixes that names may have where the decoder's have "model."; the first is preferred."""
+    """Possible prefixes of stored names in place of the decoder's "model."; the first is
+    preferred."""
     has_draft_layers: bool = False
-    """Whether checkpoints may have layers behind the last, which draft tokens."""
+    """Whether checkpoints can have draft layers after the last layer."""
     carries_normed: bool = False
-    """Whether such a layer goes on from its own state normalized, as the LM head sees it."""
+    """Whether a draft layer continues from its normalized state, the LM head's input."""
     ignored: tuple[str, ...] = ()
     """Keys of published config.json files that the class of transformers does not read either."""
     reads_as: str = ""
-    """For plugins: the built-in architecture whose keys, defaults and aliases config.json has."""
+    """For plugins: the built-in architecture whose keys, defaults and aliases config.json uses."""
     not_text: tuple[str, ...] = ()
-    """Prefixes of the names of tensors for images and sound, which are not loaded."""
+    """Name prefixes of image and audio tensors, which are not loaded."""

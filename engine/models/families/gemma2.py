@@ -1,4 +1,4 @@
-"""Gemma 2: norms around attention and MLP, capped scores and logits, every other layer slides."""
+"""Gemma 2: norms around attention and MLP, capped scores and logits, every other layer sliding."""
 
 from functools import partial
 
@@ -37,11 +37,11 @@ def gemma_spec(config: Config, rope: RopeSpec) -> ModelSpec:
     """Return what Gemma 2 and 3 have in common.
 
     Raises:
-        UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
+        UnsupportedModel: names the unsupported or missing setting.
     """
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel("config.json: use_bidirectional_attention is not supported")
-    # Older configs have another activation under `hidden_act`, which was never meant.
+    # Older configs have a wrong activation under `hidden_act`.
     activation = read_activation(config, "hidden_activation")
     spec = llama_spec(config.but(hidden_act="silu"), rope=rope)
     return replace(
@@ -55,7 +55,7 @@ def gemma_spec(config: Config, rope: RopeSpec) -> ModelSpec:
 
 
 gemma_weights = partial(named_weights, names=_NAMES)
-"""Returns where each tensor is."""
+"""Returns the location of each tensor."""
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""Gemma 3: one layer in six sees everything; larger versions see images."""
+"""Gemma 3: full attention in one layer of six; larger versions accept images."""
 
 from math import isqrt
 from typing import Any
@@ -27,7 +27,7 @@ _VISION_DEFAULTS: dict[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
-"""Of SigLIP's configuration class in transformers."""
+"""Defaults of SigLIP's configuration class in transformers."""
 
 
 def _spec(config: Config) -> ModelSpec:
@@ -61,7 +61,7 @@ def _vision(config: Config) -> SiglipSpec | None:
     )
     if spec.max_tokens != tokens:
         raise UnsupportedModel(
-            f"config.json: mm_tokens_per_image {tokens} does not suit images of {size} x {size} "
+            f"config.json: mm_tokens_per_image {tokens} does not match images of {size} x {size} "
             f"pixels with patches of {patch} x {patch}"
         )
     return spec

@@ -1,7 +1,7 @@
 """GLM-4 to 4.7: half of each head is rotated.
 
-GLM-4 and GLM-4-0414 rotate neighbouring pairs, and have fused MLP tensors; GLM-4.5 to 4.7 have
-experts behind the first layers, and one MLP beside them.
+GLM-4 and GLM-4-0414 rotate adjacent pairs and have fused MLP tensors; GLM-4.5 to 4.7 have experts
+after the first layers, with a shared MLP.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""GPT-OSS: attention sinks, every other layer slides, experts with biases and bounded gates."""
+"""GPT-OSS: attention sinks, every other layer sliding, experts with biases and bounded gates."""
 
 from functools import partial
 

@@ -1,6 +1,6 @@
-"""Granite 3: Llama with multipliers of embeddings, scores, what is added, and logits.
+"""Granite 3: Llama with multipliers of embeddings, scores, residuals and logits.
 
-Some have experts in every layer, whose tensors are stacked.
+Some have experts in every layer, stored in stacked tensors.
 """
 
 from functools import partial

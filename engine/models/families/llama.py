@@ -1,6 +1,6 @@
-"""Llama 2 to 4, and what has their architecture; of Llama 4 the text model is served.
+"""Llama 2 to 4 and models of the same architecture; only the text model of Llama 4.
 
-Llama 4 attends in chunks, and each token has one expert.
+Llama 4 attends in chunks and routes each token to one expert.
 """
 
 from functools import partial
@@ -55,7 +55,7 @@ def _spec_4(config: Config) -> ModelSpec:
 
 def _experts_4(config: Config, spec: ModelSpec) -> MoeSpec:
     if integer(config, "num_experts_per_tok") != 1:
-        raise UnsupportedModel("config.json: num_experts_per_tok of Llama 4 has to be 1")
+        raise UnsupportedModel("config.json: num_experts_per_tok of Llama 4 must be 1")
     step = integer(config, "interleave_moe_layer_step")
     sparse = config.get("moe_layers")
     if sparse is None:

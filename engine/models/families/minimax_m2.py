@@ -15,7 +15,7 @@ _KNOWN = {
     "use_routing_bias": True,
     "shared_intermediate_size": 0,
 }
-"""Settings of the published models' own code that have one value in all of them."""
+"""Settings of the published models' own code that have the same value in all of them."""
 
 
 def _spec(config: Config) -> ModelSpec:

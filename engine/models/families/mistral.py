@@ -1,4 +1,4 @@
-"""Mistral, Mistral Small 3 and Ministral 3, of which the text models are served; Mixtral."""
+"""Mistral, Mistral Small 3 and Ministral 3 (text models only), and Mixtral."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and MLP, and over all queries; 3 slides in most layers."""
+"""OLMo 2 and 3: norms after attention and MLP, and over all queries; most layers of 3 slide."""
 
 from functools import partial
 

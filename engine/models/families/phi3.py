@@ -1,4 +1,4 @@
-"""Phi 3, 3.5, 4 and 4-mini: fused tensors, LongRoPE, some with heads that are rotated in part."""
+"""Phi 3, 3.5, 4 and 4-mini: fused tensors, LongRoPE, some with partially rotated heads."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Finds the decoder's tensors in checkpoints, for all families: renamed, or cut from others."""
+"""Locates the decoder's tensors in checkpoints, for all families: renamed or sliced from others."""
 
 from collections.abc import Mapping
 
@@ -12,9 +12,9 @@ LLAMA_NAMES: Mapping[str, str] = {
     "mlp_norm": "post_attention_layernorm",
     "router": "gate",
 }
-"""Llama's names (and most others') of tensors that the decoder names differently."""
+"""Llama's (and most families') names of tensors that the decoder names differently."""
 CORRECTED_NAMES = {**LLAMA_NAMES, "correction": "e_score_correction_bias"}
-"""Of models whose experts are chosen by corrected scores."""
+"""Names for models with corrected expert scores."""
 MIXTRAL_NAMES = {
     **LLAMA_NAMES,
     "mlp": "block_sparse_moe",
@@ -22,44 +22,44 @@ MIXTRAL_NAMES = {
     "up_proj": "w3",
     "down_proj": "w2",
 }
-"""Mixtral's, and those of others with its experts."""
+"""Names of Mixtral and other models with its expert layout."""
 
 TEXT_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
-"""Of text models beside an encoder of images."""
+"""Prefixes of the text model in vision-language checkpoints."""
 NOT_TEXT = tuple(
     prefix + part
     for prefix in ("", "model.")
     for part in ("vision_tower.", "vision_model.", "multi_modal_projector.")
 )
-"""Of such encoders."""
+"""Prefixes of the vision encoder in such checkpoints."""
 
 
 def llama_weights(spec: ModelSpec) -> WeightMap:
-    """Return where a checkpoint with Llama's names has each tensor."""
+    """Return the locations of tensors in a checkpoint with Llama's names."""
     return named_weights(spec, LLAMA_NAMES)
 
 
 def named_weights(spec: ModelSpec, names: Mapping[str, str]) -> WeightMap:
-    """Return where each tensor is if some parts of names differ from the decoder's."""
+    """Return the locations of tensors with some name components replaced."""
     return weight_map(spec, lambda name, shape: Source(name=stored_name(name, names), shape=shape))
 
 
 def stored_name(name: str, names: Mapping[str, str]) -> str:
-    """Return a name with the parts between its dots replaced."""
+    """Return a name with its dot-separated components replaced."""
     return ".".join(names.get(part, part) for part in name.split("."))
 
 
 def fused_weights(
     spec: ModelSpec, names: Mapping[str, str], *, qkv: str | None, gate_up: str | None
 ) -> WeightMap:
-    """Return where each tensor is if some are stacked in a common one.
+    """Return the locations of tensors, some of which are stored fused.
 
     Args:
         names: as in `named_weights`.
-        qkv, gate_up: names of the common ones, None if there is none.
+        qkv, gate_up: names of the fused tensors, None if not fused.
     """
     parts: dict[str, tuple[str, int, int]] = {}
-    """By the decoder's name: the common one's, the first row, and how many rows that has."""
+    """Keyed by the decoder's module name: fused name, first row, total rows of the fused tensor."""
     if qkv is not None:
         rows = spec.query_size + 2 * spec.kv_size
         parts["q_proj"] = (qkv, 0, rows)
@@ -93,14 +93,14 @@ def stacked_experts(
     is_transposed: bool = False,
     alternate: bool = False,
 ) -> WeightMap:
-    """Return where each tensor is if those of all experts are stacked in two.
+    """Return the locations of tensors, with those of all experts stacked in two.
 
     Args:
         names: as in `named_weights`.
-        gate_up, down: names of the stacked ones, behind that of the layer's MLP. Biases, where
-            there are some, are named so with an ending.
-        is_transposed: whether inputs lie before outputs in them.
-        alternate: whether gates and what they let pass do, rather than one follow the other.
+        gate_up, down: names of the stacked tensors within the layer's MLP; biases have the suffix
+            `_bias`.
+        is_transposed: whether inputs precede outputs in their shape.
+        alternate: whether gate and up rows alternate, rather than gates preceding ups.
     """
     assert spec.moe is not None
     experts, inner, hidden = spec.moe.num_experts, spec.moe.intermediate_size, spec.hidden_size

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5, with biases on queries, keys and values; Qwen 3, with norms, and experts."""
+"""Qwen 2 and 2.5, with biases on queries, keys and values; Qwen 3, with norms, and its MoE."""
 
 from msgspec.structs import replace
 
@@ -15,7 +15,7 @@ from engine.models.spec import ModelSpec, MoeSpec
 
 
 def qwen_windows(config: Config) -> tuple[int | None, ...]:
-    """Return each layer's window: `use_sliding_window` turns them on, from some layer on."""
+    """Return each layer's window: `use_sliding_window` enables them from `max_window_layers` on."""
     layers, first = integer(config, "num_hidden_layers"), config.get("max_window_layers")
     window, kinds = switched_window(config), config.get("layer_types")
     if kinds is not None:

@@ -1,4 +1,4 @@
-"""Qwen 2 VL and 2.5 VL: a Qwen 2 that sees images, whose tokens have rows and columns."""
+"""Qwen 2 VL and 2.5 VL: Qwen 2 with a vision encoder and row and column positions of images."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _VISION_DEFAULTS: dict[str, Any] = {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": (7, 15, 23, 31),
 }
-"""Of the configuration class of transformers."""
+"""Defaults of Qwen2.5-VL's configuration class in transformers."""
 _FIRST_DEFAULTS: dict[str, Any] = {
     "depth": 32,
     "embed_dim": 1280,
@@ -35,9 +35,9 @@ _FIRST_DEFAULTS: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-"""Of the configuration class of Qwen2-VL."""
+"""Defaults of Qwen2-VL's configuration class in transformers."""
 _EPS = 1e-6
-"""Of all norms of the encoder."""
+"""Epsilon of all norms of the encoder."""
 
 
 def _spec(config: Config) -> ModelSpec:
@@ -60,7 +60,7 @@ def _rope(config: Config) -> RopeSpec:
             given[key] = "default"
     sections = tuple(given.get("mrope_section") or (16, 24, 24))
     if len(sections) != 3:
-        raise UnsupportedModel(f"config.json: mrope_section {sections} has to be three numbers")
+        raise UnsupportedModel(f"config.json: mrope_section {sections} must be three numbers")
     rope = read_rope(config.but(rope_scaling=None, rope_parameters=given))
     return replace(rope, sections=sections)
 
@@ -72,7 +72,7 @@ def _vision(config: Config, text_size: int) -> QwenVisionSpec | None:
     is_first = config["architectures"] == ["Qwen2VLForConditionalGeneration"]
     given = _of_first(own) if is_first else {**_VISION_DEFAULTS, **own}
     if given.get("in_channels", given.get("in_chans", 3)) != 3:
-        raise UnsupportedModel("config.json: in_channels of vision_config has to be 3")
+        raise UnsupportedModel("config.json: in_channels of vision_config must be 3")
     spec = QwenVisionSpec(
         token_id=integer(
             {"image_token_id": config.get("image_token_id", 151655)}, "image_token_id"
@@ -106,7 +106,7 @@ def _vision(config: Config, text_size: int) -> QwenVisionSpec | None:
 
 
 def _of_first(own: dict[str, Any]) -> dict[str, Any]:
-    """Return what a Qwen2-VL says of its encoder, as a Qwen2.5-VL would say it."""
+    """Convert a Qwen2-VL `vision_config` to the keys of Qwen2.5-VL."""
     given = {**_FIRST_DEFAULTS, **own}
     width = integer(given, "embed_dim")
     return {

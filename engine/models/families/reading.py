@@ -1,6 +1,6 @@
-"""Reads config.json, for all families: keys that most of them share.
+"""Reads config.json keys shared by most families.
 
-Both spellings in use are read: `rope_theta` and `rope_scaling` (transformers 4) and
+Both spellings in use are supported: `rope_theta` and `rope_scaling` (transformers 4) and
 `rope_parameters` (transformers 5).
 """
 
@@ -30,13 +30,13 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def llama_spec(config: Config, *, rope: RopeSpec | None = None) -> ModelSpec:
-    """Return the spec of a model that differs in nothing from Llama.
+    """Return the spec of a plain Llama model.
 
     Args:
-        rope: of all layers, if it is not to be read as Llama's.
+        rope: rotary embedding of all layers; default: read as for Llama.
 
     Raises:
-        UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
+        UnsupportedModel: names the unsupported or missing setting.
     """
     heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     layers = integer(config, "num_hidden_layers")
@@ -48,7 +48,7 @@ def llama_spec(config: Config, *, rope: RopeSpec | None = None) -> ModelSpec:
                 f"config.json: partial_rotary_factor {rope.share} is not supported"
             )
     longest = integer(config, "max_position_embeddings")
-    if rope.kind == "yarn":  # such checkpoints state the length before stretching
+    if rope.kind == "yarn":  # such checkpoints specify the length before stretching
         longest = max(longest, int(rope.original_max_position_embeddings * rope.factor))
     return ModelSpec(
         architecture=config["architectures"][0],
@@ -74,17 +74,17 @@ def llama_spec(config: Config, *, rope: RopeSpec | None = None) -> ModelSpec:
 def siglip_spec(
     given: dict[str, Any], *, token_id: int, scale_factor: int, is_gemma: bool = False
 ) -> SiglipSpec:
-    """Return a vision encoder of SigLIP's kind.
+    """Return the spec of a SigLIP vision encoder.
 
     Args:
         given: config.json's `vision_config`, with the defaults of its class.
         token_id, scale_factor, is_gemma: see `SiglipSpec`.
 
     Raises:
-        UnsupportedModel: images have not three channels, or a value is wrong.
+        UnsupportedModel: images do not have three channels, or a value is invalid.
     """
     if given["num_channels"] != 3:
-        raise UnsupportedModel("config.json: num_channels of vision_config has to be 3")
+        raise UnsupportedModel("config.json: num_channels of vision_config must be 3")
     return SiglipSpec(
         token_id=token_id,
         image_size=integer(given, "image_size"),
@@ -104,7 +104,7 @@ def integer(config: dict[str, Any], key: str) -> int:
     """Return a positive integer.
 
     Raises:
-        UnsupportedModel: it is missing, or something else.
+        UnsupportedModel: the value is missing or not a positive integer.
     """
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
@@ -116,7 +116,7 @@ def number(config: dict[str, Any], key: str, default: float) -> float:
     """Return a number.
 
     Raises:
-        UnsupportedModel: it is something else.
+        UnsupportedModel: the value is not a number.
     """
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -125,19 +125,19 @@ def number(config: dict[str, Any], key: str, default: float) -> float:
 
 
 def cap(config: Config, key: str) -> float | None:
-    """Return what values are capped at, None if they are not.
+    """Return the cap on values, or None.
 
     Raises:
-        UnsupportedModel: it is no number.
+        UnsupportedModel: it is not a number.
     """
     return None if config.get(key) is None else number(config, key, 0.0)
 
 
 def read_activation(config: Config, key: str) -> Activation:
-    """Return the activation of the gates.
+    """Return the activation of MLP gates.
 
     Raises:
-        UnsupportedModel: it is none of those that the decoder has.
+        UnsupportedModel: the decoder does not support it.
     """
     name = config.get(key)
     if name not in _ACTIVATIONS:
@@ -148,13 +148,13 @@ def read_activation(config: Config, key: str) -> Activation:
 
 
 def grouped_experts(config: Config, best_of_group: int = 2) -> MoeSpec:
-    """Return experts behind some dense layers, chosen by corrected scores in groups of them.
+    """Return sparse layers after some dense ones, with grouped experts and corrected scores.
 
     Args:
         best_of_group: see `MoeSpec`.
 
     Raises:
-        UnsupportedModel: a number is missing, or the groups do not suit the experts.
+        UnsupportedModel: a number is missing, or the groups do not match the experts.
     """
     layers, size = integer(config, "num_hidden_layers"), integer(config, "moe_intermediate_size")
     dense = number(config, "first_k_dense_replace", 0)
@@ -179,7 +179,7 @@ def grouped_experts(config: Config, best_of_group: int = 2) -> MoeSpec:
     if not suit or moe.groups_per_token > moe.num_groups:
         raise UnsupportedModel(
             f"config.json: n_group {moe.num_groups} and topk_group {moe.groups_per_token} do not "
-            f"suit {moe.num_experts} experts, of which a token has {moe.experts_per_token}"
+            f"fit {moe.num_experts} experts with {moe.experts_per_token} per token"
         )
     return moe
 
@@ -188,7 +188,7 @@ def expert_layers(spec: ModelSpec, config: Config, **options: Any) -> ModelSpec:
     """Return a spec with experts in every layer.
 
     Args:
-        spec: whose `intermediate_size` is that of an expert.
+        spec: its `intermediate_size` is that of an expert.
         options: further fields of `MoeSpec`.
 
     Raises:
@@ -198,7 +198,7 @@ def expert_layers(spec: ModelSpec, config: Config, **options: Any) -> ModelSpec:
         num_experts=integer(config, "num_local_experts"),
         experts_per_token=integer(config, "num_experts_per_tok"),
         intermediate_size=spec.intermediate_size,
-        # Where there is a softmax over the chosen experts' scores it is the same.
+        # Equivalent to a softmax over the chosen experts' scores.
         normalize_weights=True,
         layers=(True,) * spec.num_layers,
         **options,
@@ -207,21 +207,21 @@ def expert_layers(spec: ModelSpec, config: Config, **options: Any) -> ModelSpec:
 
 
 def rotated_layers(config: Config) -> list[Any]:
-    """Return which layers know positions; there may be too few entries."""
-    # Despite their name, 1 stands for a layer that is rotated.
+    """Return which layers have rotary embeddings; there can be too few entries."""
+    # Despite the key's name, 1 means that the layer is rotated.
     stated: list[Any] | None = config.get("no_rope_layers")
     interval, layers = integer(config, "no_rope_layer_interval"), config["num_hidden_layers"]
     return stated or [(layer + 1) % interval != 0 for layer in range(layers)]
 
 
 def layer_windows(config: Config, pattern: int | None = None) -> tuple[int | None, ...]:
-    """Return each layer's window, by `layer_types`.
+    """Return each layer's window from `layer_types`.
 
     Args:
-        pattern: without these, every layer but each so-many-th slides; None if all do.
+        pattern: without `layer_types`, all layers slide except every `pattern`-th; None: all slide.
 
     Raises:
-        UnsupportedModel: the types are unknown, or not one a layer.
+        UnsupportedModel: a type is unknown, or there is not one per layer.
     """
     window, layers = config.get("sliding_window"), integer(config, "num_hidden_layers")
     kinds = config.get("layer_types")
@@ -241,16 +241,16 @@ def layer_windows(config: Config, pattern: int | None = None) -> tuple[int | Non
 
 
 def switched_window(config: Config) -> int | None:
-    """Return the window, if `use_sliding_window` turns it on."""
+    """Return the window if `use_sliding_window` enables it."""
     window: int | None = config.get("sliding_window")
     return window if config.get("use_sliding_window") else None
 
 
 def uniform_windows(config: Config) -> tuple[int | None, ...]:
-    """Return the same window for each layer, as classes do that do not read `layer_types`.
+    """Return the same window for each layer, for classes that do not read `layer_types`.
 
     Raises:
-        UnsupportedModel: `layer_types` asks for something else.
+        UnsupportedModel: `layer_types` specifies anything else.
     """
     layers, window = integer(config, "num_hidden_layers"), config.get("sliding_window")
     kinds = set(config.get("layer_types") or ())
@@ -269,10 +269,10 @@ def read_rope(
 
     Args:
         interleaved: see `RopeSpec`.
-        layer_type: whose parameters are meant, where types of layers have their own.
+        layer_type: the layer type to read, if types have separate parameters.
 
     Raises:
-        UnsupportedModel: it is none of those that the decoder has.
+        UnsupportedModel: the decoder does not support it.
     """
     given = rope_parameters(config)
     if layer_type is not None:
@@ -281,26 +281,26 @@ def read_rope(
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:
-    """Return what a config says of its rotary embeddings, by either name."""
-    # Both are asked for, so that neither counts as not read.
+    """Return a config's rotary parameters, under either name."""
+    # Read both, so that neither counts as unread.
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     return old or new or {}
 
 
 def layered_ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
-    """Return how layers that see everything rotate, and those that slide.
+    """Return the rotary embeddings of full-attention layers and of sliding layers.
 
     Raises:
-        UnsupportedModel: it is none of those that the decoder has.
+        UnsupportedModel: the decoder does not support one of them.
     """
     stated = config.get("rope_parameters") or {}
     if stated and not stated.keys() <= {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(
             "config.json: rope_parameters must name full_attention and sliding_attention"
         )
-    # The length beside the parameters is for those of all layers.
+    # The top-level length only applies to parameters shared by all layers.
     config = config.but(original_max_position_embeddings=None)
-    # Older configs stretch only layers that see everything.
+    # Older configs only stretch full-attention layers.
     whole = {**(stated.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
     local = stated.get("sliding_attention") or {}
     return (
@@ -322,7 +322,7 @@ def _rope(
     known = {key: given[key] for key in _ROPE_KEYS[kind] if given.get(key) is not None}
     own, share = config.get("original_max_position_embeddings"), config.get("partial_rotary_factor")
     longest = integer(config, "max_position_embeddings")
-    # The length beside the parameters comes first, as in transformers.
+    # The top-level length takes precedence, as in transformers.
     original = own or given.get("original_max_position_embeddings") or longest
     if "factor" not in known and kind in ("yarn", "longrope"):
         known["factor"] = longest / original
@@ -363,4 +363,4 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor", "mscale_all_dim"),
 }  # fmt: skip
-"""Fields of `RopeSpec` that a type reads."""
+"""Fields of `RopeSpec` read by each type."""

@@ -1,4 +1,4 @@
-"""Which family serves which architecture."""
+"""Maps architectures to families."""
 
 from functools import cache
 from typing import Any
@@ -54,15 +54,15 @@ _FAMILIES = (
 )
 
 FAMILIES = {architecture: family for family in _FAMILIES for architecture in family.architectures}
-"""By architecture, as in `architectures` of config.json."""
+"""Keyed by `architectures` of config.json."""
 
 _PLUGINS = "swell.model_families"
-"""Entry points are named by architectures, too; none is in place of a family of ours."""
+"""Entry points are named by architecture too; built-in families take precedence."""
 
 
 @cache
 def family_of(architecture: str) -> Family:
-    """Return the family that serves one of `FAMILIES`, or one that a plugin serves.
+    """Return the built-in or plugin family of a supported architecture.
 
     Raises:
         BadPlugin: the plugin cannot be used.
@@ -72,16 +72,16 @@ def family_of(architecture: str) -> Family:
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """Return the architecture by which a model is served.
+    """Return the supported architecture that serves a model.
 
     Raises:
-        UnsupportedModel: there is none, with the list of those that are served.
+        UnsupportedModel: there is none; lists the supported architectures.
     """
     named = config.get("architectures") or []
     names = []
     for name in map(str, named):
         names.append(name)
-        for suffix in ("ForSequenceClassification", "Model"):  # the same without an LM head
+        for suffix in ("ForSequenceClassification", "Model"):  # the same model without an LM head
             if name.endswith(suffix):
                 names.append(name.removesuffix(suffix) + "ForCausalLM")
     for known in names:

@@ -1,4 +1,4 @@
-"""SmolLM 3: every fourth layer does not know positions."""
+"""SmolLM 3: every fourth layer has no positional encoding."""
 
 from msgspec.structs import replace
 

@@ -1,4 +1,4 @@
-"""SmolVLM and Idefics 3: a Llama that sees images through a vision encoder of SigLIP's kind."""
+"""SmolVLM and Idefics 3: a Llama with a SigLIP vision encoder."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from engine.models.families.reading import integer, llama_spec, siglip_spec
 from engine.models.spec import ModelSpec, SiglipSpec, UnsupportedModel
 
 _TEXT_TYPES = (None, "llama", "smolvlm", "idefics3")
-"""Of the text model; without a type of its own it is Llama's."""
+"""Types of text models; Llama if unspecified."""
 _VISION_DEFAULTS: dict[str, Any] = {
     "hidden_size": 1152,
     "intermediate_size": 3072,
@@ -22,7 +22,7 @@ _VISION_DEFAULTS: dict[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
-"""Of both configuration classes of transformers."""
+"""Defaults of both configuration classes in transformers."""
 
 
 def _spec(config: Config) -> ModelSpec:
@@ -46,7 +46,7 @@ def _vision(config: Config) -> SiglipSpec | None:
     )
     if not spec.num_tokens(spec.image_size, spec.image_size):
         raise UnsupportedModel(
-            f"config.json: image_size {spec.image_size} is no multiple of patch_size "
+            f"config.json: image_size {spec.image_size} is not a multiple of patch_size "
             f"{spec.patch_size} times scale_factor {spec.scale_factor}"
         )
     return spec

@@ -1,1 +1,1 @@
-"""Where weights come from: files of several formats, all read by the names of the decoder."""
+"""Weight file formats, all read by the decoder's tensor names."""

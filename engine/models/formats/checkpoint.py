@@ -1,7 +1,7 @@
-"""Where a decoder's tensors come from: a safetensors checkpoint, or a seeded random one.
+"""Sources of a decoder's tensors: a safetensors checkpoint, or seeded random weights.
 
-A checkpoint is compared with the names and shapes that the model needs before anything is read,
-so that a wrong or incomplete one is refused at once with everything that is wrong with it.
+A checkpoint's names and shapes are compared with what the model needs before any tensor is read, so
+a wrong or incomplete one is refused at once, with all problems listed.
 """
 
 from abc import ABC, abstractmethod
@@ -43,27 +43,27 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """The type that most of the tensors are stored in."""
+        """The dtype that most of the tensors are stored in."""
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor; it may be a view of a mapped file, so copy what is kept."""
+        """Return one tensor, possibly a view of a mapped file: copy it to keep it."""
 
     def int4(self, name: str) -> Int4Weights | None:
-        """Return a weight as it is stored in 4 bits; None if it is not, or not in plain groups."""
+        """Return a weight stored in 4 bits; None if it is not, or not in plain groups."""
         return None
 
     def mxfp4(self, name: str) -> Mxfp4Weights | None:
-        """Return a weight as it is stored in blocks of 4-bit floats; None if it is not."""
+        """Return a weight stored in blocks of 4-bit floats; None if it is not."""
         return None
 
     def fingerprint(self) -> str:
-        """Return a digest that is equal for equal weights; empty where they change no token."""
+        """Return a digest that is equal for equal weights; empty if they cannot affect tokens."""
         return ""
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """The tensors of safetensors files, weights that are stored in few bits among them."""
+    """The tensors of safetensors files, including quantized weights."""
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class SafetensorsCheckpoint(Checkpoint):
         """Open the files and compare their tensors with what the model needs.
 
         Args:
-            directory: of the checkpoint.
-            files: have the tensors; default: the directory's.
-            spec: of the model.
-            extra: tensors that are needed besides, by their names there.
-            optional: the same of tensors that may be there.
+            directory: the checkpoint.
+            files: files with the tensors; default: the directory's.
+            spec: the model.
+            extra: additional required tensors, by their stored names.
+            optional: additional optional tensors, by their stored names.
 
         Raises:
             CheckpointError: files or tensors are missing, unexpected or of another shape.
@@ -108,7 +108,7 @@ class SafetensorsCheckpoint(Checkpoint):
         compare(directory, expected, found, redundant=self._redundant(spec, expected))
 
     def _find_quantized(self, directory: Path) -> Layout:
-        """Find the weights that are stored in parts; return the shapes of all that are whole."""
+        """Find the quantized weights; return the shapes of all weights, unquantized."""
         self._quantized: dict[str, StoredWeight] = {}
         if self._scheme is None:
             return self._files.shapes
@@ -123,7 +123,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return shapes | {name: weight.shape for name, weight in self._quantized.items()}
 
     def _redundant(self, spec: ModelSpec, expected: Layout) -> tuple[str, ...]:
-        """Return the endings of names of tensors that may be there and are not needed."""
+        """Return name suffixes of tensors that may be present but are not needed."""
         redundant: tuple[str, ...] = (".rotary_emb.inv_freq",)
         if spec.tie_word_embeddings or spec.num_outputs is not None:
             redundant += ("lm_head.weight",)
@@ -131,7 +131,7 @@ class SafetensorsCheckpoint(Checkpoint):
             biases = [name.removesuffix("weight") + "bias" for name in self._quantized]
             redundant += CACHE_SCALES + tuple(
                 name
-                for name in biases  # some tools add one of zeros to each
+                for name in biases  # some tools add zero biases
                 if name in self._files.shapes
                 and name not in expected
                 and not self._files.tensor(name).any()
@@ -140,27 +140,27 @@ class SafetensorsCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the embedding table.
+        """The dtype of the embedding table.
 
         Raises:
-            CheckpointError: it is not a floating-point type that the engine computes in.
+            CheckpointError: it is not a floating-point dtype that the engine supports.
         """
         return self._files.float_type(self._weights["model.embed_tokens.weight"].name)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor backed by the mapped file, where it is stored as the decoder has it.
+        """Return a tensor, as a view of the mapped file if it is stored in the decoder's layout.
 
         Raises:
-            CheckpointError: the tensors of a quantized weight do not fit each other.
+            CheckpointError: the tensors of a quantized weight are inconsistent.
         """
         packed = self.mxfp4(name)
-        if packed is not None:  # of all experts of a layer in one tensor only this one is expanded
+        if packed is not None:  # expands only one of a layer's stacked experts
             return packed.expanded(self.dtype)
         source = self._weights[name]
         return source.read(self._whole(source.name))
 
     def mxfp4(self, name: str) -> Mxfp4Weights | None:
-        """Return the stored blocks and scales of a weight, if it has such; views where possible."""
+        """Return a weight's MXFP4 blocks and scales, as views if possible; None if not MXFP4."""
         source = self._weights[name]
         stored = self._quantized.get(source.name)
         if stored is None or "blocks" not in stored.names:
@@ -169,10 +169,10 @@ class SafetensorsCheckpoint(Checkpoint):
         return Mxfp4Weights(*(source.rows(part[source.index]) for part in whole))
 
     def int4(self, name: str) -> Int4Weights | None:
-        """Return the stored codes, scales and zero points of a weight, if they have 4 bits.
+        """Return the stored codes, scales and zero points of a 4-bit weight, else None.
 
         Raises:
-            CheckpointError: its tensors do not fit each other.
+            CheckpointError: its tensors are inconsistent.
         """
         source = self._weights[name]
         if source.name not in self._quantized or self.mxfp4(name) is not None:
@@ -197,16 +197,16 @@ class SafetensorsCheckpoint(Checkpoint):
         return expanded(self._opened(name), self._quantized[name].shape, self.dtype)
 
     def has(self, name: str) -> bool:
-        """Whether a tensor is there."""
+        """Return whether a tensor exists."""
         return name in self._weights
 
     def fingerprint(self) -> str:
-        """Digest of the config and of name, shape, type and some bytes of every tensor."""
+        """Return a digest of the config and each tensor's name, shape, dtype and a byte sample."""
         return self._files.fingerprint(self._config)
 
 
 def _with_prefix(weights: WeightMap, prefixes: tuple[str, ...], found: Layout) -> WeightMap:
-    """Return where the tensors of the text model are, which may be a part of a larger one."""
+    """Return the locations of the text model's tensors, which can be part of a larger model."""
     _, embedding = weights["model.embed_tokens.weight"].name.split(".", 1)
     used = next((prefix for prefix in prefixes if prefix + embedding in found), prefixes[0])
 
@@ -214,7 +214,7 @@ def _with_prefix(weights: WeightMap, prefixes: tuple[str, ...], found: Layout) -
         name = source.name
         if name.startswith("model."):
             name = used + name.removeprefix("model.")
-        elif name not in found:  # the head lies beside the model, wherever that is
+        elif name not in found:  # the LM head is beside the model, whatever its prefix
             name = used.removesuffix("model.") + name
         return msgspec.structs.replace(source, name=name)
 
@@ -222,7 +222,7 @@ def _with_prefix(weights: WeightMap, prefixes: tuple[str, ...], found: Layout) -
 
 
 class DummyCheckpoint(Checkpoint):
-    """Random weights that depend on the seed and on each tensor's name only."""
+    """Random weights that depend only on the seed and on each tensor's name."""
 
     def __init__(self, directory: Path, spec: ModelSpec, seed: int, dtype: torch.dtype) -> None:
         self._config = (directory / "config.json").read_bytes()
@@ -232,7 +232,7 @@ class DummyCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the weights are drawn in."""
+        """The dtype that the weights are drawn in."""
         return self._dtype
 
     def tensor(self, name: str) -> Tensor:
@@ -240,5 +240,5 @@ class DummyCheckpoint(Checkpoint):
         return drawn(name, self._layout[name], self._seed, self._dtype)
 
     def fingerprint(self) -> str:
-        """Digest of the config and the seed."""
+        """Return a digest of the config, seed and dtype."""
         return drawn_fingerprint(self._config, self._seed, self._dtype)

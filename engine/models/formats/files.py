@@ -1,7 +1,7 @@
-"""The tensors of safetensors files by their names there, or seeded random ones in their place.
+"""Tensors of safetensors files by their stored names, or seeded random ones instead.
 
-Files are memory-mapped: a tensor that is fetched and copied costs no memory beyond its copy. A
-digest of weights costs little whatever their size: it is of some bytes of every tensor.
+Files are memory-mapped: reading and copying a tensor needs no memory beyond the copy. Digests are
+cheap at any size: they cover a sample of every tensor's bytes.
 """
 
 import hashlib
@@ -22,28 +22,28 @@ from engine.models.weights import Layout, Shape
 
 _MAX_PROBLEMS = 8
 _LENGTH = 32
-"""Digits of digests."""
+"""Hexadecimal digits of digests."""
 _MAX_DRAWN = 16_777_259
-"""Dummy weights of a tensor that are drawn, before they repeat themselves: a prime, so that no two
-rows are alike."""
+"""Maximum distinct dummy weights per tensor before they repeat: a prime, so that no two rows are
+equal."""
 _DUMMY_RANGE = 0.035
 """Half-width of the uniform distribution of dummy weights: a standard deviation of 0.02."""
 _WHOLE_BYTES = 16 * 2**10
-"""Tensors up to this size are read whole."""
+"""Tensors up to this size are hashed completely."""
 _CHUNK_BYTES = 256
 _APART_BYTES = 2**20
-"""A larger one is read in chunks so far apart: processes that hold a part of a model do not read
-the others' parts for it."""
+"""Distance between sampled chunks of larger tensors. Sparse, so that processes with a part of a
+model do not read the others' parts."""
 _MIN_CHUNKS = 4
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class CheckpointError(ValueError):
-    """The checkpoint does not hold the tensors that the model's config asks for."""
+    """The checkpoint does not contain the tensors that the model's config requires."""
 
 
 class TensorFiles:
-    """One `model.safetensors`, or the shards that `model.safetensors.index.json` lists."""
+    """One `model.safetensors`, or the shards listed in `model.safetensors.index.json`."""
 
     def __init__(self, directory: Path) -> None:
         """Open the files.
@@ -53,14 +53,14 @@ class TensorFiles:
         """
         self.shapes: Layout = {}
         self.types: dict[str, str] = {}
-        """As the files name them."""
+        """Dtypes as named in the files."""
         self._files: dict[str, Any] = {}
         for path in weight_files(directory):
             self._open(path)
 
     def _open(self, path: Path) -> None:
         try:
-            with path.open("rb"):  # the library says of every failure that there is no such file
+            with path.open("rb"):  # the library reports every failure as a missing file
                 file: Any = safe_open(path, framework="pt", device="cpu")
         except Exception as error:  # the library raises its own type without a public base
             raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -71,15 +71,15 @@ class TensorFiles:
             self.types[name] = header.get_dtype()
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor as it is stored, a view of the mapped file."""
+        """Return a tensor as stored, a view of the mapped file."""
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
     def float_type(self, name: str) -> torch.dtype:
-        """Return the type of a tensor.
+        """Return the dtype of a tensor.
 
         Raises:
-            CheckpointError: it is not a floating-point type that the engine computes in.
+            CheckpointError: it is not a floating-point dtype that the engine supports.
         """
         stored = self.types[name]
         if stored not in _DTYPES:
@@ -87,7 +87,7 @@ class TensorFiles:
         return _DTYPES[stored]
 
     def fingerprint(self, config: bytes) -> str:
-        """Digest of the config and of name, shape, type and some bytes of every tensor."""
+        """Return a digest of the config and each tensor's name, shape, dtype and a byte sample."""
         described = {name: f"{shape} {self.types[name]}" for name, shape in self.shapes.items()}
         return weights_fingerprint(config, described, self.tensor)
 
@@ -117,11 +117,10 @@ class _Index(msgspec.Struct):
 def compare(
     path: Path, expected: Layout, found: Layout, *, redundant: tuple[str, ...] = ()
 ) -> None:
-    """Refuse weights that are not those of the model.
+    """Check that the found tensors are those of the model.
 
     Args:
-        redundant: endings of names of tensors that some tools store although they follow from
-            others.
+        redundant: name suffixes of derived tensors that some tools store.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape.
@@ -144,13 +143,13 @@ def compare(
 
 
 def some(items: list[str]) -> str:
-    """Return the first items as text, and how many there are besides."""
+    """Return the first items as text, and the number of omitted ones."""
     more = len(items) - _MAX_PROBLEMS
     return "; ".join(items[:_MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def drawn(name: str, shape: Shape, seed: int, dtype: torch.dtype) -> Tensor:
-    """Draw a tensor that depends on the seed and on its name only; norm weights are ones."""
+    """Draw a tensor that depends only on the seed and its name; norm weights are ones."""
     if name.lower().endswith("norm.weight"):
         return torch.ones(shape, dtype=dtype)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -163,7 +162,7 @@ def drawn(name: str, shape: Shape, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def drawn_fingerprint(config: bytes, seed: int, dtype: torch.dtype) -> str:
-    """Digest of the config and the seed, which stands for that of the weights drawn."""
+    """Return a digest of the config, seed and dtype, which determine the drawn weights."""
     return hashlib.sha256(config + f"dummy {seed} {dtype}".encode()).hexdigest()[:_LENGTH]
 
 
@@ -173,8 +172,8 @@ def weights_fingerprint(
     """Return a digest of a model's config and tensors, in hexadecimal.
 
     Args:
-        described: shape and type of every tensor, by name.
-        tensor: returns one of them, stored as any type.
+        described: shape and dtype of every tensor, by name.
+        tensor: returns a tensor by name, in any dtype.
     """
     digest = hashlib.sha256(config)
     for name in sorted(described):
@@ -184,7 +183,7 @@ def weights_fingerprint(
 
 
 def computed_fingerprint(checkpoint: str, quantization: str | None) -> str:
-    """Return the digest of the weights as computed with: rounded ones have another digest."""
+    """Return the digest of the weights used for computation, which quantization changes."""
     if quantization is None:
         return checkpoint
     return hashlib.sha256(f"{checkpoint} {quantization}".encode()).hexdigest()[:_LENGTH]

@@ -1,1 +1,1 @@
-"""Draft heads: a decoder layer that predicts tokens from the states of its model."""
+"""Draft heads: a decoder layer that predicts tokens from its model's states."""

@@ -1,8 +1,8 @@
-"""EAGLE-3 heads (arXiv 2503.01840) as they are published beside the models they are made for.
+"""EAGLE-3 draft heads (arXiv 2503.01840), published separately for their models.
 
-A head takes the states that three layers of the model begin with, joined by a product (`fc`). Its
-layer is one of Llama's, but for attention, which sees the embedding of the token beside the state.
-It may predict a part of the vocabulary only: logit i is then of token i + `d2t[i]`.
+A head takes the input states of three of the model's layers, joined by a product (`fc`). Its layer
+is a Llama layer, except that attention also sees the token's embedding. It can be limited to part
+of the vocabulary: logit i is then that of token i + `d2t[i]`.
 """
 
 from pathlib import Path
@@ -33,18 +33,18 @@ from engine.models.weights import Layout
 _LAYER = "layers.0."
 _NUM_TAPPED = 3
 _ADDED = ("t2d", "rotary_emb.inv_freq")
-"""Endings of names of tensors that follow from others."""
+"""Name suffixes of tensors that are derived from others."""
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:
-    """Whether a config.json is that of such a head."""
+    """Return whether a config.json is that of an EAGLE-3 head."""
     names = [str(name).lower() for name in config.get("architectures") or []]
     kind = config.get("speculators_model_type")
     return kind == "eagle3" or any("eagle3" in name for name in names)
 
 
 def is_other_head(config: dict[str, Any]) -> bool:
-    """Whether it is that of a head which is not read here."""
+    """Return whether a config.json is that of an unsupported kind of draft head."""
     names = [str(name).lower() for name in config.get("architectures") or []]
     known = ("eagle", "medusa", "speculator", "dflash", "mtp")
     found = any(part in name for name in names for part in known)
@@ -52,14 +52,13 @@ def is_other_head(config: dict[str, Any]) -> bool:
 
 
 class Eagle3Spec:
-    """What a head's config.json says, for a model."""
+    """A head's config.json, checked against its model."""
 
     def __init__(self, config: dict[str, Any], target: ModelSpec) -> None:
-        """Read it.
+        """Read the config.
 
         Raises:
-            UnsupportedModel: naming the setting that cannot be honoured, or that does not suit the
-                model.
+            UnsupportedModel: a setting is unsupported or does not match the model; names it.
         """
         config = {**config, **(config.get("transformer_layer_config") or {})}
         _refuse(config, target)
@@ -67,7 +66,7 @@ class Eagle3Spec:
             "LlamaForCausalLM", {**config, "architectures": ["LlamaForCausalLM"]}
         )
         rope = read_rope(config)
-        # Positions are not bounded by what the head was trained for.
+        # Positions are not limited to the head's training length.
         spec = llama_spec(config, rope=rope)
         self.layer = replace(spec, max_position_embeddings=target.max_position_embeddings)
         self.target_hidden = config.get("target_hidden_size") or target.hidden_size
@@ -77,7 +76,7 @@ class Eagle3Spec:
 
 
 def _refuse(config: dict[str, Any], target: ModelSpec) -> None:
-    """Raise UnsupportedModel for what is not computed here, naming it."""
+    """Raise UnsupportedModel for unsupported settings, naming them."""
     known: dict[str, tuple[Any, ...]] = {
         "num_hidden_layers": (1,),
         "parallel_drafting": (None, False),
@@ -96,22 +95,22 @@ def _refuse(config: dict[str, Any], target: ModelSpec) -> None:
     vocabulary = integer(config, "vocab_size")
     if vocabulary != target.vocab_size:
         raise UnsupportedModel(
-            f"the draft head is for a vocabulary of {vocabulary} tokens, the model that is served "
-            f"has one of {target.vocab_size}"
+            f"the draft head has a vocabulary of {vocabulary} tokens, the served model has one of "
+            f"{target.vocab_size}"
         )
     hidden = config.get("target_hidden_size") or config.get("hidden_size")
     if hidden != target.hidden_size:
         raise UnsupportedModel(
-            f"the draft head is for states of {hidden} values, those of the model that is served "
-            f"have {target.hidden_size}"
+            f"the draft head is for states of {hidden} values, but those of the served model have "
+            f"{target.hidden_size}"
         )
 
 
 def _tapped(config: dict[str, Any], target: ModelSpec) -> tuple[int, ...]:
-    """Return after how many layers states are taken.
+    """Return the numbers of layers after which states are tapped.
 
-    Configs count layers before the states, or name layers that they come out of. Nobody takes
-    states after one layer, so that a first number of one tells that layers are named.
+    Configs either count the layers before a state or name the layer that outputs it. Nobody taps
+    states after one layer, so a first number of one implies named layers.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     given = config.get(key) or (config.get("eagle_config") or {}).get(key)
@@ -122,7 +121,7 @@ def _tapped(config: dict[str, Any], target: ModelSpec) -> tuple[int, ...]:
     taken = tuple(number + (given[0] == 1) for number in numbers if isinstance(number, int))
     if len(taken) != _NUM_TAPPED or not 0 <= taken[0] < taken[1] < taken[2] < layers:
         raise UnsupportedModel(
-            f"{key} of the draft head does not suit a model of {layers} layers: {given}"
+            f"{key} of the draft head does not match a model of {layers} layers: {given}"
         )
     return taken
 
@@ -134,7 +133,7 @@ class HeadCheckpoint(Checkpoint):
         """Open the files.
 
         Raises:
-            CheckpointError: there are none, or they cannot be read.
+            CheckpointError: they are missing or cannot be read.
         """
         self._files = TensorFiles(directory)
         self._stored = {
@@ -145,7 +144,7 @@ class HeadCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that most of the tensors are stored in."""
+        """The dtype that most of the tensors are stored in."""
         return self.tensor("fc.weight").dtype
 
     def tensor(self, name: str) -> Tensor:
@@ -162,12 +161,11 @@ def load_eagle3(
     max_model_len: int,
     quantization: Quantization | None,
 ) -> DraftHead:
-    """Load a head for a model, in the types that this is computed in (`types`).
+    """Load a head for a model, with the model's compute types.
 
     Raises:
-        UnsupportedModel: the config asks for something that is not implemented, or the head does
-            not suit the model.
-        CheckpointError: the weights do not fit the config.
+        UnsupportedModel: the config is not supported or does not match the model.
+        CheckpointError: the weights do not match the config.
     """
     head = Eagle3Spec(config, target.spec)
     checkpoint = HeadCheckpoint(directory)
@@ -205,7 +203,7 @@ def load_eagle3(
 
 
 def _tensors(head: Eagle3Spec, found: Layout) -> Layout:
-    """Return the shapes of all tensors of a head; of those that may be absent, if they are not."""
+    """Return the shapes of a head's tensors; optional ones only if present or needed."""
     spec, hidden = head.layer, head.layer.hidden_size
     inner, attention, mlp = spec.intermediate_size, _LAYER + "self_attn.", _LAYER + "mlp."
     expected: Layout = {
@@ -236,7 +234,7 @@ def _tensors(head: Eagle3Spec, found: Layout) -> Layout:
         "embed_tokens.weight": (spec.vocab_size, hidden),
     }
     needed = [] if whole else ["lm_head.weight", "d2t"]
-    if hidden != head.target_hidden:  # the model's own would have another width
+    if hidden != head.target_hidden:  # the model's own have another width
         needed += ["embed_tokens.weight", "lm_head.weight"]
     return expected | {
         name: shape for name, shape in optional.items() if name in found or name in needed
@@ -244,24 +242,24 @@ def _tensors(head: Eagle3Spec, found: Layout) -> Layout:
 
 
 class Eagle3Entry(Module):
-    """What the layer adds to, and what its attention sees: embeddings beside states."""
+    """Computes the layer's residual and attention inputs from embeddings and states."""
 
     def __init__(self, embedding_norm: Rows, state_norm: Rows, *, norms_residual: bool) -> None:
-        """Take the norms; `norms_residual` says whether the layer adds to normalized states."""
+        """Initialize from the norms; with `norms_residual` the residual is normalized too."""
         super().__init__()
         self.input_layernorm = embedding_norm
         self.hidden_norm = state_norm
         self._norms_residual = norms_residual
         self._embedded: Tensor | None = None
-        """Normalized embeddings of the tokens that are computed now."""
+        """Normalized embeddings of the current step's tokens."""
 
     def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Keep embeddings for attention; return what it adds to."""
+        """Store embeddings for `beside`; return the residual."""
         self._embedded = self.input_layernorm(embedded)
         return self.hidden_norm(states) if self._norms_residual else states
 
     def beside(self, states: Tensor) -> Tensor:
-        """Return [tokens, 2 * hidden]: embeddings and states as attention sees them."""
+        """Return the attention input [tokens, 2 * hidden]: embeddings and states concatenated."""
         assert self._embedded is not None, "tokens enter first"
         normed = states if self._norms_residual else self.hidden_norm(states)
         return torch.cat((self._embedded, normed), dim=1)
@@ -270,7 +268,7 @@ class Eagle3Entry(Module):
 def _layer(
     spec: ModelSpec, products: ProductLoader, types: ComputeTypes, enter: Eagle3Entry, norm: Rows
 ) -> DecoderLayer:
-    """Return the layer; `norm` is of what its MLP sees."""
+    """Return the layer; `norm` is applied before its MLP."""
     prefix = _LAYER + "self_attn."
     names = [f"{prefix}{name}_proj" for name in "qkv"]
     qkv_bias = [f"{name}.bias" for name in names] if spec.qkv_bias else []
@@ -301,7 +299,7 @@ def _lm_head(
     token_ids = torch.arange(head.num_logits) + offsets
     vocabulary = head.layer.vocab_size
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocabulary:
-        raise CheckpointError(f"d2t of the draft head names tokens outside of {vocabulary}")
+        raise CheckpointError(f"d2t of the draft head has tokens outside of {vocabulary}")
     if len(set(token_ids.tolist())) < len(token_ids):
-        raise CheckpointError("d2t of the draft head names a token twice")
+        raise CheckpointError("d2t of the draft head has a token twice")
     return Chain(product, DraftVocabulary(token_ids.to(products.device), vocabulary))

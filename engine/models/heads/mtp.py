@@ -1,8 +1,8 @@
-"""The layer for multi-token prediction (MTP) that some checkpoints have behind the model's last.
+"""The multi-token prediction (MTP) layer that some checkpoints have after the last layer.
 
-DeepSeek V3 (arXiv 2412.19437) and what is built like it: the embedding of a token and the model's
-final state before it are each normalized and joined by a product. A whole decoder layer follows,
-with a norm and an LM head of its own; the embedding, and usually the LM head, are the model's.
+DeepSeek V3 (arXiv 2412.19437) and derived models: the embedding of a token and the model's previous
+final state are each normalized and joined by a product. A whole decoder layer follows, with its own
+norm and LM head; the embedding, and usually the LM head, are the model's.
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ from engine.models.decoder import Decoder
 from engine.models.families.registry import family_of
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.heads.head import DraftHead
+from engine.models.hf_config import read_spec
 from engine.models.layers import prepare_norm
 from engine.models.loading.decoder import DecoderLoader
 from engine.models.loading.products import ProductLoader, Quantization
@@ -35,21 +36,21 @@ def load_mtp(
     max_model_len: int,
     quantization: Quantization | None,
 ) -> DraftHead:
-    """Load the first of such layers from the checkpoint of a model, in the types of this.
+    """Load the first MTP layer of a model's checkpoint, in the model's compute types.
 
     Args:
-        directory: of the checkpoint.
-        num_layers: how many its config says that there are.
-        target: the model, which is here as a whole.
-        types: what it is computed in.
-        max_model_len: longest sequence.
-        quantization: of the layer and its LM head.
+        directory: the checkpoint.
+        num_layers: number of MTP layers in its config.
+        target: the model, or this process's shard of each of its layers.
+        types: compute types of the model.
+        max_model_len: maximum sequence length.
+        quantization: quantization of the layer and its LM head.
 
     Raises:
-        UnsupportedModel: it has none.
-        CheckpointError: the weights do not fit the config.
+        UnsupportedModel: the checkpoint has no MTP layer.
+        CheckpointError: the weights do not match the config.
     """
-    served = target.spec
+    served = replace(read_spec(directory), cache_groups=target.spec.cache_groups)
     family = family_of(served.architecture)
     if not family.has_draft_layers or not isinstance(num_layers, int) or num_layers < 1:
         raise UnsupportedModel(
@@ -58,7 +59,7 @@ def load_mtp(
         )
     number, moe, hidden = served.num_layers, served.moe, served.hidden_size
     prefix, head = f"model.layers.{number}.", f"model.layers.{number}.shared_head.head.weight"
-    spec = replace(  # with one more layer like the last
+    spec = replace(  # one more layer, like the last
         served,
         num_layers=number + 1,
         ropes=(*served.ropes, served.ropes[-1]),
@@ -71,7 +72,7 @@ def load_mtp(
         prefix + "eh_proj.weight": (hidden, 2 * hidden),
         prefix + "shared_head.norm.weight": (hidden,),
     }
-    # Most checkpoints store these a second time.
+    # Most checkpoints store copies of these.
     copies: Layout = dict.fromkeys(
         (prefix + "embed_tokens.weight", head), (spec.vocab_size, hidden)
     )
@@ -82,7 +83,7 @@ def load_mtp(
         types=types,
         device=target.device,
         max_model_len=max_model_len,
-        stage=Stage(range(number, number + 1), number + 2),  # without what is before and behind
+        stage=Stage(range(number, number + 1), number + 2),  # neither first nor last stage
         quantization=quantization,
         first_key=1,
     )
@@ -106,17 +107,17 @@ def load_mtp(
 
 
 class MtpEntry(Module):
-    """Joins the embedding of a token and the state before it."""
+    """Joins the embedding of a token and the previous state."""
 
     def __init__(self, embedding_norm: Rows, state_norm: Rows, joining: Tensor) -> None:
-        """Take the norms, and the weight [hidden, 2 * hidden] of the product."""
+        """Initialize from the norms, and the weight [hidden, 2 * hidden] of the product."""
         super().__init__()
         self.enorm = embedding_norm
         self.hnorm = state_norm
         self.eh_proj = prepare_linear(joining)
 
     def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Map both, [tokens, hidden], to what enters the layer."""
+        """Map both, [tokens, hidden], to the layer's input."""
         return self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), dim=1))
 
 
@@ -127,7 +128,7 @@ def _unchanged(states: Tensor) -> Tensor:
 def _lm_head(
     checkpoint: SafetensorsCheckpoint, name: str, products: ProductLoader, target: Decoder
 ) -> Rows:
-    """Return the layer's own LM head, or the model's where that is the same."""
+    """Return the layer's own LM head, or the model's if they are equal."""
     if not checkpoint.has(name):
         return target.logits
     if not target.spec.tie_word_embeddings:

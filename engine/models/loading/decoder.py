@@ -51,11 +51,11 @@ from engine.shared.config import LoraConfig
 
 
 class Shard(NamedTuple):
-    """One process's part of a model that is cut over a group."""
+    """One process's part of a tensor-parallel model."""
 
     group: Group
     followers: Followers | None = None
-    """At the first rank, the others."""
+    """The other processes, on rank 0."""
 
 
 class AdapterRoom(NamedTuple):
@@ -66,7 +66,7 @@ class AdapterRoom(NamedTuple):
 
     @classmethod
     def of(cls, config: LoraConfig) -> "AdapterRoom | None":
-        """Return what the settings ask for; None without adapters."""
+        """Return the configured room; None without adapters."""
         return cls(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
 
@@ -95,17 +95,17 @@ class DecoderLoader:
         kernels: FusedKernels | None = None,
         first_key: int = 0,
     ) -> None:
-        """Prepare to load all, or only the experts of a place, or the part of a shard, or both.
+        """Prepare to load the whole model, only `place`'s experts, only `shard`'s part, or both.
 
-        Of all these, a pipeline stage has its own layers only. `balance` says which experts those
-        of a place are, if it is not an even share. With fused `kernels` between products,
-        kernels compute products, too, where there are some. `first_key` is as in `PagedAttention`.
+        A pipeline `stage` restricts any of these to its own layers. `balance` specifies the experts
+        of `place`, if not an even share. With fused `kernels`, kernels also compute products where
+        possible. `first_key` is as in `PagedAttention`.
 
         If `batch_invariant`, no row of a step depends on the others
         (`engine.models.products.row_blocks`).
 
         Raises:
-            UnsupportedModel, Int4Unsupported: that is not possible here.
+            UnsupportedModel, Int4Unsupported: the combination is not supported.
         """
         if batch_invariant:
             require_batch_invariance(
@@ -167,9 +167,9 @@ class DecoderLoader:
         self._mlps = MlpLoader(self._spec, self._products, self._expert_group, kernels)
 
     def load(self, told: Callable[[int, int], None] = lambda layer, layers: None) -> Decoder:
-        """Read all weights that belong here and return the model.
+        """Read all weights of this process and return the model.
 
-        `told` hears which layer is read, from 1 on, and how many there are.
+        `told` is called with the number of the layer being read, from 1, and the number of layers.
         """
         spec, types, device = self._spec, self._types, self._device
         longest = self._max_model_len
@@ -215,7 +215,7 @@ class DecoderLoader:
         )
 
     def spread_experts(self, model: Decoder, place: GroupPlace) -> None:
-        """Drop the experts of a loaded model that others hold now, and load those that it lacks."""
+        """Update a loaded model's experts for a new place: drop surplus and load missing ones."""
         assert model.expert_group is not None, "the model was loaded without a place"
         model.expert_group.leave()
         model.expert_group.prepare(*place)
@@ -224,7 +224,7 @@ class DecoderLoader:
             self._mlps.hold_share(mlp.experts, f"{self._prefix(index)}mlp.", index)
 
     def _embedding(self) -> tuple[Rows, Rows | None]:
-        """Return what looks embeddings up, and the product with all, if the LM head is tied."""
+        """Return the embedding lookup, and the tied LM head's product if there is one."""
         spec = self._spec
         table = self._products.copy("model.embed_tokens.weight")
         look_up: Rows = Embedding(table)
@@ -234,7 +234,7 @@ class DecoderLoader:
         return product.rows if isinstance(product, BlockedLinear) else look_up, product
 
     def _embed(self, look_up: Rows) -> Rows:
-        # Rounded like the weights, as the models were trained.
+        # Rounded like the weights, as in training.
         scale = float(torch.tensor(self._spec.embedding_scale, dtype=self._types.activations))
         embed = look_up
         if self._shard is not None and self._cut is not None:
@@ -245,9 +245,9 @@ class DecoderLoader:
         return scaled(embed, scale)
 
     def _head(self, tied: Rows | None) -> Rows:
-        """Return what makes logits, by the product with the embeddings if it is tied to them."""
+        """Return the LM head or classifier; uses the embedding product if tied."""
         spec = self._spec
-        if spec.num_outputs == 0:  # of what embeds, which has none
+        if spec.num_outputs == 0:  # an embedding model
             return _nothing
         if spec.num_outputs is not None:
             score = DenseLinear(self._products.copy("score.weight").float(), None)
@@ -267,7 +267,7 @@ class DecoderLoader:
         return Chain(head, partial(softcap, cap=spec.logits_softcap))
 
     def _prefix(self, index: int) -> str:
-        """Return how the names of a layer's tensors begin; layers are counted in this stage."""
+        """Return the name prefix of a layer's tensors; `index` counts this stage's layers."""
         return f"model.layers.{self._stage.layers[index]}."
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -279,7 +279,7 @@ class DecoderLoader:
             mlp = self._mlps.dense(prefix + "mlp.", spec.intermediate_size)
         elif self._expert_group is None and self._bank is None and not products.splits_experts:
             mlp = products.by_rows(sparse, spec.hidden_size)
-        else:  # each part computes rows by themselves
+        else:  # each part computes rows separately
             mlp = sparse
         rope, heat = spec.ropes[index], spec.attention_temperature
         place = LayerPlace(

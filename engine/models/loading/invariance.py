@@ -1,4 +1,4 @@
-"""Which models can be computed so that no row of a step depends on the others, and at what cost."""
+"""Which models can compute rows of a step independently of each other, and at what cost."""
 
 import logging
 
@@ -23,11 +23,11 @@ def is_batch_invariant(
     kernels: FusedKernels | None,
     is_quantized: bool,
 ) -> bool:
-    """Return what is set, else whether it costs little; in that case the log says which it is.
+    """Return the setting, or by default whether batch invariance costs little, logging the choice.
 
     Args:
-        kernels: that the model is computed with.
-        is_quantized: whether its products are.
+        kernels: fused kernels used by the model.
+        is_quantized: whether the model's products are quantized.
     """
     wanted = config.executor.batch_invariant
     if wanted is not None:
@@ -36,9 +36,9 @@ def is_batch_invariant(
     if not is_quantized:
         reason = _reason_against(config, spec, types, device, kernels)
     if reason is None:
-        logger.info("batch-invariant: tokens do not depend on what shares their step")
+        logger.info("batch-invariant: tokens do not depend on the rest of their step")
     else:
-        logger.info("not batch-invariant, as %s (--batch-invariant)", reason)
+        logger.info("not batch-invariant, because %s (--batch-invariant)", reason)
     return reason is None
 
 
@@ -49,7 +49,7 @@ def _reason_against(
     device: torch.device,
     kernels: FusedKernels | None,
 ) -> str | None:
-    """Return why it is not possible, or not known to cost little."""
+    """Return why batch invariance is impossible or not known to be cheap; None if cheap."""
     parallel = config.parallel
     if device.type != "cpu":
         return "the model is not on a CPU"
@@ -60,7 +60,7 @@ def _reason_against(
         return "no kernels compute its products and its attention row by row"
     is_cheap = is_invariance_free() if by_kernels else is_invariance_cheap()
     if not is_cheap:
-        return "that costs time on this processor"
+        return "it is slow on this processor"
     unmeasured = {
         "capped scores": not by_kernels and spec.attention_softcap is not None,
         "sliding windows": not by_kernels and any(window is not None for window in spec.windows),
@@ -73,7 +73,7 @@ def _reason_against(
 
 
 def has_invariant_kernels(spec: ModelSpec, kernels: FusedKernels | None) -> bool:
-    """Whether, on this CPU, kernels compute each row of products and attention by itself anyway."""
+    """Return whether this CPU's kernels compute each row of products and attention separately."""
     return kernels is not None and has_product_kernel() and attends_by_pairs(spec)
 
 
@@ -87,13 +87,13 @@ def require_batch_invariance(
     has_adapters: bool,
     kernels: FusedKernels | None,
 ) -> None:
-    """Check that --batch-invariant can be kept.
+    """Check that --batch-invariant is supported.
 
     Args:
         is_whole: whether one process has all of each layer.
 
     Raises:
-        UnsupportedModel: it cannot.
+        UnsupportedModel: it is not.
     """
     if not is_whole:
         raise UnsupportedModel(

@@ -1,7 +1,7 @@
-"""The large kernels of a model, compiled before it is loaded.
+"""Compiles the large kernels of a model before it is loaded.
 
-Engines that start together on a machine share the work: each compiles what no other one does, and
-loads the rest when a model asks for it.
+Engines that start together on a machine share the work: each compiles kernels that no other is
+compiling, and loads the rest when a model needs them.
 """
 
 import logging
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 def compile_ahead(spec: ModelSpec, *, draws_tokens: bool) -> None:
-    """Compile what a whole model in bfloat16 needs on this CPU, those that take longest first.
+    """Compile a whole bfloat16 model's kernels for this CPU, slowest first.
 
-    Models with rounded weights, adapters or an 8-bit KV cache, and parts of models, need fewer or
-    other kernels, which are compiled when they are asked for.
+    Models with quantized weights, adapters or an 8-bit KV cache, and distributed models, need fewer
+    or other kernels, which are compiled on demand.
     """
     try:
         for kernel in _kernels_of(spec, draws_tokens):
             kernel.compile_ahead()
-    except Exception as error:  # compilers raise what they like; whoever needs the kernel says it
+    except Exception as error:  # arbitrary ones; the kernel's first use reports them
         logger.debug("kernels are not compiled ahead: %s", error)
 
 

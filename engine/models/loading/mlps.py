@@ -1,4 +1,4 @@
-"""A layer's MLP: one for all tokens, or experts that a router chooses between."""
+"""A layer's MLP: dense, or experts with a router."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -34,14 +34,14 @@ from engine.models.spec import ModelSpec, MoeSpec
 
 
 class GroupPlace(NamedTuple):
-    """One engine's place among those that share the experts."""
+    """An engine's position among those that share the experts."""
 
     position: int
     size: int
 
 
 class MlpLoader:
-    """Assembles the MLPs of one model; prefixes are what the names of a layer's tensors have."""
+    """Assembles the MLPs of one model; prefixes are those of a layer's tensor names."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class MlpLoader:
         group: ExpertGroup | None,
         kernels: FusedKernels | None = None,
     ) -> None:
-        """Take the model as it is here, and the group over which experts are spread, if any."""
+        """Initialize from the local spec, and the group over which experts are spread, if any."""
         self._spec = spec
         self._gated = gated(spec, kernels)
         self._kernels = kernels
@@ -58,7 +58,7 @@ class MlpLoader:
         self._group = group
 
     def dense(self, prefix: str, inner: int) -> Rows:
-        """Return an MLP of so many inner outputs, with adapters where there may be some."""
+        """Return an MLP with `inner` hidden units, and adapters if enabled."""
         return self._gated_mlp(prefix, inner, has_bias=self._spec.mlp_bias)
 
     def _gated_mlp(
@@ -74,7 +74,7 @@ class MlpLoader:
             return products.by_rows(Expert(gate_up, down, gate), hidden)
         gate_up, down = products.by_rows(gate_up, hidden), products.by_rows(down, inner)
         widths = [inner, inner]
-        if is_expert:  # whose adapters take memory when the first one comes
+        if is_expert:  # adapter memory is allocated with the first adapter
             gate_up = bank.adapted(gate_up, names[:2], widths, of="expert")
             down = bank.adapted(down, names[2:], [hidden], of="expert")
         else:
@@ -83,7 +83,7 @@ class MlpLoader:
         return Expert(gate_up, down, products.by_rows(Chain(gate), 2 * inner))
 
     def sparse(self, prefix: str, layer: int) -> SparseMlp:
-        """Return a layer's mixture of experts: all of them, or those of this place in the group."""
+        """Return a layer's mixture of experts, with this engine's share if they are spread."""
         moe = self._spec.moe
         assert moe is not None
         router, shared = self._router(moe, prefix), None
@@ -98,12 +98,12 @@ class MlpLoader:
         return SparseMlp(router, spread, shared, own, scales_inputs=moe.scales_inputs)
 
     def hold_share(self, spread: SpreadExperts, prefix: str, layer: int) -> None:
-        """Keep the experts of this place, drop all others and load those that are missing."""
+        """Keep this engine's experts, drop all others and load missing ones."""
         assert self._group is not None
         spread.hold(*self._group.held(layer), lambda number: self._expert(prefix, number))
 
     def _router(self, moe: MoeSpec, prefix: str) -> Router | GroupRouter:
-        # Choices between experts turn on small differences, and the product is a small one.
+        # The choice of experts is sensitive to small differences, and the product is small.
         products = self._products
         bias = products.copy(prefix + "router.bias") if moe.bias else None
         weight = products.copy(prefix + "router.weight")
@@ -114,7 +114,7 @@ class MlpLoader:
         if products.bank is not None:
             names, hidden = [prefix + "router"], self._spec.hidden_size
             score = products.adapted(score, names, [moe.num_experts], hidden)
-        elif moe.in_float32:  # adapters compute in the model's type
+        elif moe.in_float32:  # adapters compute in the model's dtype
             exact = prepare_linear(products.copy(prefix + "router.weight").float())
             score = Chain(torch.Tensor.float, self._scores(exact, torch.float32))
         else:
@@ -173,7 +173,7 @@ class MlpLoader:
         return kind(torch.stack(gate_up), torch.stack([each.T for each in down]), self._gated)
 
     def _expert_weights(self, moe: MoeSpec, prefix: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Read of one expert after the other [2 * inner, hidden] and [hidden, inner]."""
+        """Yield each expert's weights: [2 * inner, hidden] and [hidden, inner]."""
         products = self._products
         for number in range(moe.num_experts):
             names = _names(f"{prefix}experts.{number}.")
@@ -182,5 +182,5 @@ class MlpLoader:
 
 
 def _names(prefix: str) -> list[str]:
-    """Return what the gate, up and down products of an MLP are called."""
+    """Return the names of the gate, up and down products of an MLP."""
     return [f"{prefix}{part}_proj" for part in ("gate", "up", "down")]

@@ -1,7 +1,7 @@
-"""From a checkpoint's matrices to products: fused, packed, with adapters, row by row.
+"""Builds products from a checkpoint's matrices: fused, packed, with adapters, or row by row.
 
-Each tensor is copied from the mapped file into its place in a fused weight, and each fused weight
-is packed and dropped before the next is made, so that memory stays near the model's own size.
+Each tensor is copied from the mapped file into its fused weight, and each fused weight is packed
+and dropped before the next is created, so memory stays near the model's own size.
 """
 
 from typing import Literal, TypeVar
@@ -24,12 +24,11 @@ from engine.models.products.row_blocks import RowBlocks, is_by_rows, probe_rows
 _Function = TypeVar("_Function", bound=Rows)
 
 Quantization = Literal["int8", "int4", "stored"]
-"""What weights are rounded to as they are loaded; stored: none are, but those that the checkpoint
-has in 4 bits stay so."""
+"""Quantization of weights at load; stored: none, but weights stored in 4 bits stay so."""
 
 
 class ProductLoader:
-    """Reads tensors onto one device, and makes products of them as the settings ask."""
+    """Reads tensors onto one device and builds the configured products from them."""
 
     def __init__(
         self,
@@ -42,13 +41,13 @@ class ProductLoader:
         bank: AdapterBank | None,
         by_kernels: bool = False,
     ) -> None:
-        """Read what is here of a checkpoint.
+        """Read from this process's part of a checkpoint.
 
         Args:
             dtype: of weights and activations.
             is_by_rows: whether no row may depend on others (`engine.models.products.row_blocks`).
-            bank: where products look adapters up, if the model is served with some.
-            by_kernels: whether kernels of our own compute products where there are some.
+            bank: adapters used by the products, if the model is served with any.
+            by_kernels: whether kernels of `engine.kernels` compute products where available.
         """
         self.checkpoint = checkpoint
         self.device = device
@@ -59,11 +58,11 @@ class ProductLoader:
         self._by_kernels = by_kernels
 
     def adapted(self, product: Rows, names: list[str], widths: list[int], inputs: int) -> Rows:
-        """Return a product of rows [rows, inputs], with adapters where there may be some.
+        """Return a product of rows [rows, inputs], with adapters if enabled.
 
         Args:
-            names: the modules that its outputs consist of.
-            widths: how many outputs of each are here.
+            names: modules that make up its outputs.
+            widths: local outputs of each module.
         """
         product = self.by_rows(product, inputs)
         if self.bank is None:
@@ -73,10 +72,10 @@ class ProductLoader:
     def by_rows(
         self, function: _Function, width: int, dtype: torch.dtype | None = None
     ) -> _Function | RowBlocks:
-        """Return a function of rows [rows, width] that computes each by itself, if so wished.
+        """Return a function of rows [rows, width] that computes each row separately if required.
 
-        Rows have the type of activations, or another one. On CUDA the products do, and what lies
-        between them treats each value or row alike.
+        `dtype` is that of the rows; default: activations. On CUDA no wrapper is needed: products
+        are row-wise, and other operations treat values or rows separately.
         """
         if not self.is_by_rows or self.device.type == "cuda" or is_by_rows(function):
             return function
@@ -84,24 +83,26 @@ class ProductLoader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether products are neither rounded nor adapted."""
+        """Whether products are neither quantized nor adapted."""
         return self._quantization is None and self.bank is None
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels of our own compute plain products, each row by itself if so wished."""
+        """Whether `engine.kernels` computes plain products, each row separately."""
         is_asked = self.device.type == "cpu" and self.is_plain and self._by_kernels
         return is_asked and registry.has_product_kernel()
 
     @property
     def splits_experts(self) -> bool:
-        """Whether experts and their router compute rows by themselves each, rather than a layer's
-        whole block of them: kernels do, and in float32 they take almost any number of rows."""
+        """Whether experts and router are each made row-wise, not the sparse block as a whole.
+
+        Kernels are row-wise, and float32 products support almost any number of rows.
+        """
         in_parts = self.by_kernels or (self.is_plain and self.dtype == torch.float32)
         return self.is_by_rows and in_parts
 
     def linear(self, *names: str, bias: list[str] | None = None) -> Rows:
-        """Return the product with some weights one below the other, plus their biases."""
+        """Return the product with some weights concatenated by outputs, plus their biases."""
         added = self.fused(bias) if bias else None
         if self._quantization != "int8":
             packed = self._stored_mxfp4(list(names))
@@ -118,14 +119,14 @@ class ProductLoader:
         return Int4Linear(weights, added, self.dtype)
 
     def _stored_int4(self, names: list[str]) -> Int4Weights | None:
-        """Return weights one below the other, if they are stored in 4 bits that can be used."""
+        """Return concatenated weights, if all are stored in a supported 4-bit format."""
         stored = [self.checkpoint.int4(name) for name in names]
         known = [weights for weights in stored if weights is not None]
         whole = joined(known) if len(known) == len(names) else None
         return whole if whole is not None and fits_int4(whole) else None
 
     def _stored_mxfp4(self, names: list[str]) -> Mxfp4Weights | None:
-        """Return weights one below the other, if they are stored in blocks of 4-bit floats."""
+        """Return concatenated weights, if all are stored in blocks of 4-bit floats."""
         stored = [self.checkpoint.mxfp4(name) for name in names]
         parts = [weights for weights in stored if weights is not None]
         if len(parts) < len(names):
@@ -133,7 +134,7 @@ class ProductLoader:
         return Mxfp4Weights(*(torch.cat(each).to(self.device) for each in zip(*parts, strict=True)))
 
     def prepare(self, weight: Tensor, bias: Tensor | None) -> Rows:
-        """Return the product with a weight [outputs, inputs], rounded if so wished."""
+        """Return the product with a weight [outputs, inputs], quantized to 8 bits if configured."""
         if self._quantization == "int8":
             return prepare_int8(weight, bias)
         if self.is_by_rows and weight.device.type == "cuda":
@@ -141,17 +142,17 @@ class ProductLoader:
         return self.plain(weight, bias)
 
     def plain(self, weight: Tensor, bias: Tensor | None) -> Rows:
-        """Return the product with a weight that is never rounded."""
+        """Return the product with an unquantized weight."""
         return prepare_linear(weight, bias, by_rows=self.is_by_rows, by_kernels=self._by_kernels)
 
     def whole_blocks(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Add outputs of zeros until kernels compute the product, which take whole blocks only."""
+        """Pad the outputs with zeros to whole blocks, which kernels require."""
         missing = -len(weight) % registry.product_block()
         filled = F.pad(weight, (0, 0, 0, missing))
         return filled, None if bias is None else F.pad(bias, (0, missing))
 
     def fused(self, names: list[str]) -> Tensor:
-        """Return the tensors one below the other in new memory."""
+        """Return a new tensor of the tensors concatenated along the first axis."""
         parts = [self.checkpoint.tensor(name) for name in names]
         rows = sum(part.shape[0] for part in parts)
         fused = torch.empty(rows, *parts[0].shape[1:], dtype=self.dtype, device=self.device)
@@ -162,5 +163,5 @@ class ProductLoader:
         return fused
 
     def copy(self, name: str) -> Tensor:
-        """Return a tensor in new memory."""
+        """Return a copy of a tensor."""
         return self.fused([name])

@@ -1,1 +1,1 @@
-"""One model over several processes: experts spread over engines, tensors cut over ranks."""
+"""One model over several processes: expert, tensor and pipeline parallelism."""

@@ -1,8 +1,8 @@
-"""Which experts each rank holds, and which it holds besides: chosen from what they had to do.
+"""Assigns experts, and redundant copies of them, to ranks by measured load.
 
-A rank with experts that are chosen often keeps all others waiting. So the most chosen ones get more
-than one copy, and copies are dealt out so that all ranks have about as much to compute. The first
-half of this file is pure functions; the second keeps what they need between steps.
+A rank with frequently chosen experts keeps all others waiting. So these experts get more than one
+copy, and copies are distributed so that all ranks have about the same load. The first half of this
+file is pure functions; the second keeps their state between steps.
 """
 
 import heapq
@@ -16,33 +16,33 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 Placement = list[list[int]]
-"""The experts of each rank, in ascending order; no rank has one twice."""
+"""The experts of each rank, in ascending order without duplicates."""
 
 _LEAST_GAIN = 0.02
-"""Share of the fullest rank's load that has to be saved for experts to be read again."""
+"""Minimum saving, as a share of the busiest rank's load, that justifies loading experts again."""
 
 
 def expert_share(num_experts: int, rank: int, size: int) -> range:
-    """Return the experts of one rank: contiguous, and no rank has two more than another."""
+    """Return the experts of one rank: contiguous, with sizes that differ by at most one."""
     return range(num_experts * rank // size, num_experts * (rank + 1) // size)
 
 
 def copies_in_group(num_experts: int, num_redundant: int, size: int) -> int:
-    """Return how many copies of experts `size` ranks hold: no rank has use for two of the same."""
+    """Return how many copies of experts `size` ranks hold: at most one of each per rank."""
     return min(num_experts + num_redundant, num_experts * size)
 
 
 def first_placement(num_experts: int, num_copies: int, size: int) -> Placement:
-    """Return who holds what before anything was measured: second copies follow the last expert."""
+    """Return the placement before any measurement; second copies follow the last expert."""
     shares = [expert_share(num_copies, rank, size) for rank in range(size)]
     return [sorted(copy % num_experts for copy in share) for share in shares]
 
 
 def rank_loads(tokens: Sequence[int], placement: Placement) -> list[float]:
-    """Return the tokens that each rank computes, those of an expert shared between its copies.
+    """Return the tokens that each rank computes; an expert's are divided among its copies.
 
     Args:
-        tokens: of each expert.
+        tokens: per expert.
     """
     copies = [0] * len(tokens)
     for held in placement:
@@ -52,13 +52,14 @@ def rank_loads(tokens: Sequence[int], placement: Placement) -> list[float]:
 
 
 def arrange(tokens: Sequence[int], before: Placement) -> Placement:
-    """Return a placement, with as many copies per rank, whose fullest rank has less to do.
+    """Return a placement with the same number of copies per rank and a lower maximum load.
 
-    Heavy experts get more copies, then copies are placed one by one, the heaviest first, where
-    least is. Returns `before` if that gains next to nothing; else what it keeps of it stays put.
+    Heavy experts get more copies; then copies are placed one by one, heaviest first, on the least
+    loaded rank. Returns `before` if the gain is negligible; otherwise unchanged copies stay in
+    place.
 
     Args:
-        tokens: of each expert, as measured.
+        tokens: measured, per expert.
     """
     placed = _pack(tokens, _copies_of_each(tokens, before), before)
     fullest = max(rank_loads(tokens, before))
@@ -68,7 +69,7 @@ def arrange(tokens: Sequence[int], before: Placement) -> Placement:
 
 
 def _copies_of_each(tokens: Sequence[int], before: Placement) -> list[int]:
-    """Return how many copies each expert gets: one more for whichever has most to do per copy."""
+    """Return the copies per expert: each further copy goes to the highest load per copy."""
     size = len(before)
     copies = [1] * len(tokens)
     heap = [(-float(count), expert) for expert, count in enumerate(tokens)]
@@ -85,7 +86,7 @@ def _copies_of_each(tokens: Sequence[int], before: Placement) -> list[int]:
 
 
 def _pack(tokens: Sequence[int], copies: Sequence[int], before: Placement) -> Placement:
-    """Return who holds which copies; of ranks with as little to do, one that holds it already."""
+    """Return the ranks of all copies; among equal loads, prefer ranks that have the expert."""
     room = [len(held) for held in before]
     placed: list[set[int]] = [set() for _ in before]
     loads = [0.0] * len(before)
@@ -110,10 +111,10 @@ def _make_room(
     loads: list[float],
     weight: Sequence[float],
 ) -> int:
-    """Move another expert from a rank that lacks this one to one with room; return the former.
+    """Move another expert from a rank that lacks this one to a rank with room; return the former.
 
-    Only ranks that have the expert already have room. There is always something to move: a full
-    rank has more others than one with room has, as no rank has room for two more than another.
+    Only ranks that already have the expert have room. There is always a move: a full rank has more
+    other experts than one with room, since capacities differ by at most one.
     """
     moves = [
         (max(loads[giver] - weight[other] + weight[expert], loads[taker] + weight[other]), *rest)
@@ -133,7 +134,7 @@ def _make_room(
 
 
 def _renumbered(placed: Placement, before: Placement) -> Placement:
-    """Return the same with ranks swapped so that they have less to read."""
+    """Return the placement with ranks permuted to reduce loading."""
     kept = sorted(
         (-len(set(held) & set(had)), number, rank)
         for number, held in enumerate(placed)
@@ -148,10 +149,10 @@ def _renumbered(placed: Placement, before: Placement) -> Placement:
 
 
 class ExpertBalance:
-    """Measures the experts' load, and says what each rank holds; alike at all ranks.
+    """Measures the experts' load and decides their placement, identically on all ranks.
 
-    It outlives the weights: a model that was dropped in a sleep is loaded with what it had.
-    Layers are counted as the model counts them; those without experts have no load.
+    It outlives the weights: a model dropped during sleep is reloaded with the same placement.
+    Layers are numbered as in the model; those without experts have no load.
     """
 
     def __init__(
@@ -162,11 +163,11 @@ class ExpertBalance:
         interval: int,
         device: torch.device,
     ) -> None:
-        """Prepare to look at the load every `interval` steps; `form` has to follow."""
+        """Rebalance every `interval` steps; `form` must be called before use."""
         self.imbalance: float | None = None
-        """What the fullest rank had to compute, as a multiple of the mean; None: not known yet."""
+        """Load of the busiest rank relative to the mean; None before the first measurement."""
         self.moved_layers = 0
-        """How often the experts of a layer have been dealt out anew."""
+        """Number of times that a layer's experts were redistributed."""
         self._num_experts = num_experts
         self._num_redundant = num_redundant
         self._interval = interval
@@ -179,11 +180,11 @@ class ExpertBalance:
 
     @property
     def num_copies(self) -> int:
-        """Copies that all ranks together hold of each layer's experts."""
+        """Copies held by all ranks together, per layer."""
         return copies_in_group(self._num_experts, self._num_redundant, self._size)
 
     def form(self, size: int) -> None:
-        """Begin anew with `size` ranks, of which some may know nothing of what was before."""
+        """Reset for `size` ranks, some of which may be new."""
         self._size = size
         first = first_placement(self._num_experts, self.num_copies, size)
         self._placements = [first] * len(self._placements)
@@ -192,32 +193,32 @@ class ExpertBalance:
         self._begin()
 
     def placement(self, layer: int) -> Placement:
-        """Return who holds what of a layer."""
+        """Return the experts of each rank for a layer."""
         return self._placements[layer]
 
     def count(self, layer: int, chosen: Tensor) -> None:
-        """Count tokens that are sent from here, by the experts that they have chosen."""
+        """Count tokens sent from this rank by the experts they have chosen."""
         flat = chosen.flatten()
         self._tokens[layer].index_add_(0, flat, torch.ones_like(flat))
 
     def count_computed(self, layer: int, rows: int) -> None:
-        """Count what this rank computes."""
+        """Count the rows computed by this rank."""
         self._computed[layer] += rows
 
     def is_due(self) -> bool:
-        """Count a step of the group; return whether its ranks tell each other their loads now."""
+        """Count a step of the group; return whether ranks exchange their loads now."""
         if self._size == 1 or self._pending:
             return False
         self._steps += 1
         return self._steps >= self._interval
 
     def row(self) -> list[int]:
-        """Return what this rank tells the others."""
+        """Return this rank's loads for the exchange."""
         tokens: list[int] = self._tokens.flatten().cpu().tolist()
         return [*tokens, *self._computed]
 
     def take(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take what all ranks have told, by rank, and decide what changes."""
+        """Process the loads of all ranks, by rank, and decide the changes."""
         num_layers, num_experts = self._tokens.shape
         first = num_layers * num_experts
         computed = [row[first:] for row in rows]
@@ -232,7 +233,7 @@ class ExpertBalance:
             if after != before:
                 self._pending.append((layer, after))
         logger.info(
-            "expert load over %d steps: the fullest process computed %.2f times the mean; "
+            "expert load over %d steps: the busiest process computed %.2f times the mean; "
             "experts move in %d layers",
             self._steps,
             self.imbalance or 1.0,
@@ -241,12 +242,12 @@ class ExpertBalance:
         self._begin()
 
     def next_layer(self) -> int | None:
-        """Have the next layer that changes be as decided; return it, None if all are."""
+        """Apply the next pending layer's placement; return the layer, or None."""
         if not self._pending:
             return None
         layer, self._placements[layer] = self._pending.popleft()
         self.moved_layers += 1
-        if not self._pending:  # what was counted meanwhile is of both placements
+        if not self._pending:  # counts since then mix both placements
             self._begin()
         return layer
 

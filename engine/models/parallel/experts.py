@@ -1,12 +1,12 @@
-"""The experts of a model's sparse layers spread over the engines of a group.
+"""Spreads the experts of a model's sparse layers over the engines of a group.
 
-Each engine routes its own tokens. They travel to the engines that hold their experts, and what
-each expert makes of them travels back, to be weighted and added at home in the order of the
-token's choices: as on one engine that holds all experts, whatever the size of the group.
+Each engine routes its own tokens. They are sent to the engines that hold their experts, and each
+expert's outputs are sent back, to be weighted and summed in the order of the token's choices: as on
+one engine with all experts, whatever the size of the group.
 
-In each layer all engines take part, whether they have tokens or not. Where engines are cut over
-several processes each of these has its own part of the experts, and sends a part of the tokens that
-all of them have.
+All engines take part in each layer, whether they have tokens or not. If engines are
+tensor-parallel, each of their processes holds its own experts and sends a part of the engine's
+tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,25 +26,25 @@ from engine.models.parallel.tensors import part_of
 
 
 class ExpertsLost(GroupBroken):
-    """Other engines have failed or left; the processes of this one are at the same point."""
+    """Other engines have failed or left; all processes of this engine are in a consistent state."""
 
 
 class MirrorGroup:
-    """Stands for a group whose other ranks do the same as this one, to measure memory.
+    """Simulates a group whose other ranks behave like this one, for memory measurement.
 
-    It has what sparse layers need of `engine.distributed.group.Group`. What comes from the others
-    is made of what goes to them, and means nothing.
+    Implements what sparse layers need of `engine.distributed.group.Group`. Received data is derived
+    from sent data and is meaningless.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def all_gather_counts(self, count: int) -> list[int]:
-        """Return this rank's number for every rank."""
+        """Return this rank's count for every rank."""
         return [count] * self.size
 
     def all_to_all_counts(self, counts: Sequence[int]) -> list[int]:
-        """Return what was sent: as much comes as goes."""
+        """Return the sent counts as the received ones."""
         return list(counts)
 
     def all_gather_row(self, row: Sequence[int]) -> list[list[int]]:
@@ -57,7 +57,7 @@ class MirrorGroup:
         return rows.repeat(self.size, *[1] * (rows.dim() - 1))
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Return as many rows as are expected, made of those that are sent."""
+        """Return the expected number of rows, repeating those sent."""
         assert sum(sent) == len(rows)
         if not len(rows):
             return rows.new_zeros(sum(received), *rows.shape[1:])
@@ -65,20 +65,20 @@ class MirrorGroup:
 
 
 Exchange = Group | MirrorGroup
-"""Where sparse layers exchange tokens."""
+"""The group over which sparse layers exchange tokens."""
 
 
 class SendingRule(NamedTuple):
-    """When all tokens go to all ranks in one message, instead of each to where it is needed."""
+    """When to send all tokens to all ranks in one message, instead of each only where needed."""
 
     few_tokens: int = 256
-    """Tokens per rank up to which a message less is worth more than a shorter one."""
+    """Maximum tokens per rank for which saving a message beats sending less."""
     max_needed: float = 0.7
-    """Share of the tokens that a rank needs, on average, from which it may as well get all."""
+    """Minimum expected share of tokens needed by a rank for which it receives all."""
 
 
 class ExpertGroup:
-    """What the sparse layers of one engine share: the group, and how the step is laid out."""
+    """State shared by an engine's sparse layers: the group, and the layout of the step."""
 
     def __init__(
         self,
@@ -90,36 +90,36 @@ class ExpertGroup:
     ) -> None:
         """Prepare; `shards` are the processes of this engine, if there are several.
 
-        `balance` says who holds what; without it each rank has its share of the experts.
+        `balance` decides the placement; without it each rank has an equal share of the experts.
         """
         self._num_experts = num_experts
         self.balance = balance
         self._measures = False
         self._rank, self._size = 0, 1
         self._routes: dict[int, _Routes] = {}
-        """Of layers that are balanced, as they are needed."""
+        """Of balanced layers, computed on demand."""
         self._shards = shards
         self._loss: GroupBroken | None = None
-        """Why this step has no group any more, where it is gone through to its end all the same."""
+        """The group's failure, while this step is completed regardless."""
         self._device = device
         self._per_token = experts_per_token
         self._group: Exchange | None = None
         self.rule = SendingRule()
-        """Has to be the same at all ranks."""
+        """Must be the same on all ranks."""
         self.rank_of = torch.empty(0, dtype=torch.int64)
-        """[copies] int64: who holds each; without a balance there is one copy of each expert."""
+        """[copies] int64: rank of each copy; without a balance there is one copy of each expert."""
         self.counts: list[int] = []
         """Tokens that each rank sends in this step."""
 
     def prepare(self, position: int, size: int) -> None:
-        """Be at a place among `size` engines, for `held`."""
+        """Set this engine's position among `size` engines, on which `held` depends."""
         shard, shards = 0, 1
         if self._shards is not None:
             shard, shards = self._shards.rank, self._shards.size
         self._rank, self._size = position * shards + shard, size * shards
 
     def held(self, layer: int) -> tuple[int, Sequence[int]]:
-        """Return which copies of a layer's experts are here: the first one's number, the experts.
+        """Return a layer's first local copy number and the experts of its local copies.
 
         Copies are numbered by rank.
         """
@@ -131,9 +131,9 @@ class ExpertGroup:
         return share.start, balance.placement(layer)[self._rank]
 
     def copies(self, layer: int, chosen: Tensor) -> Tensor:
-        """Return the copies to which tokens go that have chosen these experts.
+        """Return the copies that receive tokens with these chosen experts.
 
-        Copies of one expert take turns; ranks begin at different ones.
+        Copies of an expert are used round robin, starting at a different one on each rank.
 
         Args:
             chosen: [tokens, experts_per_token]
@@ -151,15 +151,15 @@ class ExpertGroup:
         return table[chosen].gather(2, turns.unsqueeze(2)).squeeze(2)
 
     def count_computed(self, layer: int, rows: int) -> None:
-        """Count what this rank computes of a layer, if that is measured."""
+        """Count the rows that this rank computes in a layer, if load is measured."""
         if self.balance is not None and self._measures:
             self.balance.count_computed(layer, rows)
 
     def own_tokens(self, function: Rows, x: Tensor, bank: AdapterBank | None) -> Tensor:
-        """Return what a function makes of this process's part of x [tokens, hidden].
+        """Apply a function to this process's part of x [tokens, hidden].
 
-        It gives zeros for the others, so that the sum over the shards has all; the bank is told
-        which rows are computed.
+        Other rows are zero, so that the sum over the shards is complete. `bank.current` is set to
+        the computed rows meanwhile.
         """
         if self._shards is None:
             return function(x)
@@ -177,7 +177,7 @@ class ExpertGroup:
         return out
 
     def join(self, group: Exchange) -> None:
-        """Hold all further collectives with this group."""
+        """Use this group for all further collectives."""
         self._group = group
         self._measures = self.balance is not None and not isinstance(group, MirrorGroup)
         copies = self._num_experts if self.balance is None else self.balance.num_copies
@@ -200,14 +200,14 @@ class ExpertGroup:
             GroupBroken: there is none.
         """
         if self._group is None:
-            raise GroupBroken("the engine is in no group yet")
+            raise GroupBroken("the engine has not joined a group yet")
         return self._group
 
     def begin_step(self, num_tokens: int) -> bool:
-        """Exchange how many tokens each rank sends; return whether any has some.
+        """Exchange how many tokens each rank sends; return whether there are any.
 
         Raises:
-            GroupBroken: not all ranks came. With shards that is for `end_step` to say.
+            GroupBroken: a rank is missing. With shards, `end_step` raises it instead.
         """
         own = self.part(num_tokens)
         self.counts = []
@@ -216,10 +216,10 @@ class ExpertGroup:
         return any(self.counts)
 
     def next_change(self) -> int | None:
-        """Return a layer whose experts this rank has to hold anew in this step, as all others do.
+        """Return the layer whose experts must be replaced in this step, the same on all ranks.
 
         Raises:
-            GroupBroken: not all ranks came, as in `begin_step`.
+            GroupBroken: a rank is missing, as in `begin_step`.
         """
         balance = self.balance
         if balance is None or not self._measures or not any(self.counts):
@@ -234,22 +234,22 @@ class ExpertGroup:
         return layer
 
     def part(self, num_tokens: int) -> slice:
-        """Return which of the engine's tokens this process sends."""
+        """Return the slice of the engine's tokens that this process sends."""
         if self._shards is None:
             return slice(0, num_tokens)
         return part_of(num_tokens, self._shards.rank, self._shards.size)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the group has failed in this step, which is gone through to its end."""
+        """Whether the group has failed in this step, which is completed regardless."""
         return self._loss is not None
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Note that the group has failed, instead of leaving this engine's shards alone.
+        """Record a failure of the group instead of abandoning this engine's shards.
 
-        They wait for this process in the sums of the layers that follow: some may have come past
-        the collective that failed here.
+        They wait for this process in the sums of later layers: some may be past the collective that
+        failed here.
         """
         try:
             yield
@@ -259,10 +259,10 @@ class ExpertGroup:
             self._loss = error
 
     def end_step(self) -> None:
-        """Bring the shards to the same end of a step.
+        """Synchronize the shards' outcome of a step.
 
         Raises:
-            ExpertsLost: the group failed at one of them; what was computed means nothing.
+            ExpertsLost: the group failed on one of them; the step's results are invalid.
             GroupBroken: one of the shards has failed.
         """
         loss, self._loss = self._loss, None
@@ -274,19 +274,19 @@ class ExpertGroup:
 
     @property
     def sends_everything(self) -> bool:
-        """Whether every rank gets all tokens in one message, and none says first how many."""
+        """Whether every rank receives all tokens in one message, without exchanging counts."""
         if max(self.counts) <= self.rule.few_tokens:
             return True
         return 1 - (1 - 1 / self.group.size) ** self._per_token >= self.rule.max_needed
 
 
 class _Routes(NamedTuple):
-    """Where the copies of a layer's experts are."""
+    """The copies of a layer's experts."""
 
     table: Tensor
-    """[experts, most copies of one] int64: the copies of each; the rest means nothing."""
+    """[experts, maximum copies] int64: copies of each expert; the rest is padding."""
     numbers: Tensor
-    """[experts] int64: how many each has."""
+    """[experts] int64: number of copies."""
 
 
 def _routes(placement: Placement, num_experts: int, device: torch.device) -> _Routes:
@@ -316,24 +316,24 @@ class _Arrived(NamedTuple):
 
 
 class SpreadExperts(Module):
-    """The experts of one layer, some of them here and the others at the group's other ranks."""
+    """The experts of one layer, some local and the others on the group's other ranks."""
 
     def __init__(self, group: ExpertGroup, layer: int = 0) -> None:
         super().__init__()
         self._group = group
         self._layer = layer
         self._first = 0
-        """Number of the first copy here."""
+        """Number of the first local copy."""
         self.share: Sequence[int] = range(0)
-        """Which experts are here."""
+        """The local experts."""
         self.experts = nn.ModuleList()
-        """In the order of the share."""
+        """In the order of `share`."""
         self._load: Callable[[int], nn.Module]
 
     def hold(self, first: int, share: Sequence[int], load: Callable[[int], nn.Module]) -> None:
-        """Drop the experts that are not in the share, then load those that are missing.
+        """Drop the experts that are not in the share, then load missing ones.
 
-        `first` is the number of the first copy here; see `ExpertGroup.held`.
+        `first` is the number of the first local copy; see `ExpertGroup.held`.
         """
         kept = {i: e for i, e in zip(self.share, self.experts, strict=True) if i in share}
         self.experts = nn.ModuleList()
@@ -341,14 +341,14 @@ class SpreadExperts(Module):
         self.experts = nn.ModuleList(kept.pop(i) if i in kept else load(i) for i in share)
 
     def change(self) -> None:
-        """Hold what the group's balance says now."""
+        """Apply the group's current placement."""
         self.hold(*self._group.held(self._layer), self._load)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; see `engine.models.moe.Experts`.
 
         Raises:
-            GroupBroken: not all ranks came.
+            GroupBroken: a rank is missing.
         """
         chosen = self._group.copies(self._layer, chosen)
         ranks = self._group.rank_of[chosen]
@@ -372,7 +372,7 @@ class SpreadExperts(Module):
         return weighted_sum(by_choice, weights).to(x.dtype)
 
     def _send(self, x: Tensor, chosen: Tensor, ranks: Tensor) -> _Arrived:
-        """Get the tokens that have chosen an expert here."""
+        """Exchange tokens so that each rank receives those with chosen experts there."""
         group = self._group.group
         needed = torch.zeros(group.size, len(x), dtype=torch.bool, device=x.device)
         needed.T.scatter_(1, ranks, True)
@@ -384,20 +384,20 @@ class SpreadExperts(Module):
 
 
 def _pack(x: Tensor, chosen: Tensor) -> Tensor:
-    """Return one row of bytes per token, so that it travels in one message."""
+    """Return one row of bytes per token, to send both in one message."""
     choices = chosen.to(torch.int32)
     return torch.cat((x.contiguous().view(torch.uint8), choices.view(torch.uint8)), dim=1)
 
 
 def _unpack(packed: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `_pack` packed; x has the type and width of `like`."""
+    """Return what `_pack` packed; x has the dtype and width of `like`."""
     width = like.shape[1] * like.dtype.itemsize
     x, choices = packed[:, :width].contiguous(), packed[:, width:].contiguous()
     return x.view(like.dtype), choices.view(torch.int32).to(torch.int64)
 
 
 def _sums(values: Tensor, lengths: Sequence[int]) -> list[int]:
-    """Return the sum of each of the parts, of these lengths, of a vector."""
+    """Return the sums of consecutive parts of a vector with these lengths."""
     parts: list[int] = [0, *values.cumsum(0).tolist()]
     sums, first = [], 0
     for length in lengths:

@@ -1,7 +1,7 @@
-"""Checkpoints that are cut ahead: a file for each process of --tensor-parallel-size.
+"""Checkpoints sharded in advance: a file for each process of --tensor-parallel-size.
 
-Files have vLLM's names and hold one process's tensors under the decoder's names. Their metadata has
-the digest of the whole checkpoint, which must be equal in all processes.
+Files have vLLM's names and hold one process's tensors under the decoder's names. Their metadata
+includes the digest of the whole checkpoint, which must be equal in all processes.
 """
 
 import shutil
@@ -28,23 +28,23 @@ def _file(directory: Path, rank: int) -> Path:
 
 
 def save_sharded_state(model: Path, output: Path, size: int) -> list[Path]:
-    """Cut a checkpoint for `size` processes and return the files that were written.
+    """Shard a checkpoint for `size` processes and return the files written.
 
-    The directory gets the model's other files, too, so that it can be served.
+    The model's other files are copied too, so the directory can be served.
 
     Raises:
-        UnsupportedModel: the model cannot be cut.
-        CheckpointError: the weights do not fit the config.
-        OSError: files cannot be read or written, or the directory is there already.
+        UnsupportedModel: the model cannot be sharded.
+        CheckpointError: the weights do not match the config.
+        OSError: files cannot be read or written, or the directory exists.
     """
     spec = read_spec(model)
     refused = {
-        "weights that are stored in few bits": "quantization_config" in read_config(model),
-        "models that see images": spec.vision is not None,
+        "quantized weights": "quantization_config" in read_config(model),
+        "models with vision encoders": spec.vision is not None,
     }
     for what, applies in refused.items():
         if applies:
-            raise UnsupportedModel(f"{model}: {what} are not cut ahead")
+            raise UnsupportedModel(f"{model}: {what} cannot be sharded in advance")
     whole = SafetensorsCheckpoint(model, spec)
     fingerprint = whole.fingerprint()
     cuts = [Cut(spec, rank, size) for rank in range(size)]
@@ -58,13 +58,14 @@ def save_sharded_state(model: Path, output: Path, size: int) -> list[Path]:
 
 
 class ShardedState(Checkpoint):
-    """One process's part of a checkpoint that was cut ahead."""
+    """One process's part of a sharded checkpoint."""
 
     def __init__(self, directory: Path, spec: ModelSpec, cut: Cut) -> None:
         """Open the part and compare it with what the process needs.
 
         Raises:
-            CheckpointError: it is missing, was cut for another number, or does not fit the config.
+            CheckpointError: it is missing, was sharded for another size, or does not match the
+                config.
         """
         path = _file(directory, cut.rank)
         try:
@@ -76,7 +77,7 @@ class ShardedState(Checkpoint):
         if described.get(_SIZE) != str(cut.size) or _FINGERPRINT not in described:
             raise CheckpointError(
                 f"{path} was cut for --tensor-parallel-size {described.get(_SIZE, 'unknown')}, not "
-                f"for {cut.size}: swell save-sharded-state cuts it anew"
+                f"for {cut.size}: run swell save-sharded-state again"
             )
         self._fingerprint = described[_FINGERPRINT]
         found: Layout = {
@@ -91,7 +92,7 @@ class ShardedState(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the embedding table."""
+        """The dtype of the embedding table."""
         return self.tensor("model.embed_tokens.weight").dtype
 
     def tensor(self, name: str) -> Tensor:
@@ -100,5 +101,5 @@ class ShardedState(Checkpoint):
         return tensor
 
     def fingerprint(self) -> str:
-        """Return the digest of the checkpoint that was cut."""
+        """Return the digest of the original checkpoint."""
         return self._fingerprint

@@ -1,7 +1,7 @@
-"""One model divided into pipeline stages: which layers each of them has.
+"""Divides a model's layers into pipeline stages.
 
-The first stage embeds the tokens, the last one norms the final states and has the LM head. Between
-stages travel the states of a step's tokens.
+The first stage embeds the tokens; the last one has the final norm and the LM head. Stages pass on
+the states of a step's tokens.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Stage(NamedTuple):
         return self.layers.stop == self.num_layers
 
     def has(self, module: str) -> bool:
-        """Whether a module, by the decoder's name, is here."""
+        """Return whether a module, by the decoder's name, is in this stage."""
         if module == "model.embed_tokens":
             return self.is_first
         if module == "lm_head":
@@ -39,7 +39,7 @@ class Stage(NamedTuple):
         return int(module.split(".")[2]) in self.layers
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
-        """Return the model as this stage computes it: the given one with these layers only."""
+        """Return the spec with only this stage's layers."""
         chosen = slice(self.layers.start, self.layers.stop)
         moe = spec.moe
         if moe is not None:
@@ -60,14 +60,14 @@ def divide_layers(
 ) -> list[Stage]:
     """Return the stages of a model.
 
-    They get equally many layers. Some in the middle get one more if that does not work out, then
-    the first: the last one has the LM head to compute besides.
+    Layers are divided evenly. Remaining ones go to the middle stages, then to the first, since the
+    last also computes the LM head.
 
     Args:
-        layers_of_stages: how many each gets, if that was chosen.
+        layers_of_stages: configured number of layers per stage.
 
     Raises:
-        UnsupportedModel: the model has not so many layers, or more.
+        UnsupportedModel: there are too few layers, or `layers_of_stages` has another sum.
     """
     if layers_of_stages is None:
         if num_layers < num_stages:
@@ -81,7 +81,7 @@ def divide_layers(
     elif sum(layers_of_stages) != num_layers:
         given = ",".join(map(str, layers_of_stages))
         raise UnsupportedModel(
-            f"--pipeline-layer-partition {given} is of {sum(layers_of_stages)} layers, but the "
+            f"--pipeline-layer-partition {given} has {sum(layers_of_stages)} layers, but the "
             f"model has {num_layers}"
         )
     stages, first = [], 0

@@ -1,8 +1,8 @@
-"""One model cut over several processes: which part each of them holds, and how parts are joined.
+"""Tensor parallelism: which part of each tensor a process holds, and how parts are joined.
 
-Attention is cut by heads, gated MLPs (and each expert's) by their inner width, the vocabulary by
-tokens. A layer's two parts each end in a sum over all processes. The first process, which draws
-the tokens, gets the logits of the whole vocabulary.
+Attention is split by heads, gated MLPs (also of experts) by their inner width, the vocabulary by
+tokens. Each half of a layer ends in a sum over all processes. The first process, which samples,
+receives the logits of the whole vocabulary.
 """
 
 import msgspec
@@ -18,20 +18,20 @@ from engine.models.spec import ModelSpec, UnsupportedModel, check_heads
 
 
 def part_of(width: int, rank: int, size: int) -> slice:
-    """Return one rank's part of an axis: contiguous, no rank has two more than another."""
+    """Return one rank's part of an axis: contiguous, with sizes that differ by at most one."""
     return slice(width * rank // size, width * (rank + 1) // size)
 
 
 class Cut:
-    """One rank's part of a model; the first of `size` ranks is the one that draws tokens."""
+    """One rank's part of a model; rank 0 of `size` samples tokens."""
 
     def __init__(
         self, spec: ModelSpec, rank: int, size: int, *, whole_experts: bool = False
     ) -> None:
-        """Cut the model of this spec, or, if experts are spread, all of it but these.
+        """Shard the model of this spec; with `whole_experts` all of it except the experts.
 
         Raises:
-            UnsupportedModel: its heads cannot be dealt out evenly.
+            UnsupportedModel: its heads cannot be divided evenly.
         """
         check_heads(spec, size)
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
@@ -46,21 +46,21 @@ class Cut:
         self._spec = spec
         self._whole_experts = whole_experts
         self._unit = BLOCK if packed is not None else 1
-        """Inner widths are cut at multiples of it."""
-        # With fewer key-value heads than ranks each is held by several, next to its query heads.
+        """Inner widths are split at multiples of this."""
+        # With fewer KV heads than ranks, each is held by several, with their query heads.
         local_kv = max(1, kv_heads // size)
         first_kv = rank * kv_heads // size
         self._kv = slice(first_kv * spec.head_dim, (first_kv + local_kv) * spec.head_dim)
         self.spec = self._local_spec(heads // size, local_kv)
-        """The model as this rank computes it; vocabulary and hidden size are those of the whole."""
+        """The local model; vocabulary and hidden size are those of the whole."""
 
     @property
     def vocabulary(self) -> slice:
-        """Tokens whose embeddings and output weights are here."""
+        """Tokens whose embeddings and output weights are local."""
         return part_of(self._spec.vocab_size, self.rank, self.size)
 
     def has_whole(self, name: str) -> bool:
-        """Whether a tensor is of an expert that is one rank's as a whole."""
+        """Return whether a tensor belongs to an expert that one rank holds as a whole."""
         return self._whole_experts and ".experts." in name
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Cut:
             return tensor
         parent, kind = name.split(".")[-2:]
         if parent in ("o_proj", "down_proj"):
-            if kind == "bias":  # is added once
+            if kind == "bias":  # added by one rank only
                 return tensor if self.rank == 0 else torch.zeros_like(tensor)
             width = tensor.shape[1]
             columns = self._of_heads(width) if parent == "o_proj" else self._inner(width)
@@ -90,7 +90,7 @@ class Cut:
         return Mxfp4Weights(weights.blocks[rows], weights.scales[rows])
 
     def _rows(self, parent: str, tensor: Tensor) -> slice | None:
-        """Return this rank's rows of what is cut by its outputs; None if all have the whole."""
+        """Return this rank's rows of a tensor split by outputs; None if it is not split."""
         match parent:
             case "embed_tokens" | "lm_head":
                 return self.vocabulary
@@ -99,20 +99,20 @@ class Cut:
         return None
 
     def _rows_of_heads(self, parent: str, tensor: Tensor) -> slice | None:
-        """Return the same of what each head has some rows of."""
+        """Return this rank's rows of a tensor with rows per head; None for other tensors."""
         if parent in ("k_proj", "v_proj"):
             return self._kv
         if parent in ("q_proj", "q_b_proj", "kv_b_proj"):
             return self._of_heads(tensor.shape[0])
         if parent == "self_attn" or (parent in ("q_norm", "k_norm") and tensor.dim() == 2):
-            width = self._spec.head_dim  # one row a head, as sinks have
+            width = self._spec.head_dim  # one row per head, as in sinks
             if parent != "k_norm":
                 return self._of_heads(tensor.shape[0])
             return slice(self._kv.start // width, self._kv.stop // width)
         return None
 
     def _of_heads(self, width: int) -> slice:
-        """Return this rank's part of what all query heads have equally many of."""
+        """Return this rank's part of an axis divided evenly among query heads."""
         return part_of(width, self.rank, self.size)
 
     def _inner(self, width: int) -> slice:
@@ -151,7 +151,7 @@ class CutCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that most of the tensors are stored in."""
+        """The dtype that most of the tensors are stored in."""
         return self._checkpoint.dtype
 
     def tensor(self, name: str) -> Tensor:
@@ -159,11 +159,11 @@ class CutCheckpoint(Checkpoint):
         return self._cut.part(name, self._checkpoint.tensor(name))
 
     def int4(self, name: str) -> Int4Weights | None:
-        """Return a weight that is here as a whole; None: a part is rounded again."""
+        """Return an unsplit 4-bit weight, else None: parts are quantized again."""
         return self._checkpoint.int4(name) if self._cut.has_whole(name) else None
 
     def mxfp4(self, name: str) -> Mxfp4Weights | None:
-        """Return this rank's part of a weight that is stored in blocks of 4-bit floats."""
+        """Return this rank's part of a weight stored in blocks of 4-bit floats."""
         weights = self._checkpoint.mxfp4(name)
         return None if weights is None else self._cut.mxfp4_part(name, weights)
 
@@ -173,17 +173,17 @@ class CutCheckpoint(Checkpoint):
 
 
 class CutEmbedding(Module):
-    """Embeddings of which each rank holds those of some tokens."""
+    """Embeddings whose tokens are divided among the ranks."""
 
     def __init__(self, group: Group, embed: Rows, vocabulary: slice) -> None:
-        """Take what looks up the embeddings of this rank's tokens, counted from its first."""
+        """Initialize from the lookup of this rank's tokens, numbered from its first."""
         super().__init__()
         self._group = group
         self.base = embed
         self._vocabulary = vocabulary
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Return [tokens, hidden]: each rank adds zeros for the tokens of the others."""
+        """Return [tokens, hidden]: each rank contributes zeros for tokens of other ranks."""
         here = (token_ids >= self._vocabulary.start) & (token_ids < self._vocabulary.stop)
         local = (token_ids - self._vocabulary.start).where(here, 0)
         found = self.base(local)
@@ -191,7 +191,7 @@ class CutEmbedding(Module):
 
 
 class CutHead(Module):
-    """The LM head of which each rank holds the rows of some tokens."""
+    """An LM head whose tokens are divided among the ranks."""
 
     def __init__(self, group: Group, head: Rows, vocab_size: int) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class CutHead(Module):
         self._widths = [part.stop - part.start for part in parts]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map states [rows, hidden] to logits [rows, vocab], of no rows but at the first rank."""
+        """Map states [rows, hidden] to logits [rows, vocab]; other ranks than 0 return no rows."""
         mine = self.base(x)
         rows, first = len(x), self._group.rank == 0
         sent = [mine.numel()] + [0] * (self._group.size - 1)

@@ -1,1 +1,1 @@
-"""Matrix products: packed, quantized, and independent of how many rows there are."""
+"""Matrix products: packed, quantized, and independent of the number of rows."""

@@ -1,10 +1,10 @@
-"""Products of 16-bit weights in blocks of outputs, on processors without 16-bit arithmetic.
+"""Products of 16-bit weights in blocks of outputs, for processors without 16-bit arithmetic.
 
-A product of few rows takes as long as its weights take to be read, and where oneDNN has no product
-of 16 bits (x86 with AVX2 alone), torch's reads at half of what the memory gives. Its sum of
-weighted embeddings does not: with the weights of one input and 64 outputs as an embedding, a
-product is such a sum over the inputs, in float32, rounded once. More rows are worth converting the
-weights to float32, some blocks at a time, in memory that stays in the caches.
+A product of few rows is bound by reading its weights. Where oneDNN has no 16-bit product (x86 with
+only AVX2), torch's reads at half the memory bandwidth, but its `embedding_bag` does not: with the
+weights of one input and 64 outputs as an embedding, a product is a weighted sum over the inputs, in
+float32, rounded once. For more rows it pays to convert the weights to float32, a few blocks at a
+time, in a buffer that stays in the caches.
 """
 
 import logging
@@ -19,29 +19,29 @@ from engine.models.module import Module, weight_of
 logger = logging.getLogger(__name__)
 
 _OUTPUTS = 64
-"""Outputs of a block: an embedding has two cache lines, which are read without a gap."""
+"""Outputs per block: an embedding spans two cache lines, which are read contiguously."""
 _MAX_PADDING = 8
-"""One of so many outputs may be added to fill the last block."""
+"""At most 1/8 of the outputs may be padding in the last block."""
 _FEW_ROWS = 8
-"""Up to so many rows the weights are read faster for each than they are converted once."""
+"""Maximum rows for which reading the weights once per row beats converting them once."""
 _MAX_EMBEDDINGS = 1 << 18
-"""Maximum embeddings of one sum: their indices, which are kept, take 1 MB."""
+"""Maximum embeddings per sum; their cached indices take 1 MB."""
 _MAX_WEIGHTS = 1 << 20
-"""Maximum weights that are converted at once: 4 MB in float32."""
+"""Maximum weights converted at once: 4 MB in float32."""
 _MAX_BLOCKS = 8
-"""Maximum blocks that are."""
+"""Maximum blocks converted at once."""
 _MANY_ROWS = 256
-"""Rows from which on one product of several blocks is faster than one of each."""
+"""Minimum rows for which one product over several blocks beats one product per block."""
 
 
 class BlockedLinear(Module):
-    """A matrix product whose 16-bit weights lie in blocks of outputs."""
+    """A matrix product with 16-bit weights stored in blocks of outputs."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, alike: bool = False) -> None:
         """Copy a dense [out, in] weight of 16-bit floats into blocks; the caller drops it.
 
         Args:
-            alike: compute few rows like many, which takes longer but gives a row the same bits.
+            alike: compute few rows like many, which is slower but gives a row the same bits.
         """
         super().__init__()
         self._num_outputs = len(weight)
@@ -61,12 +61,12 @@ class BlockedLinear(Module):
         return (product if self.bias is None else product.add_(self.bias)).to(x.dtype)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Return rows [indices, in] of the weight, as a table of embeddings is looked up."""
+        """Return rows [indices, in] of the weight, as in an embedding lookup."""
         return self.blocks[indices // _OUTPUTS, :, indices % _OUTPUTS]
 
 
 def _weighted_sums(x: Tensor, blocks: Tensor) -> Tensor:
-    """Return the product of few rows [rows, in] and blocks [blocks, in, 64], in their type."""
+    """Return the product of few rows [rows, in] and blocks [blocks, in, 64], in their dtype."""
     rows, width = x.shape
     at_once = max(1, _MAX_EMBEDDINGS // (rows * width))
     weights = x.expand(min(at_once, len(blocks)), rows, width).reshape(-1)
@@ -86,7 +86,7 @@ def _sums(blocks: Tensor, weights: Tensor, rows: int) -> Tensor:
 
 
 def _bags(num_blocks: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the embeddings that are summed, one sum after the other, and where each begins."""
+    """Return the embedding indices of all sums, concatenated, and the start of each sum."""
     indices, starts = _most_bags(rows, width)
     if num_blocks * rows > len(starts):
         return _new_bags(num_blocks, rows, width)  # one block alone exceeds the maximum
@@ -107,7 +107,7 @@ def _new_bags(num_blocks: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
 def _converted_product(x: Tensor, blocks: Tensor) -> Tensor:
     """Return the product of rows [rows, in] and blocks [blocks, in, 64], in float32.
 
-    Never are more than some blocks there in float32.
+    Converts only some blocks to float32 at a time.
     """
     num_blocks, width, _ = blocks.shape
     rows, inputs = len(x), x.float()
@@ -128,20 +128,20 @@ def _converted_product(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def fits_blocks(weight: Tensor) -> bool:
-    """Whether products of a weight [out, in] that is worth converting are faster in blocks."""
+    """Return whether products with a weight [out, in] worth converting are faster in blocks."""
     if -len(weight) % _OUTPUTS > len(weight) // _MAX_PADDING:
         return False
     return _sums_are_right(weight.dtype)
 
 
 def _has_fast_sums() -> bool:
-    """Whether torch has the library that reads the weights of a sum ahead."""
+    """Return whether torch includes FBGEMM, whose sums prefetch the weights."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 @cache
 def _sums_are_right(dtype: torch.dtype) -> bool:
-    """Whether sums of weighted embeddings are fast, and those of a product."""
+    """Return whether weighted embedding sums are fast and compute correct products."""
     if not _has_fast_sums():
         return False
     generator = torch.Generator().manual_seed(0)
@@ -149,7 +149,7 @@ def _sums_are_right(dtype: torch.dtype) -> bool:
     x = torch.randn(3, 96, generator=generator).to(dtype)
     try:
         result = BlockedLinear(weight, None)(x)
-    except (RuntimeError, TypeError) as error:  # an unfit type, or other arguments
+    except (RuntimeError, TypeError) as error:  # unsupported dtype or different signature
         logger.info("weights of type %s are not laid out in blocks: %s", dtype, error)
         return False
     return torch.allclose(result.float(), x.float() @ weight.float().T, rtol=2e-2, atol=2e-2)

@@ -1,8 +1,8 @@
-"""Products of 16-bit weights in float32, on processors without arithmetic for 16-bit floats.
+"""Products of 16-bit weights in float32, for processors without 16-bit float arithmetic.
 
-Where oneDNN has no product of 16 bits either (x86 with AVX2 alone), torch's own one multiplies
-many times slower than float32. Converting some outputs' weights at a time, into memory that stays
-in the caches, costs little beside the product and no memory to speak of.
+Where oneDNN has no 16-bit product either (x86 with only AVX2), torch's own is many times slower
+than float32. Converting some outputs' weights at a time, into a buffer that stays in the caches,
+costs little compared with the product and almost no memory.
 """
 
 import torch
@@ -13,17 +13,17 @@ from engine.kernels.processor import float32_is_faster
 from engine.models.module import Module, weight_of
 
 _FEW_ROWS = 2
-"""Up to so many rows the weights are read faster than they are converted."""
+"""Maximum rows for which using the weights directly is faster than converting them."""
 _MAX_WEIGHTS = 1 << 20
-"""Maximum weights that are converted at once: 4 MB in float32."""
+"""Maximum weights converted at once: 4 MB in float32."""
 _MAX_OUTPUTS, _MIN_OUTPUTS = 512, 64
 
 
 class ConvertedLinear(Module):
-    """A matrix product whose 16-bit weights are converted as they are used."""
+    """A matrix product whose 16-bit weights are converted on use."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take a dense [out, in] weight of 16-bit floats, which stays as it is."""
+        """Initialize from a dense [out, in] weight of 16-bit floats, stored unchanged."""
         super().__init__()
         self.weight = weight_of(weight)
         self.bias = None if bias is None else weight_of(bias)
@@ -39,9 +39,9 @@ class ConvertedLinear(Module):
 
 
 def converted_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the product of rows [rows, in] and a weight [out, in] of any type, in float32.
+    """Return the product of rows [rows, in] and a weight [out, in] of any dtype, in float32.
 
-    Never are more than some outputs' weights there in float32.
+    Converts only some outputs' weights to float32 at a time.
     """
     num_outputs, width = weight.shape
     at_once = min(_MAX_OUTPUTS, max(_MIN_OUTPUTS, _MAX_WEIGHTS // max(1, width)))
@@ -56,5 +56,5 @@ def converted_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_worth_converting(weight: Tensor) -> bool:
-    """Whether products of these weights, which cannot be packed, are faster in float32."""
+    """Return whether products of these weights, which cannot be packed, are faster in float32."""
     return weight.device.type == "cpu" and weight.dtype.itemsize == 2 and float32_is_faster()

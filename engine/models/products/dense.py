@@ -1,4 +1,4 @@
-"""Matrix products, with weights in whatever layout is fastest."""
+"""Matrix products, with weights in the fastest layout."""
 
 import logging
 import sys
@@ -23,16 +23,16 @@ from engine.models.products.row_padding import pad_rows
 logger = logging.getLogger(__name__)
 
 _PACKED_ROWS = 16
-"""Rows that packed weights are laid out for; measured to serve 1 to 512 rows well."""
+"""Row count that the packed layout is optimized for; measured to serve 1 to 512 rows well."""
 _CONVERTED_ROWS = 192
-"""Rows whose product is worth converting 16-bit weights, where float32 is faster."""
+"""Minimum rows for which converting 16-bit weights pays, where float32 is faster."""
 _MAX_CONVERTED = 1 << 26
-"""Maximum weights that are converted at once, which bounds the memory for it (256 MB)."""
+"""Maximum weights converted at once, which bounds the memory (256 MB)."""
 _UNPACKED_WEIGHTS = 1 << 18
-"""Weights up to which float32 products are faster from the plain layout."""
+"""Maximum weights for which float32 products are faster from the plain layout."""
 _ADDING_WEIGHTS = 1 << 19
-"""Weights from which on a product is added to sums in one operation. With smaller ones it gains
-little, and as without a matrix unit a row's bits depend more on how many rows there are."""
+"""Minimum weights for which the product and addition are fused. Smaller ones gain little, and
+fused, as without a matrix unit, a row's bits depend more on the number of rows."""
 
 
 class DenseLinear(Module):
@@ -43,7 +43,7 @@ class DenseLinear(Module):
         self.kernel = _kernel("dense", weight, bias)
         self.weight = weight_of(weight)
         self.bias = None if bias is None else weight_of(bias)
-        # In 16 bits a CPU's product comes from oneDNN.
+        # oneDNN compiles a CPU's 16-bit product for each shape.
         self._is_compiled = weight.device.type == "cpu" and weight.dtype.itemsize == 2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,14 +53,14 @@ class DenseLinear(Module):
         return F.linear(pad_rows(x, self.weight.numel()), self.weight, self.bias)[: x.shape[0]]
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
-        """Add the product, on a device before it is rounded and in one operation."""
+        """Add the product to `sums`; on a device in one operation, before rounding."""
         if x.device.type == "cpu" or self.bias is not None:
             return sums.add_(self.forward(x))
         return sums.addmm_(x, self.weight.T)
 
 
 class PackedLinear(Module):
-    """Weights in oneDNN's blocked layout, which spares it a reordering at every call."""
+    """Weights in oneDNN's blocked layout, which avoids a reorder at every call."""
 
     weight: Tensor
 
@@ -72,7 +72,7 @@ class PackedLinear(Module):
         Products of at least `float32_rows` rows are computed in float32.
 
         Raises:
-            RuntimeError: this processor cannot pack this type.
+            RuntimeError: this processor cannot pack this dtype.
         """
         super().__init__()
         self.is_by_rows = False
@@ -91,12 +91,12 @@ class PackedLinear(Module):
         )
 
     def use_kernel(self, weight: Tensor, *, by_rows: bool) -> None:
-        """Have a kernel of our own compute as many rows as it is faster for.
+        """Use a kernel of `engine.kernels` for the row counts at which it is faster.
 
-        It computes any number if each row is to be computed by itself.
+        With `by_rows` it is used for any row count, since it computes each row separately.
 
-        Takes the weight as it was before. Where the kernel cannot be compiled or its results
-        differ, nothing changes, and the log says so.
+        `weight` is the original, unpacked weight. If the kernel cannot be compiled or disagrees,
+        nothing changes; the log says so.
         """
         self._compiled = registry.product(self.weight, weight, self.bias)
         if self._compiled is not None:
@@ -115,7 +115,7 @@ class PackedLinear(Module):
         return product[: x.shape[0]]
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
-        """Add the product before it is rounded, where that is one operation."""
+        """Add the product before it is rounded, where a fused operation exists."""
         rows = x.shape[0]
         if self._compiled is not None and rows <= self._compiled_rows:
             return self._compiled(x, sums)
@@ -127,13 +127,13 @@ class PackedLinear(Module):
 
 
 def _kernel(name: str, weight: Tensor, bias: Tensor | None) -> tuple[Hashable, ...]:
-    """Return what decides how a product adds up: see `engine.models.products.row_blocks`."""
+    """Return what determines a product's summation order: see `products.row_blocks`."""
     layout = (weight.dtype, weight.shape, weight.stride(), bias is None)
     return (name, *layout, weight.numel())
 
 
 def _float32_rows(weight: Tensor) -> int:
-    """Return the rows from which on converting these weights for one product pays, if ever."""
+    """Return the minimum rows for which converting these weights for one product pays, if any."""
     if weight.dtype.itemsize != 2 or weight.numel() > _MAX_CONVERTED or not float32_is_faster():
         return sys.maxsize
     return _CONVERTED_ROWS
@@ -148,7 +148,7 @@ class GeluLinear(Module):
         """Pack a dense [out, in] weight; the caller drops the original.
 
         Raises:
-            AttributeError, RuntimeError: there is no such operator, or not for this type.
+            AttributeError, RuntimeError: the operator is missing or does not support this dtype.
         """
         super().__init__()
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
@@ -163,10 +163,10 @@ class GeluLinear(Module):
 
 
 def gelu_product(weight: Tensor, bias: Tensor) -> Rows | None:
-    """Return gelu(x @ weight.T + bias) as one operator, which spares a pass over the result.
+    """Return gelu(x @ weight.T + bias) as one operator, which saves a pass over the result.
 
-    None where there is no such operator, or its results differ. The weight is packed: it replaces
-    the original as that of `prepare_linear` does.
+    None if the operator is missing or its results differ. The packed weight replaces the original,
+    as in `prepare_linear`.
     """
     if weight.device.type != "cpu":
         return None
@@ -177,7 +177,7 @@ def gelu_product(weight: Tensor, bias: Tensor) -> Rows | None:
         tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
         plain = F.gelu(F.linear(x, weight, bias))
         agrees = torch.allclose(fused(x), plain, rtol=tolerance, atol=tolerance)
-    except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unfit type
+    except (AttributeError, RuntimeError) as error:  # no oneDNN, or an unsupported dtype
         logger.info("GELU of weights of type %s is computed separately: %s", weight.dtype, error)
         return None
     return fused if agrees else None
@@ -191,13 +191,13 @@ def prepare_linear(
 ) -> Rows:
     """Return the fastest product for these weights.
 
-    Each type and shape is compared once with the plain product. Where the packed one is missing or
-    differs, the plain one is used, or one in float32 if that is faster. A packed weight is a copy:
-    it replaces the original in memory if the caller keeps no reference to that.
+    Each dtype and shape is compared once with the plain product. If the packed product is missing
+    or differs, the plain one is used, or one in float32 if that is faster. A packed weight is a
+    copy: it replaces the original in memory if the caller keeps no reference to it.
 
     Args:
-        by_rows: whether `RowBlocks` will look for numbers of rows that give a row the same bits.
-        by_kernels: whether a kernel of our own may compute it, where there is one.
+        by_rows: whether `RowBlocks` will search for row counts that give a row the same bits.
+        by_kernels: whether a kernel of `engine.kernels` can be used, if there is one.
     """
     is_small = weight.dtype == torch.float32 and weight.numel() <= _UNPACKED_WEIGHTS
     if weight.device.type != "cpu" or is_small:
@@ -209,7 +209,7 @@ def prepare_linear(
         packed = PackedLinear(weight, bias, _float32_rows(weight))
         if key not in _packable:
             _packable[key] = _agree(packed, DenseLinear(weight, bias), weight)
-    except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unfit type
+    except (AttributeError, RuntimeError) as error:  # no oneDNN, or an unsupported dtype
         logger.info("weights of type %s are not packed: %s", weight.dtype, error)
         _packable[key] = False
     if not _packable[key]:

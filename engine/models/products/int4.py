@@ -1,8 +1,8 @@
-"""Products with 4-bit weights on processors: a scale and a zero point for each group of inputs.
+"""Products with 4-bit weights on CPUs: a scale and a zero point for each group of inputs.
 
-Weights take a quarter of the memory of 16 bits. For one or a few rows that is also faster, as
-reading the weights is what takes the time. As torch's product takes as long for each further row,
-weights are expanded for many rows (docs/models.md has figures).
+Weights take a quarter of the memory of 16 bits. For one or a few rows this is also faster, since
+reading the weights dominates. The time of torch's product is linear in the rows, so weights are
+expanded for many rows (docs/models.md has figures).
 """
 
 from functools import cache
@@ -15,16 +15,16 @@ from engine.kernels.processor import float32_is_faster
 from engine.models.module import Module, weight_of
 
 MIDDLE = 8.0
-"""What torch's product takes off every code."""
+"""Offset that torch's product subtracts from every code."""
 _AT_ONCE = 1 << 19
-"""Weights that are expanded at once: 2 MB in float32, which stay in the caches."""
+"""Weights expanded at once: 2 MB in float32, which stay in the caches."""
 _BLOCKS = (64, 32)
-"""Numbers of outputs that torch may pack together."""
+"""Possible numbers of outputs that torch packs together."""
 _PROBED_INPUTS = 32
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Return codes uint8 [out, in] as torch's product takes them: uint8 [out, in / 2]."""
+    """Pack codes uint8 [out, in] to uint8 [out, in / 2], the input of torch's product."""
     packed: Tensor = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
     return packed
 
@@ -32,9 +32,9 @@ def pack(codes: Tensor) -> Tensor:
 class ExpandedInt4:
     """A matrix product with packed weights, some of which are expanded at a time.
 
-    Expanding weights takes as long as torch's own product takes for some dozens of rows, after
-    which a row costs what it costs with dense weights. How torch packs them depends on the
-    processor and is not documented, so it is found out by packing known codes.
+    Expanding the weights takes as long as torch's own product of a few dozen rows; beyond that a
+    row costs as much as with dense weights. torch's packing depends on the processor and is
+    undocumented, so it is detected by packing known codes.
     """
 
     __slots__ = ("_at_once", "_compute_type", "_group", "_packed", "_scales")
@@ -42,12 +42,12 @@ class ExpandedInt4:
     def __init__(
         self, packed: Tensor, scales: Tensor, block: int, compute_type: torch.dtype
     ) -> None:
-        """Take weights for which `packed_block` is `block`.
+        """Initialize from weights for which `packed_block` is `block`.
 
         Args:
-            packed: by `pack`.
-            scales: [groups, out, 2]: scales, and what is added to a code of 8 times the scale.
-            compute_type: what weights are expanded to and multiplied in.
+            packed: output of `pack`.
+            scales: [groups, out, 2]: scales, and the values that a code of 8 stands for.
+            compute_type: dtype in which weights are expanded and multiplied.
         """
         outputs, half = packed.shape
         self._packed = packed.view(outputs // block, 2 * half, block // 2).transpose(0, 1)
@@ -57,7 +57,7 @@ class ExpandedInt4:
         self._compute_type = compute_type
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map [rows, in] to [rows, out] in the type of the computation."""
+        """Map [rows, in] to [rows, out] in the compute dtype."""
         inputs = x.to(self._compute_type)
         _, blocks, half = self._packed.shape
         product = inputs.new_empty(len(x), 2 * blocks * half)
@@ -78,7 +78,7 @@ class ExpandedInt4:
 def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return codes [in, out] for bytes [in, blocks, block / 2].
 
-    The first half of a block's outputs is in the lower bits, the second half in the upper ones.
+    The low nibbles hold the first half of a block's outputs, the high nibbles the second half.
     """
     inputs, blocks, half = packed.shape
     codes = torch.empty(inputs, blocks, 2, half, dtype=dtype)
@@ -88,8 +88,10 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def packed_block(outputs: int) -> int | None:
-    """Return how many outputs torch packs together here; None if these are not whole blocks, or
-    packed in another way than is known."""
+    """Return the number of outputs that torch packs together here.
+
+    None if it does not divide `outputs` or the packing is unknown.
+    """
     block = _block()
     return block if block is not None and outputs % block == 0 else None
 
@@ -106,20 +108,20 @@ def _block() -> int | None:
 
 
 _GROUPS = (128, 64, 32)
-"""Inputs per group that dense weights are quantized in, whichever divides the inputs first."""
+"""Group sizes for quantizing dense weights; the first that divides the inputs is used."""
 _KNOWN_GROUPS = (32, 64, 128, 256)
-"""Inputs per group that torch's product takes."""
+"""Group sizes supported by torch's product."""
 _OUTPUTS = 16
-"""Outputs come in multiples of it."""
+"""torch's product requires a multiple of this many outputs."""
 _MANY_ROWS = 65
-"""Rows from which weights are expanded: more than are computed at once where no row may depend on
-how many there are (`engine.models.products.row_blocks`)."""
+"""Minimum rows for which weights are expanded: more than are computed at once if no row may depend
+on the row count (`engine.models.products.row_blocks`)."""
 _LARGEST = 15
 _SMALLEST_RANGE = 1e-30
 
 
 class Int4Unsupported(ValueError):
-    """This device, type or build has no 4-bit product."""
+    """This device, dtype or build has no 4-bit product."""
 
 
 class Int4Weights(NamedTuple):
@@ -128,13 +130,13 @@ class Int4Weights(NamedTuple):
     codes: Tensor
     """uint8 [out, in], 0 to 15."""
     scales: Tensor
-    """float32 [out, groups]; groups are equally many inputs, in order."""
+    """float32 [out, groups]; all groups have the same number of inputs, in order."""
     zeros: Tensor
-    """float32 [out, groups], in the units of codes."""
+    """float32 [out, groups], in units of codes."""
 
 
 class Int4Linear(Module):
-    """A matrix product with 4-bit weights; activations come and go in their own 16-bit type."""
+    """A matrix product with 4-bit weights; activations keep their 16-bit dtype."""
 
     packed: Tensor
     scales: Tensor
@@ -166,7 +168,7 @@ class Int4Linear(Module):
 
 
 def joined(parts: list[Int4Weights]) -> Int4Weights | None:
-    """Return weights one below the other; None if their groups differ."""
+    """Concatenate weights along the outputs; None if their group counts differ."""
     if len({part.scales.shape[1] for part in parts}) != 1:
         return None
     codes, scales, zeros = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -174,7 +176,7 @@ def joined(parts: list[Int4Weights]) -> Int4Weights | None:
 
 
 def quantized(weight: Tensor) -> Int4Weights | None:
-    """Round a dense [out, in] weight, each group to its own range; None if none divides it."""
+    """Quantize a dense [out, in] weight per group; None if no group size divides the inputs."""
     outputs, inputs = weight.shape
     group = next((size for size in _GROUPS if inputs % size == 0), None)
     if group is None:
@@ -189,20 +191,20 @@ def quantized(weight: Tensor) -> Int4Weights | None:
 
 
 def fits_int4(weights: Int4Weights) -> bool:
-    """Whether torch's product takes weights of this shape."""
+    """Return whether torch's product supports weights of this shape."""
     outputs, inputs = weights.codes.shape
     groups = weights.scales.shape[1]
     return outputs % _OUTPUTS == 0 and inputs % groups == 0 and inputs // groups in _KNOWN_GROUPS
 
 
 def require_int4(setting: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse what the product cannot do, before weights are read.
+    """Check that the product is supported, before weights are read.
 
     Args:
-        setting: the value of `--quantization` that asks for it.
+        setting: value of `--quantization`, for the error.
 
     Raises:
-        Int4Unsupported: with what to do.
+        Int4Unsupported: the device or dtype is not supported.
     """
     if device.type != "cpu":
         raise Int4Unsupported(f"--quantization {setting} is for models on the CPU (--device cpu)")

@@ -1,10 +1,10 @@
-"""Products in 8-bit integers on processors: weights scaled per output, activations per token.
+"""Products in 8-bit integers on CPUs: weights scaled per output, activations per token.
 
-Both are rounded to symmetric integers, weights once at load and activations at each call, each
-token by its own largest value. So a token's result does not depend on its neighbours in the batch.
-oneDNN's product takes unsigned activations: they are stored with a zero point added, which it
-takes away again. x86 processors without products of four 8-bit pairs (VNNI) add two pairs in 16
-bits, which overflow: there activations stay floats (`Int8WeightLinear`).
+Both are rounded to symmetric integers: weights once at load, activations at each call by each
+token's maximum. So a token's result does not depend on its neighbours in the batch. oneDNN's
+product takes unsigned activations: they are stored with a zero point added, which it subtracts
+again. x86 processors without VNNI add pairs of 8-bit products in 16 bits, which overflow: there
+activations stay floats (`Int8WeightLinear`).
 """
 
 from functools import cache
@@ -18,20 +18,20 @@ from engine.models.products.converted import converted_product
 from engine.models.products.row_padding import pad_rows
 
 _FEW_ROWS, _FEW_ROWS_OF_LARGE = 16, 8
-"""Up to so many rows torch's product takes less time than to convert the weights. It reads them
-again for every four rows, which takes longer if they come from memory."""
+"""Maximum rows for which torch's product is faster than converting the weights. It rereads them for
+every four rows, which takes longer if they come from memory."""
 _LARGE = 1 << 22
-"""Weights from which on they do."""
+"""Minimum number of weights that do not fit the caches."""
 _ALIGNED_INPUTS = 16
-"""torch's product reads beyond weights whose inputs are no multiple of it (AVX2: of 8)."""
+"""torch's product reads beyond weights whose inputs are not a multiple of this (AVX2: of 8)."""
 
 
 class Int8WeightLinear(Module):
     """A matrix product with 8-bit weights and floating-point activations.
 
-    Where sums of products of two 8-bit integers overflow, activations would have to be rounded to 7
-    bits, which costs a model more than all rounding of its weights. For some rows torch multiplies
-    such weights as they are; for more it pays to convert some of them at a time to float32.
+    For processors on which sums of 8-bit products overflow: rounding activations to 7 bits would
+    cost more accuracy than all rounding of weights. For few rows torch multiplies the 8-bit weights
+    directly; for more it pays to convert some of them at a time to float32.
     """
 
     weight: Tensor
@@ -39,7 +39,7 @@ class Int8WeightLinear(Module):
     _short_scales: Tensor
 
     def __init__(self, integers: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        """Take a weight: integers int8 [out, in], scales float32 [out]."""
+        """Initialize from a weight: integers int8 [out, in], scales float32 [out]."""
         super().__init__()
         self.register_buffer("weight", integers)
         self.register_buffer("scales", scales)
@@ -49,7 +49,7 @@ class Int8WeightLinear(Module):
         self._few_rows = few_rows if integers.shape[1] % _ALIGNED_INPUTS == 0 else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [rows, in] to [rows, out]; of few rows with an error of bfloat16."""
+        """Map [rows, in] to [rows, out]; few rows with bfloat16 precision."""
         if len(x) <= self._few_rows:
             inputs = x.to(torch.bfloat16).contiguous()
             product = torch._weight_int8pack_mm(inputs, self.weight, self._short_scales)
@@ -60,19 +60,19 @@ class Int8WeightLinear(Module):
 
 _LARGEST = 127
 _ZERO_POINT = 128
-"""What is added to the integers of activations."""
+"""Offset added to the integers of activations."""
 _SMALLEST_RANGE = 1e-30
-"""Rows whose largest value is below are as good as zero."""
+"""Rows with a smaller maximum are treated as zero."""
 _NOT_ROUNDED = (None, 1.0, 0)
 _PLAIN: tuple[str, list[float], str] = ("none", [], "")
-"""Arguments of oneDNN's product: no bias and no rounding of what it makes, and nothing after it."""
+"""Arguments of oneDNN's product: no bias, no output quantization, no post-operation."""
 _TOLERANCE = 0.05
-"""Maximum relative error of a product that is right; rounding costs 0.01."""
+"""Maximum relative error of a correct product; rounding causes 0.01."""
 
 
 @cache
 def takes_8_bit_activations() -> bool:
-    """Return whether sums of products of 8-bit integers do not overflow on this processor.
+    """Return whether sums of 8-bit products do not overflow on this processor.
 
     Raises:
         RuntimeError, AttributeError: this build of torch has no such product.
@@ -94,7 +94,7 @@ class Int8Unsupported(ValueError):
 
 
 class Int8Linear(Module):
-    """A matrix product with 8-bit weights; activations come and go in their own type."""
+    """A matrix product with 8-bit weights; activations keep their dtype outside."""
 
     weight: Tensor
     scales: Tensor
@@ -103,7 +103,7 @@ class Int8Linear(Module):
     def __init__(
         self, integers: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
-        """Pack a weight: integers int8 [out, in], scales float32 [out], for activations of a type.
+        """Pack integers int8 [out, in] and scales float32 [out], for activations in `dtype`.
 
         Raises:
             RuntimeError, AttributeError: this build of torch has no such product.
@@ -123,7 +123,7 @@ class Int8Linear(Module):
         """Map [rows, in] to [rows, out]."""
         largest = x.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_SMALLEST_RANGE)
         shifted = x.to(torch.float32, copy=True).mul_(_LARGEST / largest).add_(_ZERO_POINT + 0.5)
-        # Cutting off the half that was added rounds to the nearest.
+        # Truncation after adding one half rounds to nearest.
         rows = pad_rows(shifted.to(torch.uint8), self._num_weights)
         product: Tensor = self._product(
             rows,
@@ -152,7 +152,7 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Rows:
-    """Return the product with quantized weights; each type and shape is tried once.
+    """Return the product with quantized weights; each dtype and shape is tested once.
 
     Weights are dense [out, in]; the caller drops the original.
 

@@ -1,4 +1,4 @@
-"""Products on CUDA devices that compute each row alike, whatever their number."""
+"""Products on CUDA devices whose rows get the same bits for any number of rows."""
 
 import logging
 import sys
@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 class ProductTiles(NamedTuple):
-    """How much of a product a program computes, and how it is run."""
+    """Tile sizes and launch parameters of a program."""
 
     rows: int
     outputs: int
     inputs: int
-    """That are multiplied at once; they do not change the order in which they are added up."""
+    """Inputs multiplied at once; does not affect the summation order."""
     num_warps: int
     num_stages: int
 
@@ -29,24 +29,24 @@ SHAPES = (
     (512, ProductTiles(64, 128, 64, 4, 4)),
     (sys.maxsize, ProductTiles(128, 256, 64, 8, 3)),
 )
-"""Tiles for up to so many rows. Of few rows many programs read weights as fast as memory gives
-them; of many, large tiles are read less often."""
+"""Tiles by maximum rows. For few rows, many programs read weights at memory bandwidth; for many,
+large tiles reread them less often."""
 Shapes = tuple[tuple[int, ProductTiles], ...]
 _PROBED_ROWS = 200
 _TOLERANCE = 0.01
-"""Of the norm of a product: how much 16 bits may differ from 32."""
+"""Maximum difference between 16 and 32-bit products, relative to the norm."""
 
 
 class InvariantLinear(Module):
-    """Weights as stored, [out, in], of 16 bits."""
+    """A product with 16-bit weights as stored, [out, in]."""
 
     is_by_rows = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take the weights; more rows have larger tiles if these give the same bits.
+        """Compile the kernel; many rows use larger tiles if these give the same bits.
 
         Raises:
-            UnsupportedModel: the kernel cannot be compiled here, or computes something else.
+            UnsupportedModel: the kernel cannot be compiled here or computes wrong results.
         """
         try:
             from engine.kernels.cuda.product import multiply
@@ -66,7 +66,7 @@ class InvariantLinear(Module):
         return self._computed(x, None, self._tiles(len(x)))
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
-        """Add the product to sums, in place, before it is rounded."""
+        """Add the product to `sums`, in place, before rounding."""
         return self._computed(x, sums, self._tiles(len(x)))
 
     def _tiles(self, rows: int) -> ProductTiles:
@@ -105,7 +105,7 @@ class InvariantLinear(Module):
         return out
 
     def _find_agreeing(self) -> Shapes:
-        """Return the tiles that give the same bits as the first; compiles all."""
+        """Return the tiles that give the same bits as the first; compiles all of them."""
         device, inputs = self.weight.device, self.weight.shape[1]
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(_PROBED_ROWS, inputs, generator=generator, device=device)
@@ -116,7 +116,7 @@ class InvariantLinear(Module):
         agreeing: list[tuple[int, ProductTiles]] = []
         results: list[Tensor] = []
         for most, tiles in SHAPES:
-            # Rounded to 16 bits, most of what differs would be hidden.
+            # In float32, since rounding to 16 bits would hide most differences.
             product = self._computed(x, None, tiles, torch.float32)
             added = self._computed(x, plain.clone(), tiles)
             rounded = self._computed(x, None, tiles)
@@ -127,9 +127,9 @@ class InvariantLinear(Module):
             if all(map(torch.equal, results, (product, added))):
                 agreeing.append((most, tiles))
             else:
-                logger.info("products of %s: tiles of %s give other bits", self.weight.shape, tiles)
+                logger.info("products of %s: %s give different bits", self.weight.shape, tiles)
         return (*agreeing[:-1], (sys.maxsize, agreeing[-1][1]))
 
 
 _agreeing: dict[tuple[object, ...], Shapes] = {}
-"""Tiles that agree, by device, type and shape of weights."""
+"""Agreeing tiles by device, dtype, shape and absence of a bias."""

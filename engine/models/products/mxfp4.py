@@ -1,7 +1,7 @@
 """Products with weights in MXFP4: 4-bit floats (E2M1), in blocks that share a power of two.
 
-The weights stay packed, as in the file: a bit more than a quarter of the memory of 16 bits. A
-product expands some rows of them at a time, which stay in a core's cache until they are multiplied.
+The weights stay packed, as in the file, at slightly more than a quarter of the memory of 16 bits. A
+product expands some output rows at a time, which stay in a core's cache until they are multiplied.
 """
 
 from functools import cache
@@ -15,28 +15,28 @@ from engine.models.module import Module, weight_of
 from engine.models.products.row_padding import pad_rows
 
 BLOCK = 32
-"""Inputs that share a scale."""
+"""Inputs per scale."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ONE = 127
-"""The scale that stands for one."""
+"""Stored scale that represents one."""
 _NOT_A_NUMBER = 255
 _BYTES = 256
 _AT_ONCE = 1 << 19
-"""Weights that are expanded at once, so that they stay in a core's second-level cache."""
+"""Weights expanded at once; they fit a core's L2 cache."""
 
 
 class Mxfp4Weights(NamedTuple):
     """A weight [out, in]."""
 
     blocks: Tensor
-    """uint8 [out, in / BLOCK, BLOCK / 2]: two values each, the earlier one in the lower half."""
+    """uint8 [out, in / BLOCK, BLOCK / 2]: two values per byte, the first in the low nibble."""
     scales: Tensor
-    """uint8 [out, in / BLOCK]: exponents of two, 127 for one."""
+    """uint8 [out, in / BLOCK]: exponents of two with a bias of 127."""
 
     def expanded(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight as floats [out, in]; exact, but where `dtype` has no such number."""
+        """Return the weight as floats [out, in]; exact where `dtype` can represent the values."""
         outputs, groups, _ = self.blocks.shape
-        # One table of what each byte stands for below each scale takes half the time of a product.
+        # Looking up byte and scale in one table takes half the time of a multiplication.
         index = self.blocks.int().add_((self.scales.int() * _BYTES).unsqueeze(-1))
         pairs = _table(dtype, self.blocks.device).index_select(0, index.flatten())
         return pairs.view(dtype).view(outputs, groups * BLOCK)
@@ -46,13 +46,13 @@ class Mxfp4Linear(Module):
     """A matrix product with packed weights."""
 
     def __init__(self, weights: Mxfp4Weights, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """Take the weights, which are expanded to `dtype` when they are multiplied."""
+        """Initialize from the weights, which are expanded to `dtype` in each product."""
         super().__init__()
         self.register_buffer("blocks", weights.blocks)
         self.register_buffer("scales", weights.scales)
         outputs, groups = weights.scales.shape
         rows = max(1, _AT_ONCE // (groups * BLOCK))
-        # Equal parts, as oneDNN compiles a product for each shape.
+        # Equal parts, since oneDNN compiles a product for each shape.
         rows = -(-outputs // -(-outputs // rows))
         self._parts = [
             Mxfp4Weights(*pair)
@@ -72,7 +72,7 @@ class Mxfp4Linear(Module):
 
 @cache
 def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what each byte stands for below each scale: two floats, as one integer of both."""
+    """Return both values of each byte for each scale, packed into one integer."""
     values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.float64)
     byte = torch.arange(_BYTES)
     pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=1)

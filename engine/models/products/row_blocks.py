@@ -1,8 +1,8 @@
-"""Functions of rows whose results do not depend on how many rows there are.
+"""Row-wise functions whose results do not depend on the number of rows.
 
-A matrix product adds up in an order that its kernel chooses by the shapes, so a row alone may come
-out a little different from the same row in a batch. Here every call has one of some numbers of
-rows, for which the results were found to be the same, bit for bit; what is left over is padded.
+A kernel chooses its summation order by shape, so a row computed alone can differ slightly from the
+same row in a batch. Here every call has one of several row counts that were found to give
+bit-identical results; the remainder is padded.
 """
 
 import logging
@@ -18,38 +18,38 @@ from engine.models.module import Module, Rows
 logger = logging.getLogger(__name__)
 
 SIZES = (64, 16, 4)
-"""Numbers of rows that are tried of functions of which nothing is known."""
+"""Row counts to test for functions of unknown kernels."""
 _SAFE = (16,)
-"""What remains when the tried ones differ: with one shape there is one kernel."""
+"""Fallback if the tested counts differ: one shape always has one kernel."""
 _FEW = (1, 2, 3)
-"""Sizes that some kernels treat like others and some do not."""
+"""Counts that only some kernels compute like larger ones."""
 _FINE = (*range(4, 129, 4), *range(144, 257, 16), 512)
-"""Sizes of float32 products: 16 bits would hide most of what differs."""
+"""Row counts for float32 products; 16 bits would hide most differences."""
 _COARSE = (4, *range(8, 65, 8), 128, 256)
-"""The same for large ones, of which it takes long to compute so many rows."""
+"""Row counts for large products, which take longer to test."""
 _LARGE = 1 << 18
-"""Weights from which on a product is large."""
+"""Minimum weights of a large product."""
 _LARGEST = _FINE[-1]
 _FREE_ROWS = 8
-"""Rows that may be added to spare a call."""
+"""Rows that may be added to save a call."""
 
 
 def is_by_rows(function: Callable[..., Any]) -> bool:
-    """Whether a function is known to compute each row by itself, so that it needs no blocks."""
+    """Return whether a function is known to compute each row separately, so needs no blocks."""
     return getattr(function, "is_by_rows", False)
 
 
 class RowBlocks(Module):
-    """A function from [rows, in] to [rows, out], called with some numbers of rows only."""
+    """A function from [rows, in] to [rows, out], called only with certain row counts."""
 
     def __init__(self, function: Rows, probe: Tensor) -> None:
-        """Wrap a function that treats rows alike.
+        """Wrap a row-wise function.
 
-        Sizes are found once for all functions that have the same `kernel`, if they have one:
-        a tuple of what tells their machine code apart, and of how many weights there are at last.
+        Sizes are determined once for all functions with the same `kernel` attribute, if present: a
+        tuple of what distinguishes their machine code, ending with the number of weights.
 
         Args:
-            probe: [512, in] of the right type, for finding out which sizes agree.
+            probe: [512, in] of the activation dtype, for comparing sizes.
         """
         super().__init__()
         self.base = function
@@ -58,7 +58,7 @@ class RowBlocks(Module):
         self._next = _calls(self.sizes)
 
     def padded(self, rows: int) -> int:
-        """Return how many rows to give for so many, which spares this a copy."""
+        """Return the row count to pass for `rows` rows so that `forward` need not pad."""
         return max(rows, self._next[rows]) if rows < len(self._next) else rows
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class RowBlocks(Module):
         size = self._next[rows] if rows < len(self._next) else self.sizes[-1]
         if size == rows:
             return self.base(x)
-        if size > rows:  # the last row is repeated, which takes one operation
+        if size > rows:  # repeating the last row takes one operation
             return self.base(x.index_select(0, repeated(rows, size)))[:rows]
         parts = []
         while len(x) > size:
@@ -78,7 +78,7 @@ class RowBlocks(Module):
 
 @cache
 def _calls(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return for each number of rows what size to begin with: so many, or few more, or less."""
+    """Return the size of the first call for each row count: padded if close, otherwise smaller."""
     calls = [0]
     for rows in range(1, sizes[-1] + 1):
         above = next(size for size in sizes if size >= rows)
@@ -89,19 +89,19 @@ def _calls(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def probe_rows(width: int, dtype: torch.dtype) -> Tensor:
-    """Return [512, width] of random numbers, the same each time."""
+    """Return deterministic random numbers [512, width]."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(_LARGEST, width, generator=generator).to(dtype)
 
 
 @cache
 def repeated(rows: int, size: int) -> Tensor:
-    """Return the index of `size` rows, of which those behind `rows` are the last one again."""
+    """Return indices of `size` rows, repeating the last one beyond `rows`."""
     return torch.arange(size).clamp_(max=rows - 1)
 
 
 _found: dict[Hashable, tuple[int, ...]] = {}
-"""Sizes in ascending order, by kernel, type and number of threads."""
+"""Agreeing sizes in ascending order, by kernel and number of threads."""
 
 
 def _sizes(function: Rows, probe: Tensor) -> tuple[int, ...]:
@@ -127,11 +127,11 @@ def _agreeing(function: Rows, probe: Tensor, sizes: tuple[int, ...]) -> tuple[in
 
 
 def _agree(function: Rows, probe: Tensor, sizes: tuple[int, ...]) -> bool:
-    """Whether calls with these sizes have the bits of one with all rows, wherever a row is."""
+    """Return whether calls of these sizes give the same bits as one call with all rows."""
     whole = function(probe)
     for size in sizes:
         last = len(probe) - size
-        # All places, or one of many, which differs from size to size.
+        # All offsets, or one of many, which differs from size to size.
         few = range(0, last + 1, size) if len(probe) <= SIZES[0] else (7 * size % (last + 1),)
         for first in few:
             part = probe[first : first + size].clone()

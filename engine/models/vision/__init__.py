@@ -1,1 +1,1 @@
-"""Encoders of images: from pixels to the embeddings that stand for them in a prompt."""
+"""Vision encoders: from pixels to the embeddings that replace image tokens in a prompt."""

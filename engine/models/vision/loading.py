@@ -1,4 +1,4 @@
-"""Which encoder a model sees with, and where its tensors are."""
+"""Selects a model's vision encoder and locates its tensors."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -17,14 +17,14 @@ VisionEncoder = SiglipEncoder | QwenVisionEncoder
 
 
 class _Names(NamedTuple):
-    """How files name the tensors."""
+    """Names of the encoder's tensors in files."""
 
     one: str
-    """A tensor that is there."""
+    """A tensor that is always present."""
     prefixes: tuple[str, ...]
-    """Those that names may have."""
+    """Possible name prefixes."""
     others: tuple[str, ...]
-    """What names of tensors begin with that are not needed."""
+    """Prefixes of tensors that are not needed."""
 
 
 _IDEFICS3 = _Names(
@@ -46,7 +46,7 @@ def _names(vision: VisionSpec) -> _Names:
 
 
 def has_vision(directory: Path, vision: VisionSpec, settings: ModelConfig) -> bool:
-    """Whether the files of a model have weights of its encoder."""
+    """Return whether a model's files contain its vision encoder."""
     if settings.load_format == "dummy":
         return True
     names, found = _names(vision), TensorFiles(directory).shapes
@@ -63,14 +63,14 @@ def load_vision(
     """Load the vision encoder of a model that has one.
 
     Args:
-        dtype: what the text model computes in.
+        dtype: compute dtype of the text model.
 
     Raises:
-        UnsupportedModel: it has something that is not implemented.
-        CheckpointError: the weights do not fit the config.
+        UnsupportedModel: it requires something that is not implemented.
+        CheckpointError: the weights do not match the config.
     """
     vision = spec.vision
-    assert vision is not None, "the model sees nothing"
+    assert vision is not None, "the model has no vision encoder"
     names = _names(vision)
     tensors: Tensors = DummyTensors(directory, settings.seed, dtype)
     if settings.load_format != "dummy":

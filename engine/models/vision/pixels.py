@@ -1,4 +1,4 @@
-"""From the bytes of images to what encoders see."""
+"""Converts image bytes to the inputs of encoders."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ Colors = tuple[float, float, float]
 
 
 class Normalization(msgspec.Struct, frozen=True):
-    """How bytes become what the encoder sees: (byte * scale - mean) / deviation of each color."""
+    """Conversion of bytes to encoder inputs: (byte * scale - mean) / deviation per color."""
 
     scale: float = 1 / 255
     mean: Colors = (0.5, 0.5, 0.5)
@@ -22,10 +22,10 @@ class Normalization(msgspec.Struct, frozen=True):
 
 
 def read_normalization(directory: Path, default: Normalization) -> Normalization:
-    """Read what the files of a model directory say, and of the rest take the default.
+    """Read the normalization from a model directory; unspecified values have the default.
 
     Raises:
-        UnsupportedModel: they cannot be read.
+        UnsupportedModel: the files cannot be read.
     """
     given = read_image_settings(directory)
     own: dict[str, Any] = {
@@ -46,7 +46,7 @@ def read_normalization(directory: Path, default: Normalization) -> Normalization
 
 
 class PixelReader:
-    """Makes values of bytes, on one device."""
+    """Converts bytes to normalized values, on one device."""
 
     def __init__(self, normalization: Normalization, device: torch.device) -> None:
         self._scale = normalization.scale

@@ -1,6 +1,6 @@
-"""Qwen2-VL's and Qwen2.5-VL's encoders: patches that are turned by their rows and columns.
+"""Qwen2-VL's and Qwen2.5-VL's encoders: patches with rotary row and column positions.
 
-The second's see windows.
+Qwen2.5-VL's attends within windows.
 """
 
 from pathlib import Path
@@ -28,14 +28,14 @@ from engine.models.vision.pixels import Normalization, PixelReader, read_normali
 _NORMALIZATION = Normalization(
     mean=(0.48145466, 0.4578275, 0.40821073), deviation=(0.26862954, 0.26130258, 0.27577711)
 )
-"""Where the files of a model say nothing."""
+"""Used if a model's files specify none."""
 
 
 class _Places(NamedTuple):
-    """Where the squares of an image are, in the order in which they are computed."""
+    """The squares of an image in the order in which they are computed."""
 
     order: Tensor
-    """[squares] which they are, row by row; those of a window follow each other."""
+    """[squares] row-major index of each square; those of a window are adjacent."""
     windows: list[SequenceGroup]
     """The patches of each window."""
     positions: Tensor
@@ -43,9 +43,9 @@ class _Places(NamedTuple):
 
 
 class QwenVisionEncoder(Module, finds_hooks=True):
-    """An encoder with its merger, on one device; it has no state.
+    """An encoder with its merger, on one device; stateless.
 
-    Each image is encoded by itself, so that nothing depends on what is encoded beside it.
+    Each image is encoded separately, so results do not depend on other images.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class QwenVisionEncoder(Module, finds_hooks=True):
         merger: Rows,
         dtype: torch.dtype,
     ) -> None:
-        """Take the weights.
+        """Initialize from the weights.
 
         Args:
-            patches: from the values of patches [patches, 3 * size * size] to hidden states.
-            rotary: table of which each half turns half of each head.
-            merger: from the states of the patches of a square, side by side, to an embedding.
+            patches: maps patches [patches, 3 * size * size] to hidden states.
+            rotary: table of which each half rotates half of each head.
+            merger: maps the concatenated states of a square's patches to an embedding.
         """
         super().__init__()
         self.spec = spec
@@ -83,7 +83,7 @@ class QwenVisionEncoder(Module, finds_hooks=True):
         rows, columns = self.spec.grid(height, width)
         places = self._places(rows, columns)
         colors = self._pixels.read(pixels, height, width).to(self._dtype)
-        # Square by square, and in each patch by patch: colors, rows, columns.
+        # By square, then by patch: colors, rows, columns.
         squares = colors.view(rows, factor, size, columns, factor, size, 3)
         squares = squares.permute(0, 3, 1, 4, 6, 2, 5).flatten(0, 1).index_select(0, places.order)
         x = self.patch_embed(squares.reshape(-1, 3 * size * size))
@@ -99,7 +99,7 @@ class QwenVisionEncoder(Module, finds_hooks=True):
         column = torch.arange(columns).repeat(rows)
         window = (row // side) * -(-columns // side) + column // side
         _, number, sizes = torch.unique(window, return_inverse=True, return_counts=True)
-        # Windows of one size lie side by side.
+        # Sort windows by size, so that those of equal size are adjacent.
         by_size = sizes.argsort(stable=True)
         order = by_size.argsort()[number].argsort(stable=True)
         groups = groups_of((sizes[by_size] * factor**2).tolist())
@@ -131,7 +131,7 @@ def load_qwen_vision(
     return QwenVisionEncoder(
         vision,
         PixelReader(read_normalization(directory, _NORMALIZATION), build.device),
-        # The frames of what does not move are alike.
+        # All frames of an image are equal, so their weights can be summed.
         patches=prepare_linear(weight.float().sum(2).to(build.dtype).flatten(1), None),
         rotary=torch.cat((half, half), dim=2),
         layers=EncoderLayers(

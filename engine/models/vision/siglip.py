@@ -1,4 +1,4 @@
-"""SigLIP with patches of images of many sizes, and connectors of Idefics 3 and Gemma 3."""
+"""SigLIP for images of varying sizes, with the connectors of Idefics 3 and Gemma 3."""
 
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,13 @@ from engine.models.spec import SiglipSpec
 from engine.models.vision.pixels import Normalization, PixelReader, read_normalization
 
 _MAX_SHAPES = 64
-"""Sizes of images whose patches' positions are remembered."""
+"""Number of image sizes whose patch positions are cached."""
 
 
 class SiglipEncoder(Module, finds_hooks=True):
-    """An encoder with its connector, on one device; it has no state.
+    """An encoder with its connector, on one device; stateless.
 
-    Each image is encoded by itself, so that nothing depends on what is encoded beside it.
+    Each image is encoded separately, so results do not depend on other images.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class SiglipEncoder(Module, finds_hooks=True):
         connector: Rows,
         dtype: torch.dtype,
     ) -> None:
-        """Take the weights.
+        """Initialize from the weights.
 
         Args:
-            patches: from the values of patches [patches, 3 * size * size] to hidden states.
+            patches: maps patches [patches, 3 * size * size] to hidden states.
             positions: [patches of the largest image, hidden]
-            connector: from the states of a square of patches, side by side, to an embedding.
+            connector: maps the concatenated states of a square of patches to an embedding.
         """
         super().__init__()
         self.spec = spec
@@ -57,7 +57,7 @@ class SiglipEncoder(Module, finds_hooks=True):
         """Return [tokens, hidden of the text model] for RGB bytes [height, width, 3]."""
         size, colors = self.spec.patch_size, self._pixels.read(pixels, height, width)
         rows, columns = height // size, width // size
-        # As a convolution without overlap has its inputs: colors, rows, columns.
+        # Layout of a non-overlapping convolution's inputs: colors, rows, columns.
         patches = colors.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3)
         x = self.patch_embedding(patches.reshape(rows * columns, 3 * size * size).to(self._dtype))
         x = x + self.position_embedding.index_select(0, self._place(rows, columns))
@@ -65,7 +65,7 @@ class SiglipEncoder(Module, finds_hooks=True):
         return self.connector(_shuffled(x, rows, columns, self.spec.scale_factor))
 
     def _place(self, rows: int, columns: int) -> Tensor:
-        """Return which position each patch has: that of its place in an image of the full size."""
+        """Return the position of each patch, scaled to an image of full size."""
         known = self._places.get((rows, columns))
         if known is None:
             side = self.spec.image_size // self.spec.patch_size
@@ -78,14 +78,14 @@ class SiglipEncoder(Module, finds_hooks=True):
 
 
 def _buckets(count: int, side: int) -> Tensor:
-    """Return for each of `count` patches in a line which of `side` parts of it it begins in."""
+    """Return which of `side` parts of a line each of `count` patches begins in."""
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     begins = torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))
     return torch.bucketize(begins.clamp(max=1.0 - 1e-6), bounds, right=True)
 
 
 def _shuffled(x: Tensor, rows: int, columns: int, factor: int) -> Tensor:
-    """Return the states of each square of patches side by side, line by line."""
+    """Return the concatenated states of each square of patches, in row-major order."""
     squares = x.view(rows // factor, factor, columns // factor, factor, -1)
     return squares.transpose(1, 2).reshape((rows // factor) * (columns // factor), -1)
 
@@ -139,7 +139,7 @@ def _connector(vision: SiglipSpec, build: Builder, text_size: int) -> Rows:
 
 
 def _mean(x: Tensor, parts: int) -> Tensor:
-    """Return the mean of as many parts of each row."""
+    """Return the mean of `parts` equal parts of each row."""
     return x.view(len(x), parts, -1).mean(1)
 
 

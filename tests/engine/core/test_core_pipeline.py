@@ -35,14 +35,21 @@ class WatchedExecutor(CheckedExecutor):
 
 
 def engine(
-    stages: int, *, overlap: bool = False, drafts: int = 0, blocks: int = 24, seqs: int = 4
+    stages: int,
+    *,
+    overlap: bool = False,
+    drafts: int = 0,
+    blocks: int = 24,
+    seqs: int = 4,
+    whole: bool = False,
 ) -> tuple[EngineCore, WatchedExecutor]:
     settings = EngineConfig(
         model=ModelConfig(max_model_len=64),
         cache=CacheConfig(block_size=4, num_kv_blocks=blocks),
         scheduler=SchedulerConfig(
             max_num_seqs=seqs,
-            max_num_batched_tokens=16 if seqs < 32 else 2048,
+            max_num_batched_tokens=16 if seqs < 32 and not whole else 2048,
+            enable_chunked_prefill=not whole,
             async_scheduling=overlap,
             speculative_ngram=drafts,
         ),
@@ -85,13 +92,16 @@ def test_one_sequence_is_never_in_two_steps_at_once_unless_its_token_is_drawn_in
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("stages", "overlap", "drafts"),
-    [(2, False, 0), (2, True, 0), (3, False, 3), (3, True, 0), (4, True, 3)],
-)
+    ("stages", "overlap", "drafts", "whole"),
+    [
+        (2, False, 0, False), (2, True, 0, False), (3, False, 3, False), (3, True, 0, False),
+        (4, True, 3, False), (2, True, 0, True), (3, False, 3, True),
+    ],
+)  # fmt: skip
 def test_a_full_pipeline_changes_no_token_and_no_end(
-    stages: int, overlap: bool, drafts: int, seed: int
+    stages: int, overlap: bool, drafts: int, seed: int, whole: bool
 ) -> None:
     alone = serve(engine(1)[0], seed, 40)
-    together = serve(engine(stages, overlap=overlap, drafts=drafts)[0], seed, 40)
+    together = serve(engine(stages, overlap=overlap, drafts=drafts, whole=whole)[0], seed, 40)
     assert alone[:2] == together[:2]
     assert together[2] > 0, "nobody was preempted"

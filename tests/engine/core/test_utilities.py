@@ -28,6 +28,7 @@ from engine.shared.messages import (
     UtilityValue,
     WeightsSource,
 )
+from engine.shared.pooling import PoolingSpec
 from tests.support.checked_executor import CheckedExecutor
 from tests.support.waiting import PATIENCE
 
@@ -35,8 +36,8 @@ from tests.support.waiting import PATIENCE
 class Executor(CheckedExecutor):
     """Notes what operators had it do; what `refuses` names raises."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: EngineConfig, pooling: PoolingSpec | None) -> None:
+        super().__init__(config, pooling=pooling)
         self.calls: list[object] = []
         self.refuses: dict[str, Exception] = {}
         self.takes = 0.0
@@ -70,7 +71,13 @@ class Executor(CheckedExecutor):
 class Engine:
     """A core with two front ends."""
 
-    def __init__(self, *, overlap: bool, profile_dir: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        overlap: bool,
+        profile_dir: str | None = None,
+        pooling: PoolingSpec | None = None,
+    ) -> None:
         config = EngineConfig(
             model=ModelConfig(max_model_len=64),
             cache=CacheConfig(block_size=4, num_kv_blocks=32),
@@ -79,7 +86,7 @@ class Engine:
             ),
             executor=ExecutorConfig(torch_profiler_dir=profile_dir),
         )
-        self.executor = Executor(config)
+        self.executor = Executor(config, pooling)
         self.core = EngineCore(config, self.executor, rank=3, incarnation=0xABC)
         self.core.front_end_joined(0, 100)
         self.tokens: dict[int, list[int]] = {}
@@ -118,6 +125,42 @@ class Engine:
 @pytest.fixture(params=[False, True], ids=["apart", "overlapped"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     return Engine(overlap=request.param)
+
+
+# -- steps without requests -----------------------------------------------------------------------
+
+
+def test_a_dummy_batch_is_a_step_that_nobody_gets_a_token_of(engine: Engine) -> None:
+    for number in range(2):
+        assert engine.call("execute_dummy_batch").result == {"step": number}
+        engine.run()
+    assert engine.core.steps.count == engine.executor.calls.count(("submit",)) == 2
+    engine.add(1)
+    engine.step()
+    engine.call("execute_dummy_batch")
+    assert engine.core.stats().running == 1, "requests have steps computed anyway"
+    engine.run()
+    engine.assert_complete()
+
+
+@pytest.mark.parametrize("halt", ["pause", "sleep"])
+def test_an_engine_that_is_halted_computes_no_dummy_batch(engine: Engine, halt: str) -> None:
+    engine.call(halt)
+    assert "resume it" in (engine.call("execute_dummy_batch").error or "")
+    assert not engine.core.has_work
+
+
+def test_a_model_that_makes_vectors_computes_dummy_batches_too() -> None:
+    engine = Engine(overlap=False, pooling=PoolingSpec(task="embed", pooling="last", size=8))
+    assert engine.call("get_supported_tasks").result == {"tasks": "embed"}
+    engine.call("execute_dummy_batch")
+    engine.run()
+    assert engine.core.steps.count == 1
+    assert engine.core.stats().counters.pooled_sequences == 1
+
+
+def test_an_engine_says_what_its_model_is_for(engine: Engine) -> None:
+    assert engine.call("get_supported_tasks").result == {"tasks": "generate"}
 
 
 # -- pause ----------------------------------------------------------------------------------------
@@ -446,7 +489,7 @@ def test_without_a_directory_there_is_no_profile(engine: Engine) -> None:
         ("sleep", {"level": None}, "wrong arguments for sleep"),
         ("sleep", {"depth": 1}, "wrong arguments for sleep"),
         ("wake_up", {"tags": "disk"}, "no tag 'disk'"),
-        ("collective_rpc", {"method": "f", "args": "[]", "kwargs": "{}"}, "no method 'f'"),
+        ("collective_rpc", {"method": "f", "args": "[]", "kwargs": "{}"}, "no callable method 'f'"),
         ("pause", {"mode": "later"}, "wrong arguments for pause"),
     ],
 )

@@ -50,6 +50,7 @@ class Member:
         balance: tuple[int, int] | None = None,
         stages: int = 1,
         overlap: bool = False,
+        method: Literal["auto", "mtp"] = "auto",
     ) -> None:
         if self.team is not None:
             self.executor.shutdown()
@@ -60,7 +61,10 @@ class Member:
             ),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=num_blocks),
             scheduler=SchedulerConfig(
-                max_num_seqs=8, max_num_batched_tokens=40, async_scheduling=overlap
+                max_num_seqs=8,
+                max_num_batched_tokens=40,
+                async_scheduling=overlap,
+                speculative_method=method,
             ),
             executor=ExecutorConfig(threads=1, enforce_eager=True),
             parallel=ParallelConfig(

@@ -12,7 +12,6 @@ from engine.shared.config import (
     BUNDLED_MODEL,
     EngineConfig,
     ExecutorConfig,
-    LoraConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -22,20 +21,12 @@ SERVED = ModelConfig(model=str(BUNDLED_MODEL))
 DRAFTING = SchedulerConfig(speculative_model="draft")
 
 
-@pytest.mark.parametrize(
-    ("flag", "changes"),
-    [
-        ("--tensor-parallel-size", {"parallel": ParallelConfig(tensor_parallel_size=2)}),
-        ("--pipeline-parallel-size", {"parallel": ParallelConfig(pipeline_parallel_size=2)}),
-        ("--enable-expert-parallel", {"parallel": ParallelConfig(enable_expert_parallel=True)}),
-        ("--enable-lora", {"lora": LoraConfig(enable_lora=True)}),
-        ("--executor", {"executor": ExecutorConfig(executor="simulated")}),
-    ],
-)
-def test_settings_that_it_does_not_work_with_are_named(flag: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(BadDraftModel, match=flag):
-        check_draft_settings(EngineConfig(scheduler=DRAFTING, **changes))
-    check_draft_settings(EngineConfig(**changes))
+@pytest.mark.parametrize("scheduling", [DRAFTING, SchedulerConfig(speculative_method="mtp")])
+def test_an_executor_that_computes_no_model_is_named(scheduling: SchedulerConfig) -> None:
+    simulated = ExecutorConfig(executor="simulated")
+    with pytest.raises(BadDraftModel, match=r"--speculative-m.*--executor"):
+        check_draft_settings(EngineConfig(scheduler=scheduling, executor=simulated))
+    check_draft_settings(EngineConfig(executor=simulated))
 
 
 def test_drafts_come_from_one_place() -> None:

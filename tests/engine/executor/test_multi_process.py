@@ -313,7 +313,7 @@ def test_a_killed_worker_fails_the_step_and_is_reported_at_once(
 def test_what_cannot_be_cut_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:
     spec = read_spec(checkpoint("llama").directory)
     for size in (3, 8):
-        with pytest.raises(UnsupportedModel, match=f"--tensor-parallel-size {size} does not suit"):
+        with pytest.raises(UnsupportedModel, match=f"--tensor-parallel-size {size} does not fit"):
             Cut(spec, 0, size)
     (tmp_path / "config.json").write_bytes(
         (checkpoint("llama").directory / "config.json").read_bytes()

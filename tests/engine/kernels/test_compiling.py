@@ -129,8 +129,8 @@ def test_a_failure_to_compile_is_said_and_survived(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
-        raise OSError("torch brings no OpenMP runtime")
+        raise OSError("torch bundles no OpenMP runtime")
 
     monkeypatch.setattr(compiling, "_openmp", fail)
     assert fused_kernels(torch.bfloat16, CPU) is None
-    assert "torch brings no OpenMP runtime" in caplog.text
+    assert "torch bundles no OpenMP runtime" in caplog.text

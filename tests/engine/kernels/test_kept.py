@@ -47,7 +47,7 @@ def test_a_directory_that_others_may_write_is_not_used(
     directory.chmod(0o777)
     with caplog.at_level(logging.INFO):
         assert kept_directory(TARGET) is None
-    assert f"compiled at every start: {directory} is not for this user alone" in caplog.text
+    assert f"compiled at every start: {directory} must be owned" in caplog.text
     kept_directory.cache_clear()
     directory.chmod(0o700)
     assert kept_directory(TARGET) == str(directory)

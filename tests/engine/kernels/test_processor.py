@@ -78,7 +78,7 @@ def test_a_kind_of_another_architecture_is_refused(
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     as_kind("bf16")
-    with pytest.raises(ValueError, match="SWELL_PROCESSOR=bf16: has to be one of amx, "):
+    with pytest.raises(ValueError, match="SWELL_PROCESSOR=bf16: must be one of amx, "):
         processor.kind()
 
 

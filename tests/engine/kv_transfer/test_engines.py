@@ -1,5 +1,6 @@
 """What one engine has computed of a prompt, another reads: the same tokens, from less computing."""
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from engine.kv_tiers.block_store import MODEL_SIZE
 from engine.kv_transfer import port as module
+from engine.kv_transfer.messages import BlocksWanted
 from engine.shared.config import BUNDLED_MODEL, ClusterConfig, LoraConfig
-from engine.shared.messages import AbortRequests, KvSource
+from engine.shared.messages import AbortRequests, KvSource, encode
 from tests.engine.executor.test_images import show, text
 from tests.engine.fixtures import MakePrompt, SaveModel
 from tests.engine.kv_transfer.played_engine import PlayedEngine
@@ -213,7 +216,7 @@ def test_what_had_no_room_is_computed_after_what_had(
     assert decode.counters.kv_transfer_failures == 1
 
 
-def test_blocks_are_pulled_through_encrypted_sockets(
+def test_blocks_are_pulled_through_encrypted_sockets_by_nobody_without_the_key(
     checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
 ) -> None:
     directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
@@ -228,8 +231,20 @@ def test_blocks_are_pulled_through_encrypted_sockets(
     stranger = start(directory, cluster=strange)
     source = prefill.prefill(asked)
     assert source.address.startswith("tcp://127.0.0.1:")
-    assert stranger.answer(asked, kv_source=source) == expected
+    without_key = decode._context.socket(zmq.DEALER)
+    without_key.connect(source.address)
+    assert prefill.port is not None
+    offered = list(prefill.port._offers._once)
+    names = [key[MODEL_SIZE:] for key in offered]
+    without_key.send(encode(BlocksWanted(source.incarnation, offered[0][:MODEL_SIZE], 1, names)))
+    host, port = source.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as nonsense:
+        nonsense.sendall(bytes(range(256)))
+        assert stranger.answer(asked, kv_source=source) == expected
     assert stranger.counters.kv_transfer_hits == 0
+    assert list(prefill.port._offers._once) == offered
+    assert not without_key.poll(0)
+    without_key.close(linger=0)
     assert decode.answer(asked, kv_source=source) == expected
     assert decode.counters.kv_transfer_hits == 88
 

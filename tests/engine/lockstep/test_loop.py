@@ -2,6 +2,7 @@
 
 import random
 import threading
+from functools import partial
 from queue import SimpleQueue
 from typing import cast
 
@@ -42,13 +43,14 @@ SIZE = 2
 MEMBERS = [GroupMember(rank, rank + 1) for rank in range(SIZE)]
 
 
-def config(*, overlap: bool, policy: str) -> EngineConfig:
+def config(*, overlap: bool, policy: str, whole: bool = False) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(max_model_len=128),
         cache=CacheConfig(block_size=4, num_kv_blocks=40),
         scheduler=SchedulerConfig(
             max_num_seqs=3,
-            max_num_batched_tokens=16,
+            max_num_batched_tokens=128 if whole else 16,
+            enable_chunked_prefill=not whole,
             async_scheduling=overlap,
             admission_policy=policy,
         ),
@@ -303,10 +305,12 @@ def request(id: int) -> AddRequest:
     return AddRequest(id, f"request-{id}", 0, 0, prompt, sampling)
 
 
-def served(seed: int, *, overlap: bool, policy: str, disturbed: bool) -> dict[int, list[int]]:
+def served(
+    seed: int, *, overlap: bool, policy: str, disturbed: bool, whole: bool = False
+) -> dict[int, list[int]]:
     """Serve ten requests at two engines while the group is cut and held; return their tokens."""
     rng = random.Random(seed)
-    cluster = Cluster(config(overlap=overlap, policy=policy))
+    cluster = Cluster(config(overlap=overlap, policy=policy, whole=whole))
     calls = 0
     try:
         for id in range(1, 11):
@@ -328,10 +332,31 @@ def served(seed: int, *, overlap: bool, policy: str, disturbed: bool) -> dict[in
     return tokens
 
 
-@pytest.mark.parametrize("policy", ["level", "none", "balance", "cadence"])
+def test_a_dummy_batch_is_a_step_of_all_engines() -> None:
+    cluster = Cluster(config(overlap=False, policy="level"))
+
+    def steps() -> int:
+        return min(each.core.steps.count for each in cluster.engines)
+
+    try:
+        for number, engine in enumerate(cluster.engines):
+            until(lambda: all(each.rests for each in cluster.engines), "all pause")
+            before = steps()
+            engine.inbox.put(UtilityCall(number, 0, "execute_dummy_batch"))
+            until(partial(lambda before: steps() > before, before), "all step")
+    finally:
+        cluster.end()
+
+
+@pytest.mark.parametrize(
+    ("policy", "whole"),
+    [("level", False), ("level", True), ("none", False), ("balance", False), ("cadence", False)],
+)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_tokens_are_the_same_whatever_happens_to_the_group(overlap: bool, policy: str) -> None:
+def test_tokens_are_the_same_whatever_happens_to_the_group(
+    overlap: bool, policy: str, whole: bool
+) -> None:
     told = served(0, overlap=False, policy=policy, disturbed=False)
     assert sum(map(len, told.values())) == sum(request(id).sampling.max_tokens for id in told)
     for seed in range(6):
-        assert served(seed, overlap=overlap, policy=policy, disturbed=True) == told
+        assert served(seed, overlap=overlap, policy=policy, disturbed=True, whole=whole) == told

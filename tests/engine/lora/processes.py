@@ -28,11 +28,13 @@ REPORTING = replace(GREEDY, prompt_logprobs=20)
 class Processes:
     """An engine, which may be cut over several processes."""
 
-    def __init__(self, model: Path, **parallel: Any) -> None:
+    def __init__(self, model: Path, head: Path | None = None, **parallel: Any) -> None:
         config = EngineConfig(
             model=ModelConfig(model=str(model), device="cpu", dtype="float32", max_model_len=256),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
-            scheduler=SchedulerConfig(max_num_seqs=8),
+            scheduler=SchedulerConfig(
+                max_num_seqs=8, speculative_model=None if head is None else str(head)
+            ),
             executor=ExecutorConfig(threads=1),
             parallel=ParallelConfig(data_parallel_size=1, **parallel),
             lora=LORA,

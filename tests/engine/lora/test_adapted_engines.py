@@ -24,6 +24,7 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.messages import AdapterEntry, AdapterSheet, AddRequest, RegexGrammar
+from tests.engine.draft_heads import save_eagle3
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.executor.test_images import show, text
 from tests.engine.kv_transfer.played_engine import PlayedEngine
@@ -38,8 +39,8 @@ def processes() -> Any:
     """Return a function that starts an engine of several processes."""
     started: list[Processes] = []
 
-    def start(model: Path, **parallel: Any) -> Processes:
-        started.append(Processes(model, **parallel))
+    def start(model: Path, head: Path | None = None, **parallel: Any) -> Processes:
+        started.append(Processes(model, head, **parallel))
         return started[-1]
 
     yield start
@@ -81,6 +82,24 @@ def test_a_model_in_several_processes_computes_each_row_with_its_adapter(
 
 
 @pytest.mark.parametrize("shards", [1, 2])
+def test_a_draft_head_is_without_adapters(
+    shards: int, checkpoint: Any, trained: Any, prompt: Any, processes: Any, tmp_path: Path
+) -> None:
+    model = checkpoint("llama-deep")
+    adapter = trained("llama-deep", 7, target_modules=["embed_tokens", "lm_head", "q_proj"], r=3)
+    save_eagle3(model, tmp_path, layer_ids=[1, 2, 3])
+    team = processes(model.directory, tmp_path, tensor_parallel_size=shards)
+    engine = Driver(team)
+    engine.adapters = {0: team.load(adapter.directory)}
+    engine.start(0, prompt(30), adapter=0)
+    engine.start(1, prompt(20))
+    engine.prefill(0, 1)
+    engine.decode(15, 1, 0)
+    assert engine.tokens[0][30:] == adapter.merged.greedy(prompt(30), 16)
+    assert engine.tokens[1][20:] == model.greedy(prompt(20), 16)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
 def test_engines_that_share_experts_have_adapters_of_attention(
     checkpoint: Any, trained: Any, prompt: Any, shards: int
 ) -> None:
@@ -108,7 +127,7 @@ def test_engines_that_share_experts_have_adapters_of_attention(
     store: Any = executor.adapters
     version = store.load(str(adapter.directory), None).result()
     experts = trained("mixtral", 8, target_parameters=["experts.down_proj"])
-    with pytest.raises(BadAdapter, match="leave --enable-expert-parallel out"):
+    with pytest.raises(BadAdapter, match="remove --enable-expert-parallel"):
         store.load(str(experts.directory), None).result()
 
     class Runner:
@@ -221,11 +240,11 @@ def alone(root: Path) -> Any:
     "settings",
     [
         {"num_blocks": 34},
-        {"async_scheduling": True},
         {"speculative_ngram": 4},
         {"max_loras": 1, "async_scheduling": True, "num_blocks": 40},
         {"batch_invariant": True},
         {"stages": 2, "max_loras": 1, "async_scheduling": True, "num_blocks": 40},
+        {"speculative_model": str(BUNDLED_MODEL), "speculative_row_price": 0},
     ],
     ids=str,
 )
@@ -235,8 +254,10 @@ def test_all_ways_through_an_engine_keep_the_adapter(
     requests, expected = alone
     other = serve(**settings)
     assert other.answer(requests) == expected
+    counters = other.core.stats().counters
     if settings.get("num_blocks") == 34:
-        assert other.core.stats().counters.preemptions
+        assert counters.preemptions
+    assert bool(counters.spec_accepted_tokens) >= ("speculative_model" in settings)
 
 
 def test_a_grammar_holds_with_an_adapter(serve: Any, prompt: Any) -> None:

@@ -232,8 +232,8 @@ def _changed(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Write
         (_without("scales"), "no weight for"),
         (_without("qweight"), "no weight for"),
         (_changed("qweight", lambda words: words[1:]), "shape"),
-        (_changed("scales", lambda scales: scales[:1]), "q_proj.*group is none of the 1"),
-        (_changed("g_idx", lambda order: order + 1), "q_proj.*group is none of the 2"),
+        (_changed("scales", lambda scales: scales[:1]), "q_proj.*group is not one of the 1"),
+        (_changed("g_idx", lambda order: order + 1), "q_proj.*group is not one of the 2"),
         (_changed("g_idx", lambda order: order[1:]), "q_proj.*do not fit"),
         (_changed("qzeros", lambda zeros: zeros[:, 1:].contiguous()), "q_proj.*do not fit"),
         (_changed("qweight", lambda words: words.float()), "packed weights are"),
@@ -260,7 +260,7 @@ def test_parts_that_do_not_fit_are_refused_by_name(
         ({**COMPRESSED, "format": "marlin-24"}, "marlin-24"),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
-        ("awq", "no object"),
+        ("awq", "not an object"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_loading(

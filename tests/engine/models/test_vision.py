@@ -87,7 +87,7 @@ def test_what_the_encoder_takes_is_read_from_the_config(checkpoint: SaveModel) -
 def test_configs_that_are_not_served_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="text_config of model_type 'qwen2'"):
         parse_spec(given(text_config={**TEXT, "model_type": "qwen2"}), {})
-    with pytest.raises(UnsupportedModel, match="image_size 36 is no multiple of patch_size 4 tim"):
+    with pytest.raises(UnsupportedModel, match="image_size 36 is not a multiple of patch_size 4"):
         parse_spec(given(vision_config={"image_size": 36, "patch_size": 4}), {})
     with pytest.raises(UnsupportedModel, match="num_channels"):
         parse_spec(given(vision_config={"num_channels": 1}), {})
@@ -215,7 +215,7 @@ def test_gemma_3_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) ->
     assert isinstance(vision, SiglipSpec)
     assert (vision.token_id, vision.scale_factor, vision.sees_all) == (262144, 4, True)
     assert (vision.max_tokens, vision.num_tokens(896, 896)) == (256, 256)
-    with pytest.raises(UnsupportedModel, match="mm_tokens_per_image 250 does not suit images"):
+    with pytest.raises(UnsupportedModel, match="mm_tokens_per_image 250 does not match images"):
         parse_spec({**GEMMA3_4B, "mm_tokens_per_image": 250}, {})
 
 

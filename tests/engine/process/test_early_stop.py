@@ -194,5 +194,5 @@ def test_heads_that_cannot_be_dealt_out_are_refused_before_workers_start(
 
     monkeypatch.setattr(worker_process.subprocess, "Popen", fail)  # type: ignore[attr-defined]
     config = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=5))
-    with pytest.raises(UnsupportedModel, match="--tensor-parallel-size 5 does not suit"):
+    with pytest.raises(UnsupportedModel, match="--tensor-parallel-size 5 does not fit"):
         build_executor(config, 0, Lifeline(None), EarlyStop())

@@ -10,16 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.rules import BadDraftModel, check_draft_settings
+from engine.executor.rules import BadDraftModel
 from engine.models.formats.files import CheckpointError
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
     ExecutorConfig,
-    LoraConfig,
     ModelConfig,
-    ParallelConfig,
     SchedulerConfig,
 )
 from engine.shared.messages import AddRequest
@@ -172,24 +170,6 @@ def test_settings_that_it_does_not_work_with_are_named(
 ) -> None:
     with pytest.raises(BadDraftModel, match=f"--speculative-method mtp .*{flag}"):
         InProcessExecutor(settings(glm.directory, device="cpu", **model))
-
-
-@pytest.mark.parametrize(
-    ("flag", "changes"),
-    [
-        ("--tensor-parallel-size", {"parallel": ParallelConfig(tensor_parallel_size=2)}),
-        ("--pipeline-parallel-size", {"parallel": ParallelConfig(pipeline_parallel_size=2)}),
-        ("--enable-expert-parallel", {"parallel": ParallelConfig(enable_expert_parallel=True)}),
-        ("--enable-lora", {"lora": LoraConfig(enable_lora=True)}),
-        ("--executor", {"executor": ExecutorConfig(executor="simulated")}),
-    ],
-)
-def test_ways_to_serve_that_it_does_not_work_with_are_named(
-    flag: str, changes: dict[str, Any]
-) -> None:
-    drafting = SchedulerConfig(speculative_method="mtp")
-    with pytest.raises(BadDraftModel, match=f"--speculative-method mtp: .*{flag}"):
-        check_draft_settings(EngineConfig(scheduler=drafting, **changes))
 
 
 def test_drafts_come_from_one_place() -> None:

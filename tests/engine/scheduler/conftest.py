@@ -124,6 +124,10 @@ class Rig:
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.slots) <= limits.max_num_seqs
         longest = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
+        if not limits.enable_chunked_prefill:
+            rows = zip(plan.slots, plan.starts, plan.counts, strict=True)
+            ends = {slot: start + count for slot, start, count in rows}
+            assert all(ends.get(each.slot) == len(each.token_ids) for each in plan.starting)
         drafted = [len(plan.proposed.get(row, ())) for row in range(len(plan.slots))]
         assert all(
             (count <= longest) if n == 0 else (count == 1 + n)

@@ -1,1 +1,1 @@
-"""Weights of GGUF files, expanded to floats as they are loaded."""
+"""Weights of GGUF files, expanded to floats when loaded."""

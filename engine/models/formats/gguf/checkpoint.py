@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: tensors by the decoder's names, expanded when they are asked for."""
+"""A GGUF file as a checkpoint: tensors by the decoder's names, expanded on request."""
 
 from math import prod
 from pathlib import Path
@@ -27,31 +27,31 @@ from engine.models.weights import (
 from engine.shared.gguf.reader import TensorInfo, read_gguf
 
 _AT_ONCE = 1 << 22
-"""Elements that are expanded at once, which bounds the memory for it."""
+"""Elements expanded at once, which bounds the memory."""
 
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""What has been read with the config."""
+"""Tensors that were read with the config."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PAIRED = ("llama", "granite", "granitemoe", "mistral3", "smollm3")
-"""Architectures whose queries and keys are stored in pairs that rotate together, but not so in
-other files."""
+"""Architectures whose GGUF files store rotated dimensions of queries and keys as adjacent pairs,
+unlike other formats."""
 _KEYS, _VALUES = "attn_k_b", "attn_v_b"
-"""What `kv_b_proj` of DeepSeek is stored as."""
+"""Tensors that together hold DeepSeek's `kv_b_proj`."""
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors of one file, mapped into memory."""
+    """The tensors of one memory-mapped file."""
 
     def __init__(self, path: Path, spec: ModelSpec, dtype: torch.dtype | None) -> None:
         """Compare the file's tensors with what the model needs.
 
         Args:
-            dtype: what tensors are expanded to; None for the type that the embeddings have, or
-                bfloat16 if that is none to compute in.
+            dtype: dtype of expanded tensors; default: that of the embeddings, or bfloat16 if they
+                are quantized.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or of another shape.
-            BadGguf: the file is broken.
+            BadGguf: the file is malformed.
         """
         file = read_gguf(path)
         self._digest = file.digest
@@ -76,11 +76,11 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that tensors are expanded to."""
+        """The dtype that tensors are expanded to."""
         return self._dtype
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the decoder in memory of its own."""
+        """Return a copy of a tensor of the decoder."""
         source = self._weights[name]
         if source.name not in self._infos:
             return self._latent_product(source.name)
@@ -90,7 +90,7 @@ class GgufCheckpoint(Checkpoint):
         return source.read(self._expanded(info, self._dtype))
 
     def _latent_product(self, name: str) -> Tensor:
-        """Return the product of latents by which heads get keys and values: [outputs, rank]."""
+        """Return the projection [outputs, rank] of latents to keys and values of all heads."""
         keys, values = (
             self._expanded(self._infos[name.replace("attn_kv_b", part)], self._dtype)
             for part in (_KEYS, _VALUES)
@@ -98,7 +98,7 @@ class GgufCheckpoint(Checkpoint):
         return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 
     def int4(self, name: str) -> Int4Weights | None:
-        """Return the codes, scales and zero points of a weight that is stored in 4 bits."""
+        """Return the codes, scales and zero points of a 4-bit weight, else None."""
         if self._weights[name].name not in self._infos:
             return None
         source, info = self._found(name)
@@ -110,7 +110,7 @@ class GgufCheckpoint(Checkpoint):
         return Int4Weights(codes, scales, zeros)
 
     def mxfp4(self, name: str) -> Mxfp4Weights | None:
-        """Return the blocks and scales of a weight that is stored so."""
+        """Return the blocks and scales of an MXFP4 weight, else None."""
         if self._weights[name].name not in self._infos:
             return None
         _, info = self._found(name)
@@ -121,7 +121,7 @@ class GgufCheckpoint(Checkpoint):
         return Mxfp4Weights(parts.blocks.view(rows, -1, 16), parts.scales.view(rows, -1))
 
     def _found(self, name: str) -> tuple[Source, TensorInfo]:
-        """Return a tensor's place; if it is one of a stack, the others are not touched."""
+        """Return a tensor's location; of a stack, only the requested slice is read."""
         source = self._weights[name]
         info = self._infos[source.name]
         if source.index is None:
@@ -135,7 +135,7 @@ class GgufCheckpoint(Checkpoint):
         return self._stored(info).view(-1, info.storage.num_bytes)
 
     def fingerprint(self) -> str:
-        """Digest of the metadata and some bytes of every tensor."""
+        """Return a digest of the metadata and a sample of every tensor's bytes."""
         described = {
             name: f"{info.shape} {info.storage.name}" for name, info in self._infos.items()
         }
@@ -152,21 +152,21 @@ class GgufCheckpoint(Checkpoint):
         expanded = torch.empty(prod(info.shape), dtype=dtype)
         at_once = _AT_ONCE // elements
         for first in range(0, len(blocks), at_once):
-            part = blocks[first : first + at_once].clone()  # aligned, whatever the file is
+            part = blocks[first : first + at_once].clone()  # aligned, unlike the file
             values = expand(part, info.storage.name).flatten()
             expanded[first * elements : first * elements + len(values)].copy_(values)
         return expanded.view(info.shape)
 
 
 def _plain(name: str, info: TensorInfo) -> TensorInfo:
-    """Take ERNIE's corrections of routers for the lists that they are."""
+    """Flatten ERNIE's router corrections, which are stored as matrices of one row."""
     if name.endswith(".bias") and len(info.shape) == 2 and info.shape[0] == 1:
         return msgspec.structs.replace(info, shape=info.shape[1:])
     return info
 
 
 def _divided(expected: Layout, heads: int, latent: LatentSpec) -> Layout:
-    """Return the tensors of a file with keys and values of latents apart."""
+    """Return the expected tensors if a file stores latent keys and values separately."""
     divided: Layout = {}
     for name, shape in expected.items():
         if ".attn_kv_b." not in name:
@@ -178,7 +178,7 @@ def _divided(expected: Layout, heads: int, latent: LatentSpec) -> Layout:
 
 
 def _sources(spec: ModelSpec, kind: str) -> WeightMap:
-    """Return where each tensor is: as in other files of the family, but for names and stacks."""
+    """Locate the decoder's tensors: as in the family's map except for names and stacks."""
     (number,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(number, spec.num_layers)
     others = family_of(spec.architecture).weights(spec)
@@ -199,7 +199,7 @@ def _sources(spec: ModelSpec, kind: str) -> WeightMap:
 
 
 def _of_layer(name: str, shape: Shape, spec: ModelSpec) -> Source | None:
-    """Return where a tensor is that other files stack otherwise, or name without an ending."""
+    """Return the location of a tensor that GGUF stacks differently or names without a suffix."""
     parts = name.split(".")
     if parts[-1] == "sinks":
         return Source(name=f"blk.{parts[2]}.attn_sinks.weight", shape=shape)

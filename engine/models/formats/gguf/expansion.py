@@ -1,10 +1,10 @@
-"""Expands the blocks of GGUF's quantized types to float32, or takes codes of 4 bits out of them.
+"""Expands blocks of GGUF's quantized types to float32, or extracts 4-bit codes.
 
-The types that most files are of are expanded here, several times as fast as by the gguf package;
-the others by that.
+The most common types are expanded here, several times as fast as by the gguf package, which handles
+the others.
 
-Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Blocks come as bytes
-[blocks, bytes of one]; numbers are little-endian.
+Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Blocks are bytes [blocks,
+bytes per block]; numbers are little-endian.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from torch import Tensor
 from engine.models.products.mxfp4 import Mxfp4Weights
 
 _PARTS = 8
-"""Parts of a block of 256 with a scale each, in Q4_K and Q5_K."""
+"""Parts of a 256-element block, each with its own scale, in Q4_K and Q5_K."""
 
 
 def expand(blocks: Tensor, storage: str) -> Tensor:
-    """Return the elements [blocks, elements of one] in float32.
+    """Return the elements [blocks, elements per block] in float32.
 
     Args:
         blocks: [blocks, bytes] uint8
@@ -32,20 +32,20 @@ def expand(blocks: Tensor, storage: str) -> Tensor:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """Return the 16-bit float at a byte of each block, [blocks, 1]."""
+    """Return the 16-bit float at byte `at` of each block, [blocks, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Return all low halves of bytes, then all high ones, [.., 2 * bytes]."""
+    """Return all low nibbles, then all high ones, [.., 2 * bytes]."""
     return torch.cat((packed & 0x0F, packed >> 4), dim=-1)
 
 
 def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 6-bit scales and minima of the parts of a block, each [blocks, 8], from 12 bytes.
+    """Return the 6-bit scales and minima of a block's parts, each [blocks, 8], from 12 bytes.
 
-    The first four of each are the low six bits of bytes 0-3 and 4-7; the others have their low
-    four bits in bytes 8-11 and the rest above the former.
+    The first four of each are the low six bits of bytes 0-3 and 4-7. The others have their low four
+    bits in bytes 8-11 and the rest in the top bits of bytes 0-7.
     """
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)), dim=1)
@@ -54,14 +54,14 @@ def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_parts(blocks: Tensor, values: Tensor) -> Tensor:
-    """Scale the values [blocks, 8, 32] of Q4_K and Q5_K, and take the minima off."""
+    """Scale the values [blocks, 8, 32] of Q4_K and Q5_K and subtract the minima."""
     scales, minima = _scales_and_minima(blocks[:, 4:16])
     scaled = (_half(blocks, 0) * scales).unsqueeze(-1) * values.float()
     return (scaled - (_half(blocks, 2) * minima).unsqueeze(-1)).flatten(1)
 
 
 def _parts_of_nibbles(packed: Tensor) -> Tensor:
-    """Return [blocks, 8, 32] from 128 bytes: each 32 hold one part low and the next one high."""
+    """Return [blocks, 8, 32] from 128 bytes; each 32 hold one part low and the next high."""
     return _nibbles(packed.reshape(-1, _PARTS // 2, 32)).view(-1, _PARTS, 32)
 
 
@@ -72,7 +72,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    """Two halves of 128 elements; of each, four rows of 32 share bytes of low and high bits."""
+    """Expand two halves of 128 elements: four rows of 32 share bytes of low and high bits."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
@@ -88,7 +88,7 @@ def int4_codes(blocks: Tensor, storage: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return blocks of one of `INT4_TYPES` as codes: elements are (code - zero) * scale.
 
     Returns:
-        codes: [blocks, elements of one] uint8
+        codes: [blocks, elements per block] uint8
         scales, zeros: [blocks, elements / 32] float32
     """
     if storage == "Q4_K":
@@ -100,7 +100,7 @@ def int4_codes(blocks: Tensor, storage: str) -> tuple[Tensor, Tensor, Tensor]:
     else:
         codes, scales = _nibbles(blocks[:, 2:]), _half(blocks, 0)
         lowest = -8 * scales
-    # Where the scale is 0 all elements are the lowest one.
+    # With a scale of 0 all elements equal the minimum.
     flat = scales == 0
     codes = codes.masked_fill(flat.repeat_interleave(32, 1), 0)
     scales = scales.masked_fill(flat, 1.0)
@@ -108,7 +108,7 @@ def int4_codes(blocks: Tensor, storage: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mxfp4_parts(blocks: Tensor) -> Mxfp4Weights:
-    """Return blocks of MXFP4 as they are multiplied: blocks [blocks, 16] and scales [blocks]."""
+    """Return MXFP4 blocks in the order of the product: blocks [blocks, 16] and scales [blocks]."""
     values = _nibbles(blocks[:, 1:])
     return Mxfp4Weights(values[:, 0::2] | (values[:, 1::2] << 4), blocks[:, 0])
 

@@ -1,1 +1,1 @@
-"""Checkpoints whose weights are stored in few bits: GPTQ, AWQ, FP8, compressed-tensors."""
+"""Checkpoints with quantized weights: GPTQ, AWQ, FP8, compressed-tensors."""

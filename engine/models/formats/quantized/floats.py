@@ -1,4 +1,4 @@
-"""Weights as floats of 8 or 4 bits, with scales for the whole, each output, group or block."""
+"""Weights as 8 or 4-bit floats, with scales per tensor, output, group or block."""
 
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ class FloatWeight(NamedTuple):
     """One weight [out, in]: value * scale."""
 
     values: Tensor
-    """Any float type [out, in], or uint8 [out, in / 2] of two E2M1 each, the lower half first."""
+    """Any float dtype [out, in], or uint8 [out, in / 2] with two E2M1 each, low nibble first."""
     scales: Tensor
-    """float32; each counts for `block` rows and columns."""
+    """float32; one per `block` of rows and columns."""
     block: tuple[int, int]
 
     def rows(self, first: int, last: int) -> Tensor:
@@ -35,19 +35,19 @@ def read_float8(parts: Parts, block: tuple[int, int] | None) -> FloatWeight:
     """Read an 8-bit float `weight` [out, in] and its `weight_scale` or `weight_scale_inv`.
 
     Args:
-        block: the rows and columns that share a scale, where the config says so.
+        block: rows and columns that share a scale, if the config specifies them.
 
     Raises:
-        BadQuantization: they do not fit each other.
+        BadQuantization: the tensors are inconsistent.
     """
     values, scales = parts("weight"), parts("weight_scale_inv")
     scales = parts("weight_scale") if scales is None else scales
     if values is None or scales is None or values.dtype not in _FLOAT8 or values.dim() != 2:
-        raise BadQuantization("weight and weight_scale are no 8-bit floats and their scales")
+        raise BadQuantization("weight and weight_scale are not 8-bit floats and their scales")
     scales = scales.float()
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
     num_outputs, num_inputs = values.shape
-    if block is None or not _fits(values, scales, block):  # one for all, each output, or groups
+    if block is None or not _fits(values, scales, block):  # per tensor, output or group
         high = num_outputs if len(scales) == 1 else 1
         block = (high, max(1, num_inputs // scales.shape[1]))
     if not _fits(values, scales, block):
@@ -58,10 +58,10 @@ def read_float8(parts: Parts, block: tuple[int, int] | None) -> FloatWeight:
 
 
 def read_nvfp4(parts: Parts) -> FloatWeight:
-    """Read NVFP4 as compressed-tensors stores it: a scale for 16 inputs, and one for all of them.
+    """Read NVFP4 of compressed-tensors: a scale per 16 inputs, and a global one.
 
     Raises:
-        BadQuantization: the tensors do not fit each other.
+        BadQuantization: the tensors are inconsistent.
     """
     values, scales, whole = (
         parts(name) for name in ("weight_packed", "weight_scale", "weight_global_scale")

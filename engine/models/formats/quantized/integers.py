@@ -1,7 +1,7 @@
 """Weights of 4 or 8 bits in groups along the inputs, each with a scale and a zero point.
 
-Formats: GPTQ and AWQ as their packages write them, and compressed-tensors' `pack-quantized` and
-`int-quantized`. Whatever the file's order, here rows are outputs and columns inputs.
+Formats: GPTQ and AWQ as written by their packages, and compressed-tensors' `pack-quantized` and
+`int-quantized`. Whatever the file's layout, rows here are outputs and columns inputs.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from torch import Tensor
 from engine.models.formats.quantized.scheme import Scheme
 
 Parts = Callable[[str], Tensor | None]
-"""Returns a tensor of a weight by the last part of its name, None if there is none."""
+"""Returns a tensor of a weight by the last part of its name, or None."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which of a word's eight places each column is."""
+"""Position of each column among the eight in a word."""
 _ROWS_AT_ONCE = 1 << 20
-"""Words that are unpacked at once, which bounds the memory for it."""
+"""Words unpacked at once, which bounds the memory."""
 
 
 class BadQuantization(ValueError):
-    """Tensors of a quantized weight do not fit each other."""
+    """The tensors of a quantized weight are inconsistent."""
 
 
 class IntegerWeight(NamedTuple):
@@ -34,9 +34,9 @@ class IntegerWeight(NamedTuple):
     scales: Tensor
     """float32 [out, groups]."""
     zeros: Tensor
-    """float32 [out, groups], in the units of codes."""
+    """float32 [out, groups], in units of codes."""
     group_of: Tensor | None
-    """int64 [in]: the group of each input; None if groups are as long as each other, in order."""
+    """int64 [in]: the group of each input; None if groups are of equal size and in order."""
 
     def rows(self, first: int, last: int) -> Tensor:
         """Return some rows of the weight as float32 [rows, in]."""
@@ -52,7 +52,7 @@ def read_gptq(parts: Parts, scheme: Scheme) -> IntegerWeight:
     """Read `qweight` [in * bits / 32, out], `qzeros` [groups, out * bits / 32], `scales`, `g_idx`.
 
     Raises:
-        BadQuantization: they do not fit each other.
+        BadQuantization: the tensors are inconsistent.
     """
     packed, scales = _needed(parts, "qweight"), _needed(parts, "scales").float()
     codes = _unpacked(packed.T.contiguous(), scheme.bits)
@@ -69,7 +69,7 @@ def read_awq(parts: Parts) -> IntegerWeight:
     """Read `qweight` [in, out / 8], `qzeros` [groups, out / 8] and `scales` [groups, out].
 
     Raises:
-        BadQuantization: they do not fit each other.
+        BadQuantization: the tensors are inconsistent.
     """
     codes, zeros = (_in_order(_unpacked(_needed(parts, n), 4)) for n in ("qweight", "qzeros"))
     scales = _needed(parts, "scales").float()
@@ -77,10 +77,10 @@ def read_awq(parts: Parts) -> IntegerWeight:
 
 
 def read_packed(parts: Parts) -> IntegerWeight:
-    """Read `weight_packed` [out, in * bits / 32] of compressed-tensors, and what belongs to it.
+    """Read compressed-tensors' `weight_packed` [out, in * bits / 32], with scales and zero points.
 
     Raises:
-        BadQuantization: they do not fit each other.
+        BadQuantization: the tensors are inconsistent.
     """
     packed, scales = _needed(parts, "weight_packed"), _needed(parts, "weight_scale").float()
     num_outputs, num_inputs = (int(size) for size in _needed(parts, "weight_shape"))
@@ -103,7 +103,7 @@ def read_int8(parts: Parts) -> IntegerWeight:
     """Read an int8 `weight` [out, in] of compressed-tensors, its scales and zero points.
 
     Raises:
-        BadQuantization: they do not fit each other.
+        BadQuantization: the tensors are inconsistent.
     """
     codes = _needed(parts, "weight")
     scales = _needed(parts, "weight_scale").float()
@@ -144,7 +144,7 @@ def _order(group_of: Tensor | None, num_groups: int) -> Tensor | None:
         return None
     group_of = group_of.long()
     if group_of.dim() != 1 or bool(((group_of < 0) | (group_of >= num_groups)).any()):
-        raise BadQuantization(f"an input's group is none of the {num_groups}")
+        raise BadQuantization(f"an input's group is not one of the {num_groups}")
     return group_of
 
 

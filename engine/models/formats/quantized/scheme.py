@@ -1,7 +1,7 @@
-"""What a config's `quantization_config` says of how weights are stored.
+"""Reads from a config's `quantization_config` how weights are stored.
 
-Activations are computed in the model's own type, whatever the file says of theirs: that is the
-more exact of the two.
+Activations are computed in the model's dtype, whatever the file specifies for them; this is more
+accurate.
 """
 
 from typing import Any, Literal, cast
@@ -26,28 +26,28 @@ _AWQ_VERSIONS = ("gemm",)
 
 
 class Scheme(msgspec.Struct, frozen=True):
-    """How the weights of one checkpoint are stored, as far as their tensors do not tell."""
+    """How a checkpoint's weights are stored, beyond what the tensors themselves show."""
 
     method: Method
     bits: int = 8
-    """Of a GPTQ or AWQ weight."""
+    """Bits of a GPTQ or AWQ weight."""
     added_to_zeros: int = 0
-    """GPTQ's first format stores zero points less one."""
+    """1 for GPTQ's first format, which stores zero points minus one."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, where both are more than one."""
+    """Rows and columns per scale, if both are more than one."""
 
 
 def read_scheme(config: dict[str, Any]) -> Scheme | None:
-    """Return how the weights of a model are stored; None if they are plain floats.
+    """Return how a model's weights are stored; None if they are plain floats.
 
     Raises:
-        UnsupportedModel: in a way that cannot be read.
+        UnsupportedModel: the storage scheme is not supported.
     """
     stored = config.get("quantization_config") or config.get("compression_config")
     if not stored:
         return None
     if not isinstance(stored, dict):
-        raise UnsupportedModel("quantization_config is no object")
+        raise UnsupportedModel("quantization_config is not an object")
     method = stored.get("quant_method")
     if method in ("fp8", "fbgemm_fp8"):
         return Scheme("fp8", block=_block(stored.get("weight_block_size")))
@@ -66,8 +66,8 @@ def read_scheme(config: dict[str, Any]) -> Scheme | None:
     if method == "compressed-tensors":
         return _compressed(stored)
     raise UnsupportedModel(
-        f"the checkpoint is quantized ({method}), which cannot be read here: gptq, awq, fp8, "
-        "mxfp4 and compressed-tensors can, or use the original bfloat16, float16 or float32 weights"
+        f"the checkpoint is quantized ({method}), which is not supported: use gptq, awq, fp8, "
+        "mxfp4 or compressed-tensors, or the original bfloat16, float16 or float32 weights"
     )
 
 
@@ -104,4 +104,4 @@ def _block(value: object) -> tuple[int, int] | None:
         rows, columns = value
         if rows > 0 and columns > 0:
             return rows, columns
-    raise UnsupportedModel(f"a block of weights is no pair of positive numbers: {value!r}")
+    raise UnsupportedModel(f"a block of weights is not a pair of positive numbers: {value!r}")

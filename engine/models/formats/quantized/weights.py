@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up each weight, and the expanded weight."""
+"""Which tensors of a checkpoint make up each quantized weight, and its expansion."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from engine.models.products.mxfp4 import BLOCK
 from engine.models.weights import Layout, Shape
 
 _AT_ONCE = 1 << 22
-"""Weights that are expanded at once, which bounds the memory for it."""
+"""Weights expanded at once, which bounds the memory."""
 
 PARTS = (
     "activation_scale",
@@ -40,33 +40,33 @@ PARTS = (
     "weight_shape",
     "weight_zero_point",
 )
-"""Last parts of the names of a quantized weight's tensors."""
+"""Last name components of a quantized weight's tensors."""
 _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
-"""Endings of the names of the two tensors of a layer's experts."""
+"""Name suffixes of the two tensors of a layer's experts."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
-"""Scales of an 8-bit KV cache, which the engine does not have."""
+"""Scales of an 8-bit KV cache, which the engine does not use."""
 
 
 class StoredWeight(NamedTuple):
-    """A weight that is stored quantized, by the tensors that make it up."""
+    """The tensors that make up a quantized weight."""
 
     shape: Shape
     names: dict[str, str]
-    """Full names of its tensors by their last parts."""
+    """Full tensor names by their last components."""
 
 
 def quantized_weights(
     scheme: Scheme, shapes: Layout, types: Mapping[str, str], read: Callable[[str], Tensor]
 ) -> dict[str, StoredWeight]:
-    """Find the quantized weights of a checkpoint, by the names that they would have unquantized.
+    """Find a checkpoint's quantized weights, keyed by their unquantized names.
 
     Args:
-        shapes: of all stored tensors.
-        types: of all stored tensors, as safetensors calls them.
-        read: reads one of them.
+        shapes: shapes of all stored tensors.
+        types: dtypes of all stored tensors, as named by safetensors.
+        read: reads a tensor by name.
 
     Raises:
-        BadQuantization: tensors of one weight do not fit each other.
+        BadQuantization: tensors of one weight are inconsistent.
     """
     if scheme.method == "mxfp4":
         return dict(_mxfp4_weights(shapes, types))
@@ -82,7 +82,7 @@ def quantized_weights(
 
 
 def _mxfp4_weights(shapes: Layout, types: Mapping[str, str]) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield the experts of each layer in one, of the shape that they have in 16 bits."""
+    """Yield each layer's stacked experts, with their 16-bit shape."""
     for blocks, shape in shapes.items():
         if not blocks.endswith(_MXFP4_BLOCKS):
             continue
@@ -90,7 +90,7 @@ def _mxfp4_weights(shapes: Layout, types: Mapping[str, str]) -> Iterator[tuple[s
         scales = name + _MXFP4_SCALES
         fits = len(shape) == 4 and shape[3] == BLOCK // 2 and shapes.get(scales) == shape[:3]
         if not fits or {types[blocks], types[scales]} != {"U8"}:
-            raise BadQuantization(f"{blocks} and {scales} are no blocks of 4-bit floats")
+            raise BadQuantization(f"{blocks} and {scales} are not blocks of 4-bit floats")
         experts, outputs, groups, _ = shape
         stored = {"blocks": blocks, "scales": scales}
         yield name, StoredWeight((experts, groups * BLOCK, outputs), stored)
@@ -119,7 +119,7 @@ def _shape(
 
 
 def expanded(weight: IntegerWeight | FloatWeight, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Return a weight [out, in] as floats in memory of its own."""
+    """Return a copy of a weight [out, in] as floats."""
     whole = torch.empty(shape, dtype=dtype)
     at_once = max(1, _AT_ONCE // max(1, whole.shape[1]))
     for first in range(0, len(whole), at_once):
@@ -134,7 +134,7 @@ def open_weight(
     """Read the tensors of a weight.
 
     Raises:
-        BadQuantization: they do not fit each other.
+        BadQuantization: they are inconsistent.
     """
 
     def parts(part: str) -> Tensor | None:
