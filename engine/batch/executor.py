@@ -134,7 +134,7 @@ class Executor(ABC):
             CannotDo: there are none to switch back to.
         """
         if back:
-            raise CannotDo("the weights before are not there any more")
+            raise CannotDo("the previous weights are no longer available")
 
     def start_profile(self) -> None:
         """Start recording a profile of the steps.

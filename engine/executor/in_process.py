@@ -333,7 +333,7 @@ class InProcessExecutor(GroupExecutor):
         """Free the previous weights, or with `back` switch back to them and free the new ones."""
         kept, self._kept = self._kept, None
         if back and kept is None:
-            raise CannotDo("the weights before are not there any more")
+            raise CannotDo("the previous weights are no longer available")
         if self._leader is not None:
             self._leader.call(SettleWeights(back))
         if kept is not None and back:
@@ -378,7 +378,7 @@ class InProcessExecutor(GroupExecutor):
         before, kept = self._loaded.model, (self._config, self.info)
         self._kept = None
         self._config = replace(self._config, model=settings)
-        what = settings.model if sent is None else "what the trainer has sent"
+        what = settings.model if sent is None else "the trainer's update"
         try:
             if sent is not None and self._leader is not None:
                 self._leader.take_weights(sent)

@@ -176,7 +176,7 @@ def _sees(config: EngineConfig, directory: Path, vision: VisionSpec | None) -> b
         return False
     reason = why_blind(config, vision)
     if reason is None and not has_vision(directory, vision, config.model):
-        reason = f"the weights in {directory}, which have none of a vision encoder"
+        reason = f"the weights in {directory}, which include no vision encoder"
     if reason is not None:
         logger.warning("no images are taken with %s", reason)
     return reason is None

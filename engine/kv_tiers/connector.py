@@ -74,7 +74,7 @@ class ConnectedStore:
             return None
         content = data[len(seal(key, b"")) :]
         if data != seal(key, content) + content:
-            raise BadBlock("a connector returned something else than was saved")
+            raise BadBlock("a connector returned other data than was saved")
         return content
 
     def write(self, key: bytes, content: bytes) -> bool:

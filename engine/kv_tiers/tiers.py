@@ -288,7 +288,7 @@ class KvTiers:
             try:
                 content = store.read(key)
             except Exception as error:
-                self._warn("a KV block is computed anew: %s", error)
+                self._warn("a KV block is recomputed: %s", error)
                 continue
             if content is not None:
                 return content

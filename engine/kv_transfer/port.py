@@ -265,7 +265,7 @@ class BlockPort:
             try:
                 wanted = decode_wanted(frames[1])
             except (IndexError, msgspec.DecodeError):
-                self._warn("a question for KV blocks was malformed, and is dropped")
+                self._warn("dropped a malformed request for KV blocks")
                 continue
             self._answer(bound, frames[0], wanted)
 
@@ -335,7 +335,7 @@ class BlockPort:
                 found = decode_found(frames[0])
                 content = frames[1]
             except (IndexError, msgspec.DecodeError):
-                self._warn("an answer with KV blocks was malformed, and is dropped")
+                self._warn("dropped a malformed answer with KV blocks")
                 continue
             running = link.pulls.get(found.pull)
             if running is not None:
@@ -348,7 +348,7 @@ class BlockPort:
             len(content) != self._block_bytes
             or checksum(order.model + found.name, content) != found.digest
         ):
-            self._warn("a KV block from %s was damaged: it is computed", order.source.address)
+            self._warn("a KV block from %s was damaged: it is recomputed", order.source.address)
             is_good = False
         name = unpack(found.name)
         if not running.pull.came(name, is_good=is_good, now=now):
@@ -364,7 +364,7 @@ class BlockPort:
             for each in running:
                 each.pull.tick(now)
             if any(each.pull.was_silent for each in running):
-                self._warn("%s sends no KV blocks: they are computed", source.address)
+                self._warn("%s sends no KV blocks: they are recomputed", source.address)
                 self._lose(source)  # discards whatever it still sends
                 continue
             for each in running:

@@ -59,8 +59,8 @@ def read_transfer(cache: CacheConfig, rank: int) -> Transfer | None:
     given = [cache.kv_role is not None, bool(cache.prefill_engines), bool(cache.kv_transfer_config)]
     if sum(given) > 1:
         raise BadKvTransfer(
-            "--kv-role, --prefill-engines and --kv-transfer-config say the same: leave all but one "
-            "out"
+            "--kv-role, --prefill-engines and --kv-transfer-config exclude each other: leave all "
+            "but one out"
         )
     if cache.kv_transfer_config is not None:
         return _read_vllm_config(cache.kv_transfer_config, cache.kv_transfer_bytes)
@@ -79,8 +79,8 @@ def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
             plain = _VllmConfig(kv_role="kv_both", kv_connector=CHAIN)
             if msgspec.structs.replace(whole, kv_connector_extra_config={}) != plain:
                 raise BadKvTransfer(
-                    f"--kv-transfer-config: beside {CHAIN} only kv_role kv_both is said; the rest "
-                    "is for its connectors"
+                    f"--kv-transfer-config: beside {CHAIN} only kv_role kv_both can be set; the "
+                    "rest belongs to its connectors"
                 )
     except msgspec.MsgspecError as error:
         raise BadKvTransfer(f"--kv-transfer-config: {error}") from error

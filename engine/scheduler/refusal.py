@@ -90,7 +90,7 @@ def _bad_pooling(
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         return f"input: token ids must be from 0 to {vocab_size - 1}"
     if message.output_token_ids or pooling.dimensions < 0 or pooling.types_from < 0:
-        return "there is output so far, or dimensions or types_from are below 0"
+        return "output_token_ids must be empty, and dimensions and types_from at least 0"
     return _bad_root(message)
 
 
@@ -139,9 +139,9 @@ def _bad_root(message: AddRequest) -> str | None:
 def _bad_sampling(sampling: SamplingParams) -> Iterator[str]:
     """Yield problems of sampling parameters; NaN fails each comparison."""
     if sampling.allowed_token_ids == ():
-        yield "allowed_token_ids is empty: no token could be drawn"
+        yield "allowed_token_ids is empty: it must allow at least one token"
     if () in sampling.bad_words:
-        yield "bad_words: a word without tokens rules out nothing"
+        yield "bad_words: a word without tokens is not allowed"
     if sampling.max_tokens < 1:
         yield f"max_tokens is {sampling.max_tokens}: it must be at least 1"
     counts = {

@@ -21,7 +21,7 @@ MAX_RENEWALS = 4
 """Maximum grammar recompilations per request, each at the cost of a prefill."""
 MAX_LATE = 5.0
 """Seconds for which a request resamples a token because its masks are late."""
-_LATE = f"what the grammar allows next was not known within {MAX_LATE:.0f} s; make it simpler"
+_LATE = f"the next mask of the grammar was not ready within {MAX_LATE:.0f} s; make it simpler"
 
 logger = logging.getLogger(__name__)
 

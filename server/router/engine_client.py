@@ -233,7 +233,7 @@ class EngineClient:
                     outcome: AdapterOutcome = await answer
                     return outcome
         except TimeoutError:
-            reason = f"Not all engines and front ends had done it after {UTILITY_TIMEOUT:g} s."
+            reason = f"Not all engines and front ends had finished after {UTILITY_TIMEOUT:g} s."
             return AdapterOutcome(wish.ticket, 503, reason)
 
     async def order_fleet(

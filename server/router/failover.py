@@ -371,7 +371,7 @@ class Failover:
                 else:
                     why = (
                         f"engine {request.pinned_rank}, the only one that may run the request, has "
-                        f"gone and was not back within {self._resume_timeout:g} s"
+                        f"gone and did not return within {self._resume_timeout:g} s"
                     )
                 logger.error("request %s: %s", name, why, extra={"request_id": name})
                 actions += self._end(request, NoEngineAvailable(why))

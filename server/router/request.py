@@ -126,7 +126,7 @@ class Suspicion:
             )
         return (
             f"the request was in flight on {deaths} engines that died and could not be run alone: "
-            "it is suspected to be the reason and should not be sent again"
+            "it is the suspected cause and should not be sent again"
         )
 
     def left(self, engine: Engine, *, was_silent: bool) -> None:

@@ -107,7 +107,7 @@ class UtilityCalls:
         call = self._open.get(call_id)
         actions: list[Action] = []
         for rank in list(call.awaited) if call is not None else ():
-            error = f"engine {rank} did not answer {why}; it may do it yet"
+            error = f"engine {rank} did not answer {why}; it may still do so"
             actions += self.answered(UtilityResult(call_id, rank, error=error))
         return actions
 

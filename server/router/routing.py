@@ -332,7 +332,7 @@ def build_policy(name: str, start: int) -> RoutingPolicy:
         idle = [EngineLoad(0, 0, 0, 0, 0.0)]
         chosen = policy(start).choose(idle, (), 0, cache_root=b"")
         if chosen.rank != 0:
-            raise ValueError(f"it chose engine {chosen.rank} of engine 0 alone")
+            raise ValueError(f"it chose engine {chosen.rank}, but there is only engine 0")
         return _Foreign(name, policy(start), start)
 
     return load_plugin("swell.routing_policies", name, "--routing-policy", tried)

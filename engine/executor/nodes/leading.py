@@ -95,8 +95,8 @@ class NodeLinks:
             self.host = _own_address(parallel.master_addr)
             if is_loopback(self.host) and self.host != parallel.master_addr:
                 logger.warning(
-                    "--master-addr %s is %s here, which other machines do not reach: give the "
-                    "address itself",
+                    "--master-addr %s is %s here, which other machines cannot reach: set an "
+                    "address instead of a name",
                     parallel.master_addr,
                     self.host,
                 )
@@ -188,7 +188,7 @@ class NodeLinks:
                     if now - node.heard_at > self._timeout:
                         self._lost(number, f"nothing was heard of it for {self._timeout:.0f} s")
         except Exception:
-            logger.exception("what the other nodes say cannot be passed on")
+            logger.exception("messages of the other nodes cannot be forwarded")
             self._streams.close()  # which the team sees as the death of their workers
 
     def _turn(self) -> None:
@@ -233,7 +233,7 @@ class NodeLinks:
             return
         number = next((n for n, node in self._nodes.items() if node.identity == sender), None)
         if number is None or message.session != self._session:
-            self._send(sender, Over(message.session, "the engine has started anew"))
+            self._send(sender, Over(message.session, "the engine has restarted"))
             return
         self._nodes[number].heard_at = time.monotonic()
         match message:
