@@ -1,1 +1,1 @@
-"""The coordinator: who is there, how loaded each engine is, and which wave it is."""
+"""The coordinator: cluster membership, load of each engine, and the current wave."""

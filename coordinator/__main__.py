@@ -1,4 +1,4 @@
-"""`python -m coordinator`: the coordinator below a supervisor, which sends what it has to know."""
+"""`python -m coordinator`: run under a supervisor, which sends the launch parameters."""
 
 import sys
 

@@ -1,13 +1,13 @@
-"""What operators want of all engines, and which adapters the cluster has. No I/O.
+"""Operators' cluster-wide requests, and the adapters of the cluster. No I/O.
 
-An adapter is loaded in two phases. First all engines read it; only when each engine that takes
-requests has said that it has it may requests name it. It is unloaded in the opposite order: first
-front ends stop taking requests for it, then, when none of them has a request left, engines forget
-it. Another adapter of the same name is another entry: requests that have begun with the one before
-end with it.
+An adapter is loaded in two phases. First all engines read it; requests can name it only once every
+ready engine has reported that it is loaded. Unloading goes in the opposite order: front ends stop
+accepting requests for the adapter; once none of them has such a request in flight, engines drop it.
+An adapter that replaces one of the same name is a separate entry: requests already running finish
+with the old one.
 
-What is decided is one sheet, which engines and front ends keep. A coordinator that starts again
-knows none and goes on from the newest sheet that members bring when they register.
+The decided state is one versioned sheet, which engines and front ends keep. A restarted coordinator
+has no sheet and continues from the newest one that registering members bring.
 """
 
 from collections.abc import Collection
@@ -29,35 +29,35 @@ from engine.shared.messages import (
 
 MAX_ENTRIES = 1024
 _MAX_OUTCOMES = 64
-"""Answers that are kept for repeated requests."""
+"""Outcomes kept to answer repeated requests."""
 
 Process = tuple[int, int]
-"""Rank or number of a member, and its incarnation."""
+"""Rank (engine) or index (front end) of a member, and its incarnation."""
 
 
 class AdapterRegistry:
-    """The sheet of one cluster, and how far engines and front ends are with it."""
+    """The adapter sheet of one cluster, and how far engines and front ends have applied it."""
 
     def __init__(self) -> None:
         self.sheet: AdapterSheet | None = None
-        """None before any member has brought one: no engine has adapters, or none is back yet."""
+        """None until a member brings one: engines have no adapters, or none has registered."""
         self._held: dict[Process, dict[int, HeldAdapter]] = {}
         self._known: dict[Process, AdaptersInUse] = {}
-        """What each front end has said last."""
+        """Last report of each front end."""
         self._left_at: dict[int, int] = {}
-        """The revision from which on an entry is leaving, by its serial."""
+        """Revision in which an entry entered the "leaving" state, by serial."""
         self._awaited: dict[int, int] = {}
-        """Tickets of wishes that are fulfilled once all front ends know this revision."""
+        """Tickets of requests that complete once all front ends know this revision."""
         self._outcomes: dict[int, AdapterOutcome] = {}
         self._last_serial = 0
-        """The highest that an entry has had: what an engine says of one is of no other."""
+        """Highest serial assigned. Serials are never reused, so reports are unambiguous."""
         self._engines: frozenset[Process] = frozenset()
         self._front_ends: frozenset[Process] = frozenset()
 
-    # -- what members say ------------------------------------------------------------------------
+    # -- reports of members ----------------------------------------------------------------------
 
     def brought(self, sheet: AdapterSheet | None) -> bool:
-        """A member that registers knows this sheet; whether it is newer than the one here."""
+        """Adopt a registering member's sheet if it is newer; return whether it was."""
         if sheet is None or (self.sheet is not None and sheet.revision <= self.sheet.revision):
             return False
         self.sheet = sheet
@@ -68,24 +68,24 @@ class AdapterRegistry:
         return True
 
     def engine_has(self, engine: Process, held: Collection[HeldAdapter]) -> None:
-        """An engine says what became of the entries."""
+        """Record an engine's report of its adapters' states."""
         self._held[engine] = {each.serial: each for each in held}
 
     def engine_left(self, engine: Process) -> None:
-        """An engine has gone."""
+        """Forget an engine that has left."""
         self._held.pop(engine, None)
 
     def versions(self, engine: Process) -> list[str]:
-        """Return the versions that an engine has said that it has."""
+        """Return the versions that an engine has reported as loaded."""
         held = self._held.get(engine, {}).values()
         return sorted({each.version for each in held if each.version})
 
     def front_end_has(self, front_end: Process, message: AdaptersInUse) -> None:
-        """A front end knows a revision, and has requests with these versions."""
+        """Record the revision that a front end knows and the versions it has requests for."""
         self._known[front_end] = message
 
     def wished(self, wish: AdapterWish) -> None:
-        """A request to load or unload an adapter, which is repeated until it is answered."""
+        """Handle a load or unload request. Idempotent: senders repeat it until it is answered."""
         if self.sheet is None or wish.ticket in self._outcomes or wish.ticket in self._awaited:
             return
         if wish.path is None:
@@ -121,14 +121,14 @@ class AdapterRegistry:
             entry = AdapterEntry(self._last_serial, name, path, ticket=wish.ticket)
             self._change([*sheet.entries, entry])
 
-    # -- what follows ----------------------------------------------------------------------------
+    # -- progress --------------------------------------------------------------------------------
 
     def advance(self, engines: Collection[Process], front_ends: Collection[Process]) -> bool:
-        """Look how far everybody is; return whether there is news for all.
+        """Advance all entries as far as the reports allow; return whether the view changed.
 
         Args:
-            engines: those that take requests.
-            front_ends: all that are there.
+            engines: the ready engines.
+            front_ends: all registered front ends.
         """
         self._engines, self._front_ends = frozenset(engines), frozenset(front_ends)
         self._known = {each: self._known[each] for each in front_ends if each in self._known}
@@ -139,7 +139,7 @@ class AdapterRegistry:
             if entry.state == "loading" and self._engines:
                 self._look_at(entry)
         known = [self._known.get(front_end) for front_end in self._front_ends]
-        # Engines forget what no front end has requests for any more.
+        # Engines drop entries that no front end has requests for.
         gone = set()
         for entry in self.sheet.entries:
             since = self._left_at.get(entry.serial, 0)
@@ -160,7 +160,7 @@ class AdapterRegistry:
         return (self.sheet, len(self._outcomes), len(self._awaited)) != before
 
     def _look_at(self, entry: AdapterEntry) -> None:
-        """Let requests name an entry if all engines have it; drop it if one cannot."""
+        """Start serving an entry that all engines have loaded; drop one that any cannot load."""
         found = {engine: self._held.get(engine, {}).get(entry.serial) for engine in self._engines}
         for (rank, _), held in sorted(found.items()):
             if held is not None and held.error:
@@ -202,31 +202,31 @@ class AdapterRegistry:
 
     @property
     def view(self) -> AdaptersView | None:
-        """What front ends are told; None before any sheet is known."""
+        """What is published to front ends; None before any sheet is known."""
         if self.sheet is None:
             return None
         return AdaptersView(self.sheet, list(self._outcomes.values()))
 
 
 _MAX_TICKETS = 16
-"""Wishes that are remembered, so that none counts twice."""
+"""Number of handled tickets kept to recognize repeated requests."""
 
 
 class FleetOrders:
-    """The newest order; a coordinator that starts again has it from the members that join."""
+    """The newest fleet order; a restarted coordinator learns it from registering members."""
 
     def __init__(self) -> None:
         self.order = FleetOrder(0)
 
     def brought(self, order: FleetOrder | None) -> bool:
-        """A member that registers knows this order; whether it is newer than the one here."""
+        """Adopt a registering member's order if it is newer; return whether it was."""
         if order is None or order.revision <= self.order.revision:
             return False
         self.order = order
         return True
 
     def wished(self, wish: FleetWish) -> bool:
-        """Follow a wish; False if that was done before."""
+        """Apply an operator's request; return False if its ticket was already handled."""
         before = self.order
         if wish.ticket in before.tickets:
             return False

@@ -1,9 +1,9 @@
-"""Who may join a cluster: processes of the same protocol that serve the same model.
+"""Admission to a cluster: members must speak the same protocol and serve the same model.
 
-Engines decide what a cluster serves. An engine has to agree with the other engines, and a front end
-with the engines that are there; front ends alone agree to anything. When the first engine of
-another model comes, all engines of the model before being gone, front ends that differ are sent
-away: they keep asking, and are let in again when engines of their model are back.
+Engines determine what a cluster serves. An engine has to agree with the other engines, and a front
+end with the registered engines; front ends alone are not checked. When the first engine of another
+model registers after all engines of the previous model have left, front ends whose settings differ
+are removed: they retry, and are admitted again when engines of their model return.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ SIZE_KEY = "data_parallel_size"
 
 
 def refused_by_protocol(protocol: int, version: str) -> Refused | None:
-    """Return why a process cannot be understood, None if it can."""
+    """Return a refusal if the protocol version is not supported, else None."""
     if protocol in SPOKEN_PROTOCOLS:
         return None
     spoken = " or ".join(map(str, SPOKEN_PROTOCOLS))
@@ -29,7 +29,7 @@ def refused_by_protocol(protocol: int, version: str) -> Refused | None:
 
 
 def refused_by_settings(hello: Hello, engines: Mapping[int, Mapping[str, str]]) -> Refused | None:
-    """Return which setting keeps a newcomer out, None if it may join.
+    """Return a refusal that names the first differing setting, None if there is none.
 
     Args:
         engines: the settings of all engines but the newcomer, by rank.
@@ -42,7 +42,7 @@ def refused_by_settings(hello: Hello, engines: Mapping[int, Mapping[str, str]]) 
             field = differing_model(hello.group_config, theirs)
             duty = "front ends have to serve the model that the engines do"
         else:
-            # A group grows and shrinks: how many formed it first is not agreed on.
+            # A group can grow and shrink, so its initial size need not agree.
             names = stated_in(theirs, hello.protocol).keys() - {SIZE_KEY}
             field = _differing(hello.group_config, theirs, tuple(sorted(names)))
             duty = "all engines of a cluster must agree"
@@ -56,7 +56,7 @@ def refused_by_settings(hello: Hello, engines: Mapping[int, Mapping[str, str]]) 
 
 
 def differing_model(front_end: Mapping[str, str], engine: Mapping[str, str]) -> str | None:
-    """Return how a front end's model differs from an engine's, None if it does not."""
+    """Return the first model setting in which a front end and an engine differ, None if none."""
     return _differing(front_end, engine, tuple(key for key in MODEL_KEYS if key in engine))
 
 
@@ -72,9 +72,9 @@ def refused_by_weights(
     others: Mapping[int, EngineSetup],
     ordered: WeightsSource | None = None,
 ) -> Refused | None:
-    """Return why an engine that has loaded its weights is refused, None if it is not.
+    """Return a refusal if an engine's loaded weights differ from its peers', else None.
 
-    One that cannot have those of a trainer yet is not: it takes no requests.
+    While a trainer pushes the weights nothing is refused: an engine without them takes no requests.
     """
     if ordered is not None and ordered.model == PUSHED:
         return None

@@ -32,11 +32,11 @@ class PublishConfig(Section, frozen=True, kw_only=True):
     ] = None
 
     def expected(self, group: str) -> int | None:
-        """Return how many engines of a group are expected, None if that is not configured.
+        """Return the expected number of engines of a group, None if not configured.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file has something else in it.
+            ValueError: an entry of the file is malformed.
         """
         entries = self.expected_engines
         if self.expected_engines_file is not None:
@@ -48,7 +48,7 @@ class PublishConfig(Section, frozen=True, kw_only=True):
 
 
 class CoordinatorConfig(Section, frozen=True, kw_only=True):
-    """All that the coordinator needs to know."""
+    """All settings of the coordinator."""
 
     cluster: ClusterConfig = ClusterConfig()
     publish: PublishConfig = PublishConfig()
@@ -57,12 +57,12 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
 
 
 class CoordinatorLaunch(msgspec.Struct, frozen=True):
-    """What a supervisor tells the coordinator that it starts."""
+    """Launch parameters that a supervisor sends to the coordinator it starts."""
 
     config: CoordinatorConfig
     has_predecessors: bool = True
-    """Whether members of a coordinator before it may be alive."""
+    """Whether members of a previous coordinator may still be alive."""
     planned_engines: int | None = None
-    """How many engines its own group shall have once all nodes have joined, if that is known."""
+    """Engines in the coordinator's own group once all nodes have joined; None if unknown."""
     cpus: CpuList = ()
-    """What it runs on; empty: any."""
+    """CPUs to bind the process to; empty: any."""

@@ -1,4 +1,4 @@
-"""What happens to a coordinator, and what it does about it."""
+"""Events that the coordinator handles, and the actions that it takes."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from engine.shared.messages import (
 
 @dataclass(frozen=True)
 class FromMember:
-    """A message of a member or a node on the registration socket; the answer goes to `sender`."""
+    """A message from a member or node on the registration socket; replies go to `sender`."""
 
     sender: bytes
     message: MemberMessage | NodeReport
@@ -26,7 +26,7 @@ class FromMember:
 
 @dataclass(frozen=True)
 class Subscribed:
-    """A peer subscribed to one of the publish sockets and needs the present state."""
+    """A peer subscribed to one of the publish sockets and needs the current state."""
 
     kind: MemberKind
 
@@ -49,14 +49,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class PublishView:
-    """Send to all front ends: what has changed, if they know the rest, or the whole view."""
+    """Publish to all front ends: the change if they have the previous view, else the whole view."""
 
     view: ClusterView
     change: ViewChange | None = None
 
     @property
     def message(self) -> ClusterView | ViewChange:
-        """What to send."""
+        """The message to send."""
         return self.view if self.change is None else self.change
 
 
@@ -69,7 +69,7 @@ class PublishOrder:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that people should see in the log."""
+    """A message for the log."""
 
     text: str
 

@@ -1,11 +1,11 @@
-"""Which engines form the lockstep group, decided from the state that each reports.
+"""Formation of the lockstep group, decided from the state that each engine reports.
 
-The engines of a group meet, prepare and part together. `GroupFormation` compares what every
+The engines of a group join, prepare and leave together. `GroupFormation` compares what every
 engine reports (its `GroupStatus`, part of every heartbeat) with the newest plan and makes another
-one when an engine is missing, has left or is new. A plan is published until all its
-members are in, first without an address (they leave what they are in and load their share of the
-experts), then with the leader's, once all are prepared. So no single message is needed, and a
-coordinator that has just been started learns from the statuses what its predecessor did.
+one when an engine is missing, has left or is new. A plan is published until all its members have
+joined: first without an address (they leave their current group and load their share of the
+experts), then with the leader's address, once all are prepared. So no single message is critical,
+and a restarted coordinator reconstructs its predecessor's plan from the statuses.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,14 +15,14 @@ from coordinator.members import Member
 from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 
 REPEAT_INTERVAL = 0.1
-"""Seconds after which a plan that not every member is known to follow is published again."""
+"""Seconds between publications of a plan that some member is not known to follow."""
 
 NEWS_DELAY = 0.05
-"""Seconds from members leaving their group to a new plan: a death that caused it and that a
-supervisor has seen is known by then."""
+"""Seconds from members leaving their group to a new plan: enough for a supervisor to report the
+death that caused it."""
 
 FIRST_PAUSE = 0.1
-"""Seconds from a plan that failed to the next; doubles with every further failure."""
+"""Seconds from a failed plan to the next; doubles with every further failure."""
 
 MAX_PAUSE = 5.0
 
@@ -35,40 +35,40 @@ class GroupFormation:
     """Plans of one lockstep group, each with a larger topology than the one before."""
 
     def __init__(self, size: int, regroup: Regroup, grace: float) -> None:
-        """A group of which nothing is known yet.
+        """Start with no known engines.
 
         Args:
-            size: the first group is formed when ranks 0 to size - 1 are there.
-            regroup: "shrink" goes on without an engine that died, "wait" waits for its successor.
-            grace: seconds that members of a group that a predecessor formed get to register.
+            size: the first group is formed when ranks 0 to size - 1 are registered.
+            regroup: "shrink" continues without an engine that died, "wait" waits for its successor.
+            grace: seconds for members of a group that a predecessor formed to register.
         """
         self.plan: FormGroup | None = None
         self._regroup = regroup
         self._grace = grace
         self._topology = 0
         self._expected = set(range(size))
-        """Ranks that belong to the group, there or not."""
+        """Ranks that belong to the group, registered or not."""
         self._unseen: set[int] = set()
         """Members of a predecessor's plan that have not registered here yet."""
         self._unseen_until = NEVER
         self._engines: Mapping[int, Member] = {}
         self._left_at: float | None = None
-        """When members of the plan were first seen to have left it, though all are there."""
+        """When members of the plan were first seen to have left it, with all still registered."""
         self._plan_at = 0.0
         self._pause = 0.0
         self._publish_at = NEVER
 
     @property
     def orders_due(self) -> float:
-        """When `orders` may have something to say at the latest."""
+        """Latest time of the next call of `orders`."""
         return min(self._publish_at, self._unseen_until if self._unseen else NEVER)
 
     def left(self, rank: int) -> None:
-        """An engine left on purpose and for good: its rank is not waited for."""
+        """Stop waiting for the rank of an engine that was removed deliberately."""
         self._expected.discard(rank)
 
     def orders(self, engines: Mapping[int, Member], now: float) -> list[FormGroup]:
-        """Return what to publish at `now` (seconds, monotonic), given all engines."""
+        """Return the plans to publish at `now` (seconds, monotonic), given all engines."""
         self._engines = engines
         self._learn(now)
         breach = self._breach(now)
@@ -96,10 +96,10 @@ class GroupFormation:
         self._publish_at = now + REPEAT_INTERVAL
         return [self.plan]
 
-    # -- what the statuses say ---------------------------------------------------------------------
+    # -- reported statuses -------------------------------------------------------------------------
 
     def _learn(self, now: float) -> None:
-        """Take over what engines know from before this coordinator was started."""
+        """Adopt the topology and plan that engines know from a previous coordinator."""
         statuses = [e.group_status for e in self._engines.values() if e.group_status is not None]
         newest = max((group_status.topology for group_status in statuses), default=0)
         if newest > self._topology:
@@ -120,7 +120,7 @@ class GroupFormation:
         return self.plan.members if self.plan is not None else ()
 
     def _breach(self, now: float) -> Literal["gone", "left"] | None:
-        """Whether a member of the plan is not there any more, or has left it."""
+        """Return "gone" if a member of the plan is not registered, "left" if one has left."""
         breach: Literal["left"] | None = None
         for member in self._members():
             if member.rank in self._unseen and now < self._unseen_until:
@@ -156,7 +156,7 @@ class GroupFormation:
         ]
 
     def _make_plan(self, now: float) -> float:
-        """Make a plan of all who are there; return when to publish it, or when to try again."""
+        """Plan a group of all candidates; return when to publish it, or when to try again."""
         members = self._candidates()
         ranks = {member.rank for member in members}
         waits = self._topology == 0 or self._regroup == "wait"

@@ -1,8 +1,8 @@
-"""Engine groups side by side: each a cluster of its own behind one coordinator.
+"""Engine groups: independent clusters behind one coordinator.
 
-While one model replaces another both are served, each by engines and front ends of its own group
-(`--engine-group`). A group has its own ranks, settings to agree on, views and waves: a
-`CoordinatorState` that knows nothing of the others. What is published says for whom it is.
+While one model replaces another both are served, each by the engines and front ends of a separate
+group (`--engine-group`). Each group has separate ranks, agreed settings, views and waves: a
+`CoordinatorState` that is unaware of the other groups. Published messages carry the group's name.
 """
 
 import dataclasses
@@ -40,17 +40,17 @@ from engine.shared.messages import (
 from engine.shared.own_process import Descriptors
 
 MEMBER_DESCRIPTORS = 3
-"""Connections of an engine; a front end has two."""
+"""Connections per engine; a front end has two."""
 
 RESERVED_DESCRIPTORS = 64
-"""For health checks and for members that have been refused."""
+"""Descriptors kept free for health checks and for members that have been refused."""
 
 MAX_GROUPS = 64
-"""Maximum groups at a time; two are usual, and only while one replaces the other."""
+"""Maximum concurrent groups; usually at most two, while one replaces the other."""
 
 
 class EngineGroups:
-    """All groups of a coordinator, and which of them an event is for."""
+    """All groups of a coordinator; dispatches events to them."""
 
     def __init__(
         self,
@@ -58,9 +58,11 @@ class EngineGroups:
         expected: Callable[[str], int | None] = lambda group: None,
         own_group: str = "",
     ) -> None:
-        """`expected` says how many engines a group shall have, None if that is not known.
+        """Make the registry with the unnamed group.
 
-        What is planned concerns the engines of `own_group`, those of this node.
+        Args:
+            expected: returns the expected number of engines of a group, None if unknown.
+            own_group: group of this node's engines, to which `planned_engines` applies.
         """
         self._own_group = own_group
         self._parameters = parameters
@@ -69,15 +71,15 @@ class EngineGroups:
         self._made = 1
         self._began_at: float | None = None
         self.descriptors: Descriptors | None = None
-        """Those of this process, as it counted them last."""
+        """Open file descriptors of this process and their limit, as last counted."""
         self.process: ProcessEntry | None = None
-        """What front ends are told of this process."""
+        """This process's entry in published views."""
 
     def expect_again(self) -> None:
-        """Read again how many engines each group is expected to have.
+        """Reread the expected number of engines of each group.
 
         Raises:
-            OSError, ValueError: the file is unusable; the numbers stay as they are.
+            OSError, ValueError: the file is unusable; the numbers stay unchanged.
         """
         numbers = {name: self._expected(name) for name in self._groups}
         for name, number in numbers.items():
@@ -85,11 +87,11 @@ class EngineGroups:
 
     @property
     def names(self) -> list[str]:
-        """The groups that there are, the unnamed one first."""
+        """Names of all groups, the unnamed one first."""
         return list(self._groups)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event at `now` (seconds, monotonic) and return what has to be done."""
+        """Handle one event at `now` (seconds, monotonic) and return the resulting actions."""
         if self._began_at is None:
             self._began_at = now
         match event:
@@ -98,7 +100,7 @@ class EngineGroups:
             case FromMember(sender, Hello() as hello):
                 return self._hello(sender, hello, event, now)
             case FromMember(_, Goodbye()):
-                actions = self._all(event, now)  # only who knows the process minds
+                actions = self._all(event, now)  # ignored by groups without this member
             case FromMember(_, (Ready() | Heartbeat() | Draining()) as message):
                 knowing = (name for name, each in self._groups.items() if each.knows(message))
                 return self._one(next(knowing, ""), event, now)
@@ -114,7 +116,7 @@ class EngineGroups:
         return actions
 
     def next_deadline(self, now: float) -> float:
-        """Return when `Tick` has to be handled at the latest."""
+        """Return the latest time at which `Tick` has to be handled."""
         return min(group.next_deadline(now) for group in self._groups.values())
 
     def _hello(self, sender: bytes, hello: Hello, event: Event, now: float) -> list[Action]:
@@ -129,13 +131,13 @@ class EngineGroups:
         return [Reply(sender, Refused(reason, field="descriptors", final=False))]
 
     def _in_group(self, name: str, sender: bytes, event: Event, now: float) -> list[Action]:
-        """Have a group take who comes to it, which may be the first."""
+        """Dispatch an event to a group, which is created if it is new and the member joins."""
         begins = name not in self._groups
         if begins and len(self._groups) >= MAX_GROUPS:
             reason = f"there are {MAX_GROUPS} engine groups already"
             return [Reply(sender, Refused(reason, field="engine_group"))]
         if begins:
-            # To members of a forgotten group of that name it is a coordinator that has restarted.
+            # For members of a forgotten group of that name, this looks like a coordinator restart.
             epoch = self._parameters.epoch + self._made
             self._groups[name] = self._state(name, epoch)
             self._groups[name].begin(now if self._began_at is None else self._began_at)
@@ -168,7 +170,7 @@ class EngineGroups:
         return replace(view, group=group, descriptors=count, processes=own + view.processes)
 
     def _addressed(self, action: Action, group: str) -> Action:
-        """Say in what is published, and in what people read, which group it is for."""
+        """Add the group's name to published messages and log notices."""
         match action:
             case PublishView(view, change):
                 if change is not None:

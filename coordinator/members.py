@@ -1,11 +1,11 @@
-"""Who is there, as members said themselves, and which number a newcomer gets. No I/O.
+"""Registered members as they described themselves, and number assignment. No I/O.
 
 Engines are identified by their ranks, front ends by their indices. A newcomer that has a number
-keeps it; one that asks for a number gets the lowest free one. A coordinator that has just started
+keeps it; one that requests a number gets the lowest free one. A coordinator that has just started
 does not know yet which are free: members of its predecessor may be alive, and register again within
 the timeout after which silent members are removed. If one of them lost its number to a newcomer,
 engines would drop its requests, or front ends would move them. So no number is assigned before that
-timeout, unless the coordinator was told that there are no such members.
+timeout, unless the launch parameters exclude such members.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,20 +32,20 @@ from engine.shared.messages import (
 from engine.shared.scope import EVERYTHING, Scope
 
 MAX_WAIT = JOIN_TIMEOUT / 2
-"""Seconds after its start from which a coordinator assigns numbers in any case, which bounds the
-wait of newcomers."""
+"""Maximum seconds after start before a coordinator assigns numbers, which bounds the wait of
+newcomers."""
 
 
 @dataclass
 class Member:
-    """What is known of one engine or front end."""
+    """State of one engine or front end."""
 
     index: int
     incarnation: int
     host: str
     pid: int
     process: ProcessEntry
-    """What front ends are told of it."""
+    """The member's entry in published views."""
     last_seen: float
     ready: bool = False
     draining: bool = False
@@ -60,7 +60,7 @@ class Member:
 
 
 class Members:
-    """All members by kind and number, and how often each engine was restarted."""
+    """All members by kind and number, with the restart count of each engine."""
 
     def __init__(self) -> None:
         self.engines: dict[int, Member] = {}
@@ -79,12 +79,12 @@ class Members:
         return not self.engines and not self.front_ends
 
     def find(self, message: Hello | Ready | Heartbeat | Draining) -> Member | None:
-        """Return the sender of a message, None if it is not a member."""
+        """Return the sender of a message, None if it is not a registered member."""
         member = self.of(message.kind).get(message.index)
         return member if member and member.incarnation == message.incarnation else None
 
     def leaving(self, message: Goodbye) -> Member | None:
-        """Return the member that a goodbye is about, None if it is not, or no longer, a member."""
+        """Return the member that a goodbye refers to, None if it is not registered."""
         for index, member in self.of(message.kind).items():
             if member.incarnation == message.incarnation and message.index in (index, -1):
                 return member
@@ -93,8 +93,8 @@ class Members:
     def silent(self, now: float, timeout: float) -> list[tuple[MemberKind, int]]:
         """Return the members that have sent nothing for `timeout` seconds.
 
-        Has to be called at least four times in that time. If it was not, this process itself was
-        held up and has unread messages of its members, so none counts as silent.
+        Must be called at least four times per `timeout`. After a longer gap this process itself was
+        stalled and has unread messages, so no member counts as silent.
         """
         held_up = self._looked_at is not None and now - self._looked_at > timeout / 2
         self._looked_at = now
@@ -109,7 +109,7 @@ class Members:
         return found
 
     def why_refused(self, hello: Hello) -> Refused | None:
-        """Return why a newcomer may not join the present members, None if it may."""
+        """Return why a newcomer must not join the current members, None if it can."""
         refusal = refused_by_protocol(hello.protocol, hello.version)
         if refusal is not None:
             return refusal
@@ -118,13 +118,12 @@ class Members:
             where = f"pid {held.pid} on {held.host}"
             if hello.given:
                 return Refused(
-                    f"{hello.kind} {hello.index} was silent for so long that {where} has its "
-                    "number by now: it must start again",
+                    f"{hello.kind} {hello.index} was silent for so long that its number was "
+                    f"reassigned to {where}: it has to restart",
                     field="index",
                 )
             return Refused(
-                f"{hello.kind} {hello.index} is held by {where}, "
-                "which has not been silent for long enough to be gone",
+                f"{hello.kind} {hello.index} is held by {where}, which has not timed out yet",
                 field="index",
                 final=False,
             )
@@ -136,7 +135,7 @@ class Members:
         return refused_by_settings(hello, others)
 
     def add(self, hello: Hello, index: int, now: float) -> None:
-        """A newcomer has joined under a number."""
+        """Register a newcomer under an assigned number."""
         name = f"{'engine' if hello.kind == 'engine' else 'api'} {index}"
         process = ProcessEntry(name, hello.host, hello.version, hello.protocol, None)
         self.of(hello.kind)[index] = Member(
@@ -145,7 +144,7 @@ class Members:
             protocol=hello.protocol, takes_changes=hello.takes_changes,
         )  # fmt: skip
         if hello.kind == "engine":
-            # One that was only silent for a while comes back as the same incarnation.
+            # A member that was only silent for a while returns with the same incarnation.
             known = self._last_incarnation.get(index)
             self._last_incarnation[index] = hello.incarnation
             restarted = known is not None and known != hello.incarnation
@@ -153,31 +152,31 @@ class Members:
 
     @property
     def is_balanced_outside(self) -> bool:
-        """Whether every front end serves one engine, so that no member needs to know loads."""
+        """Whether every front end serves exactly one engine, so that no member needs loads."""
         every = self.front_ends.values()
         return bool(every) and all(each.scope.rank is not None for each in every)
 
     @property
     def take_changes(self) -> bool:
-        """Whether all front ends, of which there are some, understand what has changed."""
+        """Whether there are front ends and all of them accept incremental views."""
         every = self.front_ends.values()
         return bool(every) and all(each.takes_changes for each in every)
 
     @property
     def ready_engines(self) -> set[tuple[int, int]]:
-        """Ranks and incarnations of the engines that take part."""
+        """Ranks and incarnations of the engines that are ready."""
         return {(each.index, each.incarnation) for each in self.engines.values() if each.ready}
 
     @property
     def all_front_ends(self) -> set[tuple[int, int]]:
-        """Numbers and incarnations of the front ends."""
+        """Indices and incarnations of the front ends."""
         return {(each.index, each.incarnation) for each in self.front_ends.values()}
 
     def engine_entries(self, adapters: Callable[[tuple[int, int]], list[str]]) -> list[EngineEntry]:
-        """Return the engines as front ends are told of them.
+        """Return the entries that describe the engines to front ends.
 
         Args:
-            adapters: returns the versions of the adapters of an engine.
+            adapters: returns the adapter versions of an engine, given its rank and incarnation.
         """
         return [
             EngineEntry(
@@ -189,7 +188,7 @@ class Members:
         ]  # fmt: skip
 
     def front_end_entries(self) -> list[FrontEndEntry]:
-        """Return the front ends as engines are told of them."""
+        """Return the entries that describe the front ends to engines."""
         return [
             FrontEndEntry(
                 member.index, member.incarnation, member.addresses, member.scope, member.protocol
@@ -200,10 +199,10 @@ class Members:
 
 
 class Numbers:
-    """Gives out the numbers of one coordinator's members.
+    """Assigns numbers to members of one coordinator.
 
     Args:
-        grace: seconds after which members that do not register again are gone; 0 if there are none.
+        grace: seconds that a predecessor's members get to register again; 0 if there are none.
     """
 
     def __init__(self, grace: float) -> None:
@@ -211,12 +210,12 @@ class Numbers:
         self._open_at: float | None = None
 
     def begin(self, now: float) -> None:
-        """Note when the coordinator began; only the first call counts."""
+        """Record when the coordinator started; only the first call counts."""
         if self._open_at is None:
             self._open_at = now + self._grace
 
     def number_for(self, hello: Hello, held: Mapping[int, int], now: float) -> int | Refused:
-        """Return a newcomer's number, or that it has to ask again.
+        """Return a newcomer's number, or a refusal that makes it retry.
 
         Args:
             held: incarnations of all members of its kind, by number.
@@ -228,8 +227,8 @@ class Numbers:
                 return number
         if self._open_at is None or now < self._open_at:
             return Refused(
-                f"the coordinator has just started: it gives out numbers after {self._grace:.0f} "
-                "s, when the members of one before it have told it theirs",
+                f"the coordinator has just started: it assigns numbers after {self._grace:.0f} "
+                "s, once members of its predecessor have registered again",
                 field="index",
                 final=False,
             )

@@ -1,8 +1,8 @@
-"""How many engines each node runs, how many are expected, and which are missing. Without I/O.
+"""Engines per node, expected engines and missing engines. No I/O.
 
-Numbers are decided only when an operator asks for others. Supervisors keep what was decided: one
-that is lost takes its share with it, and a coordinator that was restarted learns all from their
-reports. Until those had time to come it decides nothing.
+Numbers change only when an operator requests it. Supervisors keep their assignments: a supervisor
+that is lost takes its share with it, and a restarted coordinator learns all assignments from the
+supervisors' reports. It decides nothing until they have had time to arrive.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,21 +22,21 @@ from engine.shared.messages import (
 )
 
 MEMORY = 3600.0
-"""Seconds for which an engine that died counts as missing if no number is expected."""
+"""Seconds for which a dead engine counts as missing when no number is expected."""
 
 
 class Share(NamedTuple):
-    """How many engines a node runs, and how many it can run."""
+    """Number of engines that a node runs, and its capacity."""
 
     engines: int
     capacity: int
 
 
 def spread(total: int, shares: Sequence[Share]) -> list[int]:
-    """Return how many engines each node gets of `total`, which fit.
+    """Return the engines per node for `total` engines; `total` must not exceed the capacities.
 
     Engines are added one by one to the node with the fewest, and removed from the node with the
-    most; among equals the first node gets one, and the last node loses one.
+    most; on a tie the first node gains one, and the last node loses one.
     """
     engines = [share.engines for share in shares]
     order = range(len(shares))
@@ -56,7 +56,7 @@ class _Node:
     assigned: int = 0
     assignment: Assignment | None = None
     wish: ScaleWish | None = None
-    """Its newest wish, until all nodes have taken what follows from it."""
+    """The newest request from this node, kept until all nodes have applied the outcome."""
     heard: int = 0
     error: str | None = None
 
@@ -70,10 +70,10 @@ class _Node:
 
 
 class Placement:
-    """The nodes of a cluster and the engines they shall run."""
+    """The nodes of a cluster and the number of engines assigned to each."""
 
     def __init__(self, timeout: float) -> None:
-        """Make one; supervisors that are silent for `timeout` seconds are gone."""
+        """Treat supervisors that are silent for `timeout` seconds as gone."""
         self._timeout = timeout
         self._nodes: dict[int, _Node] = {}
         self._number = 0
@@ -83,17 +83,17 @@ class Placement:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no node."""
+        """Whether no node has reported."""
         return not self._nodes
 
     @property
     def wanted(self) -> int | None:
-        """Wished number of engines of all nodes; None if no node runs any."""
+        """Requested number of engines over all nodes; None if no node can run any."""
         able = [node for node in self._nodes.values() if node.engines.capacity or node.target]
         return sum(node.target for node in able) if able else None
 
     def report(self, sender: bytes, report: NodeReport, now: float) -> list[Action]:
-        """Take a supervisor's report at `now` (seconds, monotonic) and answer it."""
+        """Record a supervisor's report at `now` (seconds, monotonic) and return the replies."""
         refusal = refused_by_protocol(report.protocol, report.version)
         if refusal is not None:
             return [Reply(sender, refusal)]
@@ -120,7 +120,7 @@ class Placement:
         return [*actions, Reply(sender, self._order(node))]
 
     def tick(self, now: float) -> list[Action]:
-        """Forget silent nodes, and continue with what waits for them."""
+        """Forget silent nodes, and continue with decisions that waited for them."""
         limit = now - self._timeout
         silent = [inc for inc, node in self._nodes.items() if node.last_seen < limit]
         actions: list[Action] = []
@@ -136,7 +136,7 @@ class Placement:
         return [] if node is None else [Notice(f"node {node.engines.name} {why}")]
 
     def _proceed(self, now: float) -> list[Action]:
-        """Decide what is wished and restart the next node; return what to say about it."""
+        """Decide pending requests and restart the next node; return the log notices."""
         if self._settled_at is None or now < self._settled_at:
             return []
         actions: list[Action] = []
@@ -144,7 +144,7 @@ class Placement:
             if node.wish is not None and node.wish.number not in self._decided:
                 actions += self._decide(node, node.wish)
         if self._restarts and not any(node.is_busy for node in self._nodes.values()):
-            # The next node replaces its engines once the one before has done so.
+            # One node at a time: the next starts once the previous one is done.
             node = self._nodes[self._restarts.pop(0)]
             self._number += 1
             node.assignment = Assignment(self._number, node.target, restart=True)
@@ -161,14 +161,14 @@ class Placement:
         node.error = None
         if wish.size is None:
             self._restarts = [inc for inc, each in self._nodes.items() if each.target]
-            return [Notice("all engines are replaced, node by node")]
+            return [Notice("replacing all engines, node by node")]
         nodes = list(self._nodes.values())
         room = sum(max(each.engines.capacity, each.target) for each in nodes)
         if not room or wish.size > room:
             node.error = (
                 f"the nodes have room for {room} engines, not {wish.size}"
                 if room
-                else "no supervisor here runs engines: scale with what started them"
+                else "no supervisor here runs engines: scale with the tool that started them"
             )
             return [Notice(f"cannot scale to {wish.size}: {node.error}")]
         shares = [Share(each.target, each.engines.capacity) for each in nodes]
@@ -183,7 +183,7 @@ class Placement:
             for each, target in zip(nodes, targets, strict=True)
             if target or each.engines.capacity
         )
-        return [Notice(f"{wish.size} in all from now on: {', '.join(parts)}")]
+        return [Notice(f"the target is now {wish.size} engines: {', '.join(parts)}")]
 
     def _tell_all(self) -> list[Action]:
         return [Reply(node.sender, self._order(node)) for node in self._nodes.values()]
@@ -200,16 +200,15 @@ class Placement:
 
 
 class Expected:
-    """The engines of one group that are expected.
+    """The expected engines of one group.
 
     Engines that fall silent leave the view of the cluster, and those that die before they join, or
-    wait for a machine, never enter it. So missing engines are tracked here: up to the number that
-    the setting or the nodes' supervisors give; without a number, engines that ended unasked, until
-    their ranks are taken again.
+    wait for a machine, never enter it. So missing engines are tracked here: up to the configured or
+    reported number; without a number, engines that ended unasked, until their ranks are reused.
 
     Args:
-        number: how many, None if that is not known.
-        planned: how many will be there once all nodes have joined, if the head's settings say so.
+        number: number of expected engines, None if unknown.
+        planned: number once all nodes have joined, if the head's settings specify it.
     """
 
     def __init__(self, number: int | None = None, planned: int | None = None) -> None:
@@ -219,16 +218,16 @@ class Expected:
         self._since: dict[int, float] = {}
 
     def follow(self, wanted: int | None) -> None:
-        """The supervisors of the nodes that have joined run this many engines together."""
+        """Follow the total that the joined nodes' supervisors run."""
         self.number = wanted if self.planned is None else max(self.planned, wanted or 0)
 
     def left(self, rank: int, reason: AbsenceReason) -> None:
-        """An engine has gone."""
+        """Record why an engine left."""
         self._reasons[rank] = reason
         self._since.pop(rank, None)
 
     def missing(self, present: Collection[int], now: float) -> list[MissingEngine]:
-        """Return the missing engines, the lowest rank first; `now` is in seconds, monotonic."""
+        """Return the missing engines in rank order; `now` is in seconds, monotonic."""
         for rank in present:
             self._reasons.pop(rank, None)
         absent = self._absent(frozenset(present), now)
@@ -245,7 +244,7 @@ class Expected:
                     del self._reasons[rank]
             return list(self._reasons)
         short = max(0, self.number - len(present))
-        # Whose end was seen comes first, one that was ordered last; the lowest ranks are the usual.
+        # Ranks whose end is recorded come first, drained ones after others; then the lowest ranks.
         known = sorted(self._reasons, key=lambda rank: (self._reasons[rank] == "drained", rank))
         never = (rank for rank in range(self.number) if rank not in present)
         chosen = list(dict.fromkeys([*known, *never]))[:short]

@@ -56,17 +56,17 @@ logger = logging.getLogger(__name__)
 _SUBSCRIBE = b"\x01"
 
 _IN_A_TURN = 1000
-"""Messages that are taken from a socket before it is the others' turn."""
+"""Maximum messages read from a socket before the other sockets are served."""
 
 _MEND_INTERVAL = 1.0
-"""Seconds between looks at whether the files of local sockets are still there."""
+"""Seconds between checks that the files of local sockets still exist."""
 
 
 def socket_addresses(registration: str) -> tuple[str, str, str]:
-    """Return addresses for front publish, back output and back publish.
+    """Return the addresses for front publish, back output and back publish.
 
-    They follow from the registration address, so that a restarted coordinator is found again:
-    the next three TCP ports, or sibling paths.
+    They derive from the registration address, so that members find a restarted coordinator: the
+    next three TCP ports, or sibling paths.
     """
     if registration.startswith("tcp://"):
         host, port = registration.rsplit(":", 1)
@@ -76,7 +76,7 @@ def socket_addresses(registration: str) -> tuple[str, str, str]:
 
 
 class Coordinator:
-    """Owns the four sockets; everything that decides is in `EngineGroups`."""
+    """Owns the four sockets; all decisions are made by `EngineGroups`."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Coordinator:
         self.output = transport.bind(zmq.PULL, output)
         self.back = transport.bind(zmq.XPUB, back)
         self._handshakes = transport.watch(self.registration, registration, binder=True)
-        # Deliver repeated subscriptions too: each one is a newcomer that needs the state.
+        # Deliver repeated subscriptions too: each one is from a newcomer that needs the state.
         self.front.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.back.setsockopt(zmq.XPUB_VERBOSE, 1)
         host = advertised_host(config.cluster)
@@ -179,7 +179,7 @@ class Coordinator:
                     logger.info("%s", text)
 
     def close(self) -> None:
-        """Close all sockets, giving the last messages a moment to leave."""
+        """Close all sockets; 200 ms of linger lets the last messages leave."""
         if self._handshakes is not None:
             self._handshakes.socket.close(linger=0)
         for socket in (self.registration, self.front, self.output, self.back):
@@ -193,7 +193,7 @@ def _frames(socket: "zmq.Socket[bytes]") -> Iterator[bytes]:
 
 
 def _received(inbox: Inbox) -> Iterator[tuple[bytes, Any]]:
-    """Yield what has come, but so much at a time that other sockets have their turns."""
+    """Yield pending messages, at most `_IN_A_TURN` so that other sockets are served."""
     for _ in range(_IN_A_TURN):
         received = inbox.receive()
         if received is None:
@@ -202,7 +202,7 @@ def _received(inbox: Inbox) -> Iterator[tuple[bytes, Any]]:
 
 
 def run(launch: CoordinatorLaunch, lifeline: Lifeline) -> int:
-    """Run a coordinator until a signal and return the exit code."""
+    """Run a coordinator until a signal arrives and return the exit code."""
     config = launch.config
     bind_process(launch.cpus)
     name_process("coordinator", config.log.log_level, config.log.log_format)

@@ -1,8 +1,8 @@
-"""When the cluster's view is published, and what is new in it: state machines without I/O.
+"""Publication schedule and incremental views of the cluster: state machines without I/O.
 
-A view of a thousand engines is a megabyte, and most of it is the same ten times a second, or is
-read by nobody but /metrics. So front ends are told the load of all engines at once, and the rest
-of their stats in turns.
+A view of a thousand engines is a megabyte. At ten views a second most of it repeats, or is read
+only by /metrics. So front ends get the load of all engines at once, and the rest of their stats in
+rotation.
 """
 
 from msgspec.structs import replace
@@ -17,26 +17,26 @@ from engine.shared.messages import (
 )
 
 WHOLE_IN_TURN = 64
-"""Engines in a change whose stats are told whole, beside those whose are needed at once."""
+"""Engines per change that are sent in full in rotation, besides those that changed urgently."""
 
 
 class Publication:
-    """Numbers the views of one coordinator, and says when the next is due.
+    """Numbers the views of one coordinator and schedules the next one.
 
     Args:
-        interval: minimum seconds between two views of which only the load is new.
-        idle_interval: seconds after which a view is published although nothing is new.
+        interval: minimum seconds between two views that differ only in load.
+        idle_interval: seconds after which an unchanged view is published.
     """
 
     def __init__(self, interval: float, idle_interval: float) -> None:
         self.version = 0
         """Number of the newest view."""
         self.changed = False
-        """Something is new, which may wait for the interval."""
+        """A change is pending that can wait for the interval."""
         self.urgent = False
-        """Something is new that everybody has to know at once."""
+        """A change is pending that must be published immediately."""
         self.urgent_interval = 0.0
-        """Minimum seconds between two views in any case."""
+        """Minimum seconds between any two views."""
         self._interval = interval
         self._idle_interval = idle_interval
         self._last: float | None = None
@@ -50,7 +50,7 @@ class Publication:
         return self._last + (self._interval if self.changed else self._idle_interval)
 
     def take_due(self, now: float) -> bool:
-        """Return whether a view is to be published now, which then counts as published."""
+        """Return whether to publish a view now; if so, it counts as published."""
         if now < self.deadline(now):
             return False
         self.urgent = self.changed = False
@@ -60,29 +60,29 @@ class Publication:
 
 
 class ViewChanges:
-    """What front ends know of the newest view, and what they have to be told of the next."""
+    """The view as last sent to front ends, from which the next change is computed."""
 
     def __init__(self) -> None:
         self._version: int | None = None
         self._engines: dict[int, EngineEntry] = {}
         self._processes: dict[str, ProcessEntry] = {}
         self._partly: dict[int, None] = {}
-        """Ranks of engines whose stats were told in part only, the longest first."""
+        """Ranks of engines whose latest stats were sent only in part, oldest first."""
 
     @property
     def is_due(self) -> bool:
-        """Whether there is more to tell of the view that was told last."""
+        """Whether parts of the last view are still unsent."""
         return bool(self._partly)
 
     def told(self, view: ClusterView) -> None:
-        """A whole view is published."""
+        """Record that a whole view is published."""
         self._version = view.version
         self._engines = {each.rank: each for each in view.engines}
         self._processes = {each.name: each for each in view.processes}
         self._partly = {}
 
     def since(self, view: ClusterView) -> ViewChange | None:
-        """Return what is new in a view, which then counts as told; None before any whole one."""
+        """Return the change since the last view and record it as sent; None before a whole view."""
         if self._version is None:
             return None
         after, known, processes = self._version, self._engines, self._processes
@@ -119,7 +119,7 @@ class ViewChanges:
 
 
 def _load_change(told: EngineEntry, entry: EngineEntry) -> LoadChange | None:
-    """Return how an engine's load has changed; None if more has, or the load is not known yet."""
+    """Return the change of an engine's load; None if more changed or no load was sent before."""
     before, stats = told.stats, entry.stats
     if before is None or stats is None or replace(told, stats=stats) != entry:
         return None
@@ -140,7 +140,7 @@ def _load_change(told: EngineEntry, entry: EngineEntry) -> LoadChange | None:
 
 
 def _differ_in_load_only(before: EngineStats, stats: EngineStats) -> bool:
-    """Whether nothing else is new that has to be known at once."""
+    """Return whether all fields that must be published immediately are equal."""
     return (
         before.topology == stats.topology
         and before.wave_running == stats.wave_running

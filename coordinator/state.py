@@ -1,8 +1,8 @@
-"""The coordinator's decisions: who is a member, what is published, who is woken.
+"""The coordinator's decisions about membership, publication and waking engines.
 
-`CoordinatorState.handle(event, now)` is the only way in; it returns the actions that the shell
-in `coordinator.process` carries out. It has no sockets and no clock. Everything in it can be
-told again by its peers: after a restart they notice the new epoch and register again.
+`CoordinatorState.handle(event, now)` is the only entry point; it returns the actions that the shell
+in `coordinator.process` carries out. It has no sockets and no clock. All of its state can be
+rebuilt from its peers: after a restart they notice the new epoch and register again.
 """
 
 import dataclasses
@@ -64,19 +64,19 @@ from engine.shared.messages import (
 from engine.shared.version import SWELL_VERSION
 
 MISSING_INTERVAL = 10.0
-"""Seconds between two log lines about planned engines that have not come."""
+"""Seconds between two log lines about planned engines that have not joined."""
 
 EXPIRY_LOOKS = 50
-"""Number of checks for silent members within the time that a member may be silent."""
+"""Number of checks for silent members per member timeout."""
 
 BURST_ENGINES, BURST_INTERVAL = 20, 0.001
-"""Urgent views are at least BURST_INTERVAL seconds apart for every BURST_ENGINES engines: a
-view costs more with more engines, and a burst of joins is told together."""
+"""Urgent views are at least BURST_INTERVAL seconds apart for every BURST_ENGINES engines: the
+cost of a view grows with the engines, and a burst of joins is published together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorParameters:
-    """Fixed facts of one coordinator process; times in seconds."""
+    """Constants of one coordinator process; times in seconds."""
 
     epoch: int
     front_publish: str
@@ -86,15 +86,15 @@ class CoordinatorParameters:
     publish_idle_interval: float
     member_timeout: float
     has_predecessors: bool = True
-    """Whether members of a coordinator before this one may be alive."""
+    """Whether members of a previous coordinator may still be alive."""
     expected_engines: int | None = None
-    """How many engines are expected; None: as many as the supervisors of nodes run."""
+    """Number of expected engines; None: as many as the nodes' supervisors run."""
     planned_engines: int | None = None
-    """How many the supervisors shall run once all nodes have joined; None: not known."""
+    """Number that the supervisors will run once all nodes have joined; None: unknown."""
 
 
 class CoordinatorState:
-    """All that the coordinator knows of one engine group, changed by events only."""
+    """State of one engine group, changed only by events."""
 
     def __init__(self, parameters: CoordinatorParameters) -> None:
         self._parameters = parameters
@@ -108,7 +108,7 @@ class CoordinatorState:
         )
         self._changes = ViewChanges()
         self._has_newcomers = False
-        """Front ends have subscribed that need a whole view."""
+        """Front ends have subscribed since the last view and need a whole one."""
         self._order_due = self._expire_at = float("-inf")
         grace = parameters.member_timeout if parameters.has_predecessors else 0.0
         self._numbers = Numbers(grace)
@@ -119,18 +119,18 @@ class CoordinatorState:
         self._fleet = FleetOrders()
 
     def expect(self, number: int | None) -> None:
-        """Another number of engines is expected; None: as many as the supervisors run."""
+        """Change the number of expected engines; None: as many as the supervisors run."""
         self._parameters = dataclasses.replace(self._parameters, expected_engines=number)
         self._expected.number = self._expected.planned if number is None else number
 
     def begin(self, now: float) -> None:
-        """Note when the coordinator began; only the first call, or event, counts."""
+        """Record when the coordinator started; only the first call, or event, counts."""
         self._numbers.begin(now)
 
-    # -- the one way in --------------------------------------------------------------------------
+    # -- entry point -----------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event at `now` (seconds, monotonic) and return what has to be done."""
+        """Handle one event at `now` (seconds, monotonic) and return the resulting actions."""
         actions: list[Action] = []
         self._numbers.begin(now)
         match event:
@@ -164,7 +164,7 @@ class CoordinatorState:
         return actions + self._publish_if_due(now)
 
     def next_deadline(self, now: float) -> float:
-        """Return when `Tick` has to be handled at the latest."""
+        """Return the latest time at which `Tick` has to be handled."""
         return min(
             self._publication.deadline(now),
             now + self._parameters.member_timeout / 4,
@@ -201,7 +201,7 @@ class CoordinatorState:
         return self._members.is_empty and self._placement.is_empty
 
     def knows(self, message: Hello | Ready | Heartbeat | Draining) -> bool:
-        """Whether the sender of a message is a member."""
+        """Return whether the sender of a message is a member."""
         return self._members.find(message) is not None
 
     def _hello(self, sender: bytes, hello: Hello, now: float) -> list[Action]:
@@ -220,7 +220,7 @@ class CoordinatorState:
         return [*actions, Reply(sender, self._welcome(hello, index))]
 
     def _beyond_plan(self, hello: Hello) -> Refused | None:
-        """Return why an engine with this rank of its own is refused, None if it is not."""
+        """Return why an engine with an explicit rank is refused, None if it is not."""
         number, planned = self._expected.number or 0, self._expected.planned
         if planned is None or hello.kind != "engine" or hello.given or hello.index < number:
             return None
@@ -242,7 +242,7 @@ class CoordinatorState:
             field = differing_model(member.group_config, hello.group_config)
             if field is not None:
                 theirs, ours = member.group_config.get(field), hello.group_config[field]
-                why = f"was sent away: its {field} is {theirs!r}, that of the engines {ours!r}"
+                why = f"was removed: its {field} is {theirs!r}, but the engines' is {ours!r}"
                 actions += self._remove("front_end", number, why)
         self._choose_wave(hello)
         self._wave.adopt(hello.wave)
@@ -264,7 +264,7 @@ class CoordinatorState:
         )
 
     def _choose_wave(self, hello: Hello) -> None:
-        # All engines agree on this setting; a cluster that changed it starts from no engines.
+        # All engines agree on this setting; it changes only when the cluster has no engines.
         lockstep = hello.group_config.get("lockstep") == "true"
         if lockstep != isinstance(self._wave, LockstepWave):
             wave = self._wave.wave
@@ -392,14 +392,14 @@ class CoordinatorState:
         return FrontEnds(self._parameters.epoch, self._members.front_end_entries())
 
     def _repeat_order(self, now: float) -> list[Action]:
-        """Tell engines who the front ends are once in a while, in case they did not hear it."""
+        """Resend the standing orders periodically, in case engines missed them."""
         if now < self._order_due:
             return []
         self._order_due = now + self._parameters.publish_idle_interval
         return self._standing_orders()
 
     def _standing_orders(self) -> list[Action]:
-        """Return what engines have to know that may not have heard of it."""
+        """Return the current orders, which a new or unlucky subscriber may have missed."""
         orders: list[Action] = [PublishOrder(self._front_ends_order())]
         if self._adapters.sheet is not None:
             orders.append(PublishOrder(HoldAdapters(self._parameters.epoch, self._adapters.sheet)))
@@ -432,7 +432,7 @@ class CoordinatorState:
         return replace(view, expected=number, missing=missing)
 
     def _say_missing(self, now: float) -> list[Action]:
-        """Say now and then which of the planned engines have not come."""
+        """Periodically log which of the planned engines have not joined."""
         if self._expected.planned is None or now < self._say_missing_at:
             return []
         self._say_missing_at = now + MISSING_INTERVAL
@@ -452,7 +452,7 @@ class CoordinatorState:
         ]
 
     def view(self) -> ClusterView:
-        """Return the cluster as it is known now."""
+        """Return the current view of the cluster."""
         both = (self._members.engines, self._members.front_ends)
         return ClusterView(
             epoch=self._parameters.epoch,

@@ -1,24 +1,24 @@
-"""What tenants have under way in all front ends, as these said themselves; no I/O."""
+"""What tenants have in flight over all front ends, from their reports. No I/O."""
 
 from collections.abc import Collection
 
 from engine.shared.messages import TenantsInUse, TenantUse
 
 Process = tuple[int, int]
-"""Number and incarnation of a front end."""
+"""Index and incarnation of a front end."""
 
 MAX_USES = 8192
-"""Entries in a view; those with the most sequences, which are the ones that limits concern."""
+"""Maximum entries in a view; those with the most sequences are kept, where limits matter."""
 
 
 class TenantUsage:
-    """The newest word of each front end, and their sums by admission table."""
+    """The newest report of each front end, and their sums by admission table."""
 
     def __init__(self) -> None:
         self._said: dict[Process, list[TenantUse]] = {}
 
     def take(self, message: TenantsInUse) -> bool:
-        """Take what a front end says; return whether that is new."""
+        """Record a front end's report; return whether it changed."""
         process = (message.front_end, message.incarnation)
         if self._said.get(process, []) == message.tenants:
             return False
@@ -26,7 +26,7 @@ class TenantUsage:
         return True
 
     def keep(self, front_ends: Collection[Process]) -> bool:
-        """Forget what others than these front ends said; return whether there was anything."""
+        """Drop reports of all other front ends; return whether there were any."""
         gone = [process for process in self._said if process not in front_ends]
         for process in gone:
             del self._said[process]
@@ -34,7 +34,7 @@ class TenantUsage:
 
     @property
     def sums(self) -> list[TenantUse]:
-        """What each tenant holds in each admission table."""
+        """Usage of each tenant in each admission table, summed, most sequences first."""
         sums: dict[tuple[str, int], tuple[int, int]] = {}
         for uses in self._said.values():
             for use in uses:

@@ -1,9 +1,9 @@
-"""Wave number and running flag of the engines, and which to wake, derived from their reports.
+"""The engines' wave number and running flag, and which engines to wake, from their reports.
 
-One interface, two kinds of groups. Independent engines sleep on their own queues and need no
-waking; for them the wave only counts how often the group as a whole went from running to paused.
+One interface, two kinds of groups. Independent engines block on their own queues and need no
+waking; for them the wave only counts how often the whole group went from running to paused.
 The engines of a lockstep group step together (see `engine.lockstep.wave`), and the coordinator
-tells those that sleep when others have started.
+wakes paused engines when others have started.
 
 The number is a logical clock: it only grows, and a larger one that a member brings from before a
 restart of the coordinator is adopted.
@@ -14,51 +14,51 @@ from typing import NamedTuple
 from engine.shared.messages import EngineStats, StartDpWave, StartWave, WakeUp, WaveComplete
 
 ORDER_INTERVAL = 0.025
-"""Seconds after which an order that not every engine is known to have followed is repeated."""
+"""Seconds between repetitions of an order that some engine is not known to have followed."""
 
 NEVER = float("inf")
 
 
 class _Wave:
-    """The wave of all engines together. Methods that return a bool say whether a view is due."""
+    """The wave of all engines together. Methods that return a bool return whether a view is due."""
 
     def __init__(self) -> None:
         self.wave = 0
         self.wakeups = {"front_end": 0, "engine": 0}
-        """How often the group went from paused to running, by whose message the coordinator had
-        first: "front_end" (always so for independent engines) or "engine"."""
+        """How often the group went from paused to running, by the sender of the first message:
+        "front_end" (always, for independent engines) or "engine"."""
 
     def adopt(self, wave: int) -> None:
-        """Take over a wave number that a member remembers."""
+        """Adopt a wave number that a member remembers, if larger."""
         self.wave = max(self.wave, wave)
 
 
 class IndependentWave(_Wave):
-    """Derives (wave, running) from which engines have work."""
+    """Derives (wave, running) from the set of engines that have work."""
 
     def __init__(self) -> None:
         super().__init__()
         self._busy: set[int] = set()
         self._steps: dict[int, int] = {}
-        """The newest step of each engine, by rank."""
+        """Newest step of each engine, by rank."""
         self._queued: list[StartDpWave] = []
 
     @property
     def running(self) -> bool:
-        """Whether engines have said that they run."""
+        """Whether any engine has reported work."""
         return bool(self._busy)
 
     @property
     def orders_due(self) -> float:
-        """When `orders` has something to say at the latest."""
+        """Latest time of the next call of `orders`."""
         return NEVER
 
     def take_members(self, ranks: frozenset[int]) -> None:
-        """Take the ranks of all engines that take part now."""
+        """Set the ranks of the ready engines."""
         self._settle(self._busy & ranks)
 
     def stats(self, stats: EngineStats) -> bool:
-        """Take an engine's stats."""
+        """Process an engine's stats."""
         own = {stats.rank}
         has_work = stats.waiting + stats.running > 0
         known = self._steps.get(stats.rank, stats.step)
@@ -66,27 +66,27 @@ class IndependentWave(_Wave):
         if self.running and has_work == (stats.rank in self._busy):
             return False
         if not has_work and not self.running and stats.step > known:
-            self._settle(own)  # it has run and paused between two of its reports
+            self._settle(own)  # it ran and paused between two of its reports
             self._settle(set())
             return True
         return self._settle(self._busy | own if has_work else self._busy - own)
 
     def report(self, report: StartWave | WaveComplete) -> bool:
-        """Take an engine's report of a start or an end."""
+        """Process an engine's report that a wave started or ended."""
         self.adopt(report.wave)
         return isinstance(report, StartWave) and self._forward(report.rank)
 
     def notice(self, notice: WakeUp) -> bool:
-        """A front end sent a request to an engine that it believes to be paused."""
+        """Process a front end's notice that it sent a request to a paused engine."""
         return self._forward(notice.rank)
 
     def orders(self, now: float) -> list[StartDpWave]:
-        """Return what to send to the engines at `now` (seconds, monotonic)."""
+        """Return the orders to send to engines at `now` (seconds, monotonic)."""
         queued, self._queued = self._queued, []
         return queued
 
     def _forward(self, rank: int) -> bool:
-        # No engine needs it to make progress, so once is enough.
+        # No engine depends on this to make progress, so one message is enough.
         if self.running:
             return False
         self._queued.append(StartDpWave(self.wave, rank))
@@ -97,26 +97,26 @@ class IndependentWave(_Wave):
         if changed and not busy:
             self.wave += 1
         elif changed:
-            # By evidence: notices come once for each request, before or after the engine's stats.
+            # Counted by stats: notices come once per request, before or after the engine's stats.
             self.wakeups["front_end"] += 1
         self._busy = busy
         return changed
 
 
 class Clock(NamedTuple):
-    """A point in the life of a lockstep group; later ones are larger."""
+    """A logical time of a lockstep group; later ones compare larger."""
 
     topology: int
     wave: int
 
 
 class LockstepWave(_Wave):
-    """Follows a lockstep group by evidence and wakes it by level.
+    """Tracks a lockstep group from its engines' reports and wakes it until all have started.
 
-    Evidence is what engines say of themselves: (clock, running). For one engine it only grows:
-    it is paused in a wave, then runs it, then is paused in the next. So evidence of an earlier
-    clock is void, within one clock "runs" is final, and late, repeated or reordered reports do no
-    harm. An order is repeated until there is evidence that every engine follows.
+    Each report is (clock, running). For one engine it only grows: it is paused in a wave, then runs
+    it, then is paused in the next. So reports of an earlier clock are void, within one clock
+    "running" is final, and late, repeated or reordered reports do no harm. An order is repeated
+    until reports show that every engine follows.
     """
 
     def __init__(self) -> None:
@@ -124,25 +124,25 @@ class LockstepWave(_Wave):
         self._clock = Clock(0, 0)
         self._members: frozenset[int] = frozenset()
         self._started: set[int] = set()
-        """Ranks that said that they run at `_clock`."""
+        """Ranks that reported running at `_clock`."""
         self._wanted = False
-        """A front end wants the group to run; void once the group has run."""
+        """A front end requested a start; cleared once the group has run."""
         self._hold_epoch = 0
         self._excluded_rank = -1
         self._order_at = NEVER
 
     @property
     def running(self) -> bool:
-        """Whether engines have said that they run."""
+        """Whether any engine has reported that it runs."""
         return bool(self._started)
 
     @property
     def orders_due(self) -> float:
-        """When `orders` has something to say at the latest."""
+        """Latest time of the next call of `orders`."""
         return self._order_at if self._needs_order() else NEVER
 
     def take_members(self, ranks: frozenset[int]) -> None:
-        """Take the ranks of all engines that take part now."""
+        """Set the ranks of the ready engines."""
         was_needed = self._needs_order()
         self._members = ranks
         self._started &= ranks
@@ -152,19 +152,19 @@ class LockstepWave(_Wave):
             self._order_now(excluded_rank=-1)
 
     def stats(self, stats: EngineStats) -> bool:
-        """Take an engine's stats."""
+        """Process an engine's stats."""
         clock = Clock(stats.topology, stats.wave)
         return self._observe(stats.rank, clock, stats.wave_running, stats.hold_epoch)
 
     def report(self, report: StartWave | WaveComplete) -> bool:
-        """Take an engine's report of a start or an end."""
+        """Process an engine's report that a wave started or ended."""
         starts = isinstance(report, StartWave)
         clock = Clock(report.topology, report.wave if starts else report.wave + 1)
         return self._observe(report.rank, clock, starts, report.hold_epoch)
 
     def notice(self, notice: WakeUp) -> bool:
-        """A front end sent a request to an engine that it believes to be paused."""
-        # What a front end wanted in an earlier wave, its request itself has seen or will see to.
+        """Process a front end's notice that it sent a request to a paused engine."""
+        # A notice from an earlier wave is void: its request has run, or will start a wave itself.
         is_late = notice.wave < self.wave
         if self.running or self._wanted or is_late or self._is_held():
             return False
@@ -175,12 +175,12 @@ class LockstepWave(_Wave):
         return True
 
     def orders(self, now: float) -> list[StartDpWave]:
-        """Return what to send to the engines at `now` (seconds, monotonic)."""
+        """Return the orders to send to engines at `now` (seconds, monotonic)."""
         if not self._needs_order() or now < self._order_at:
             return []
         order = StartDpWave(self.wave, self._excluded_rank, self._hold_epoch, self._clock.topology)
-        # Sparing the one that knows already is for the first order only: if what it was sent does
-        # not arrive, it has to come all the same.
+        # Only the first order excludes the rank that was notified directly: a repetition has to
+        # reach it if that message is lost.
         self._excluded_rank = -1
         self._order_at = now + ORDER_INTERVAL
         return [order]
@@ -191,7 +191,7 @@ class LockstepWave(_Wave):
         before = (self.wave, self.running)
         was_needed = self._needs_order()
         if clock > self._clock:
-            # What was started or wanted before is over.
+            # Starts and requests of the earlier clock are void.
             if clock.topology > self._clock.topology:
                 self._hold_epoch = 0
             self._clock = clock
@@ -199,7 +199,7 @@ class LockstepWave(_Wave):
             self._wanted = was_needed = False
         if running:
             if not self._started and not self._wanted:
-                self.wakeups["engine"] += 1  # else counted when a front end wanted it
+                self.wakeups["engine"] += 1  # otherwise counted with the front end's notice
             self._started.add(rank)
             self._wanted = False
         self._hold_epoch = max(self._hold_epoch, hold_epoch)

@@ -4,6 +4,7 @@ import functools
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from engine.shared.version import SWELL_VERSION
@@ -19,8 +20,7 @@ from server.api.responses import stored
 from server.api.services import Services
 from server.api.vectors import endpoint as vectors
 from server.errors import ApiError
-from server.http.call import foreseen
-from server.http.errors import no_such_path
+from server.http.errors import foreseen, no_such_path
 from server.http.middleware import LoadHeader, RequestIdMiddleware, add_own
 from server.observe.access_log import AccessLog
 from server.observe.engine_metrics import engine_load
@@ -39,6 +39,14 @@ ROUTERS = (
     openapi.router,
 )
 """Paths that every front end serves. Those of which many requests come in a second are first."""
+ADMIN_ROUTERS = (
+    meta.settings_router,
+    admin.router,
+    weights.router,
+    operators.router,
+    trainer.router,
+)
+"""Paths for operators, which are there if there is an admin key, and need it."""
 
 
 def build_app(services: Services) -> FastAPI:
@@ -63,8 +71,9 @@ def build_app(services: Services) -> FastAPI:
     if config.http.enable_tokenizer_info_endpoint:
         routers.append(meta.tokenizer_router)
     if access.has_admin:
-        routers += [meta.settings_router, admin.router, weights.router]
-        routers += [operators.router, trainer.router]
+        routers += ADMIN_ROUTERS
+        of_operators = [route for router in ADMIN_ROUTERS for route in router.routes]
+        access.admin_paths = frozenset(r.path for r in of_operators if isinstance(r, APIRoute))
     for router in routers:
         app.router.routes += router.routes  # `include_router` would look up each request twice
     for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):

@@ -137,6 +137,19 @@ def invalid_field(param: str, why: str, code: str | None = None) -> ApiError:
     return invalid(f"{param}: {why}", param, code)
 
 
+def element(field: str, index: int, items: Sequence[object]) -> str:
+    """Return the name of an element of a field, which is the field's own if it is the only one."""
+    return f"{field}[{index}]" if len(items) > 1 else field
+
+
+def rate_limited(
+    message: str, *, kind: str = "invalid_request_error", retry_after: int = RETRY_AFTER_SECONDS
+) -> ApiError:
+    """There is too much of something now (429); the client may try again."""
+    headers = (("retry-after", str(retry_after)),)
+    return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
+
+
 def too_complex(error: TooCostly, param: str | None = None) -> ApiError:
     """A JSON text would make more objects than one request may (400)."""
     what = param or "The body"

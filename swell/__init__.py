@@ -1,4 +1,4 @@
-"""Swell in a program: the engine and the endpoints in this process, without HTTP (docs/library.md).
+"""Swell as a library: engine and endpoints in this process, without HTTP (docs/library.md).
 
 `LLM` blocks until answers are complete, `AsyncLLM` is for asyncio and streams.
 """

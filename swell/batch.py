@@ -1,4 +1,4 @@
-"""`swell run-batch`: in this process, if one engine in a thread of it is all that is asked for."""
+"""`swell run-batch`: runs in this process if a single local engine suffices."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,10 +26,10 @@ def run_batch(config: RunBatchConfig) -> int:
 
 @asynccontextmanager
 async def _endpoints(options: dict[str, Any]) -> AsyncIterator[FastAPI]:
-    """Serve the endpoints from a model in this process.
+    """Provide the endpoints of a model in this process.
 
     Raises:
-        ServerFailed: it cannot be loaded.
+        ServerFailed: the model cannot be loaded.
     """
     try:
         llm = await AsyncLLM.start(**options)

@@ -35,7 +35,7 @@ from server.text.tokenizer import ServedTokenizer
 from swell.local import LocalEngine
 
 MAX_CONCURRENCY = 1024
-"""Maximum prompts of one call that are in the engine at a time; the others wait here."""
+"""Maximum prompts of one call in the engine at a time; the others wait here."""
 
 _DATA, _DONE = b"data: ", b"[DONE]"
 
@@ -54,7 +54,7 @@ class RequestFailed(Exception):
             error = {"message": body.decode(errors="replace")}
         super().__init__(error["message"])
         self.status = status
-        """The HTTP status that a server would answer with."""
+        """The HTTP status that a server would return."""
         self.param: str | None = error.get("param")
         self.code: str | None = error.get("code")
 
@@ -62,13 +62,13 @@ class RequestFailed(Exception):
 class AsyncLLM:
     """A model in this process, for asyncio; close it, or use it as an async context manager.
 
-    Its methods take the fields of the endpoints' bodies, and refuse what these refuse. Cancelling
-    a call, or leaving a stream, aborts what it runs.
+    Its methods accept the fields of the endpoints' bodies, with the same validation. Cancelling a
+    call, or closing a stream, aborts its requests.
     """
 
     def __init__(self, app: FastAPI, engine: LocalEngine, tasks: tuple[str, ...]) -> None:
         self.supported_tasks = tasks
-        """What the model is for, in vLLM's words: generate, or embed, or classify."""
+        """The model's task, in vLLM's terms: generate, embed or classify."""
         self.app = app
         """The endpoints."""
         self._engine = engine
@@ -80,10 +80,10 @@ class AsyncLLM:
 
         Args:
             model: directory or hub id.
-            options: settings of `swell serve` by their names, such as `max_model_len=4096`.
+            options: settings of `swell serve` by name, such as `max_model_len=4096`.
 
         Raises:
-            SettingsError: there is no such setting, or it cannot have that value.
+            SettingsError: there is no such setting, or its value is invalid.
             CannotStart, ValueError, OSError: the engine cannot start.
         """
         options.setdefault("data_parallel_size", 1)
@@ -119,7 +119,7 @@ class AsyncLLM:
         return cls(build_app(services), engine, tasks)
 
     async def close(self) -> None:
-        """Abort what runs, and free the model."""
+        """Abort all requests, and free the model."""
         await asyncio.to_thread(self._engine.close)
 
     async def __aenter__(self) -> Self:
@@ -128,10 +128,10 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # -- what can be asked for -------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     async def generate(self, prompt: str | list[int], **fields: Any) -> CompletionResponse:
-        """Continue a prompt; `fields` are those of /v1/completions.
+        """Complete a prompt; `fields` are those of /v1/completions.
 
         Raises:
             RequestFailed: it was refused, or the engine failed.
@@ -162,7 +162,7 @@ class AsyncLLM:
     async def stream(
         self, path: str, fields: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of an answer as they come, as an endpoint streams them.
+        """Yield the events of an endpoint's streamed answer.
 
         Raises:
             RequestFailed: it was refused, or the engine failed.
@@ -181,7 +181,7 @@ class AsyncLLM:
                     yield event
 
     async def request(self, path: str, fields: Mapping[str, Any]) -> bytes:
-        """Return the body that an endpoint answers with.
+        """Return the body of an endpoint's answer.
 
         Raises:
             RequestFailed: it was refused, or the engine failed.
@@ -190,7 +190,7 @@ class AsyncLLM:
             return b"".join([part async for part in self._parts(path, fields)])
 
     async def _parts(self, path: str, fields: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        """Call an endpoint as a server would; yield the parts of its answer."""
+        """Call an endpoint through ASGI; yield the parts of its answer."""
         body = msgspec.json.encode(fields)
         parts: asyncio.Queue[MutableMapping[str, Any] | Exception] = asyncio.Queue(1)
         sent = False
@@ -268,13 +268,13 @@ class LLM:
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        """What the model is for, in vLLM's words: generate, or embed, or classify."""
+        """The model's task, in vLLM's terms: generate, embed or classify."""
         return self._llm.supported_tasks
 
     def generate(
         self, prompts: str | Sequence[str | list[int]], **fields: Any
     ) -> list[CompletionResponse]:
-        """Continue prompts, many at a time; `fields` are those of /v1/completions.
+        """Complete prompts concurrently; `fields` are those of /v1/completions.
 
         Raises:
             RequestFailed: one was refused, or the engine failed; the others are aborted.
@@ -305,7 +305,7 @@ class LLM:
         return self._all(lambda each: self._llm.embed(each, **fields), every)
 
     def close(self) -> None:
-        """Abort what runs, and free the model."""
+        """Abort all requests, and free the model."""
         if self._thread.is_alive():
             self._wait(self._llm.close())
             self._end()
@@ -342,7 +342,7 @@ class LLM:
 
 
 def why_not_here(config: ServeConfig) -> str | None:
-    """Return why `swell serve` is needed for these settings; None if a program can have them."""
+    """Return why these settings need `swell serve`; None if they work in a program."""
     parallel, cache = config.parallel, config.cache
     if parallel.data_parallel_size > 1 or parallel.processes > 1:
         return (

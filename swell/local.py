@@ -1,4 +1,4 @@
-"""An engine in a thread of this process, as the endpoints reach engines."""
+"""An engine in a thread of this process, with the client interface of the endpoints."""
 
 import asyncio
 import threading
@@ -43,13 +43,13 @@ _INCARNATION = 1
 
 
 class LocalEngine:
-    """A `GenerationClient` whose only engine steps in a thread beside the event loop."""
+    """A `GenerationClient` whose only engine steps in a background thread."""
 
     def __init__(self, config: EngineConfig, loop: asyncio.AbstractEventLoop) -> None:
-        """Load the model, and serve the tasks of an event loop.
+        """Load the model, and start serving tasks of the event loop.
 
         Raises:
-            CannotStart, ValueError, OSError: the engine cannot be started with these settings.
+            CannotStart, ValueError, OSError: the engine cannot start with these settings.
         """
         self._executor = build_executor(config, 0, Lifeline(None), EarlyStop())
         self._core = EngineCore(config, self._executor, rank=0, incarnation=_INCARNATION)
@@ -64,7 +64,7 @@ class LocalEngine:
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
         self._next_id = 0
         self._error = ""
-        """Why the engine has ended, if it has."""
+        """Why the engine has ended; empty while it runs."""
         self.adapters = Adapters(_FRONT_END, _INCARNATION)
         self._step_loop = EngineLoop(
             self._core,
@@ -97,21 +97,21 @@ class LocalEngine:
                 raise
 
     def close(self) -> None:
-        """End the engine, with whatever it runs, and free the model."""
+        """Stop the engine, aborting all requests, and free the model."""
         self._inbox.put(Stop())
         self._thread.join()
 
-    # -- what the engine says, in its thread -----------------------------------------------------
+    # -- Outlet: called from the engine's thread -------------------------------------------------
 
     def say(self, step: CoreStep) -> None:
-        """Take the outputs of a step."""
+        """Pass the outputs of a step to the event loop."""
         if step.outputs or step.utility_results:
             self._tell(lambda: self._said(step))
 
     def report(self, report: EngineReport) -> None:
         """Do nothing: there is no coordinator."""
 
-    # -- the same, on the event loop -------------------------------------------------------------
+    # -- callbacks on the event loop -------------------------------------------------------------
 
     def _said(self, step: CoreStep) -> None:
         now = time.monotonic()
@@ -168,6 +168,10 @@ class LocalEngine:
     @property
     def serves_images(self) -> bool:
         return self._core.setup.images
+
+    @property
+    def wants_whole_images(self) -> bool:
+        return self._core.setup.whole_images
 
     @property
     def num_slots(self) -> int:

@@ -1,7 +1,6 @@
-"""A trainer's end of weights in place: sends tensors into the engines of a server that runs.
+"""A trainer's side of weight updates: sends tensors to the engines of a running server.
 
-Needs torch and the address of the server; what it does can be done with torch alone
-(docs/training.md).
+Needs torch and the server's address; the same can be done with torch alone (docs/training.md).
 """
 
 import contextlib
@@ -22,10 +21,10 @@ from engine.shared.addresses import join_host_port
 CPU = torch.device("cpu")
 
 HTTP_MARGIN = 1800.0
-"""Seconds that engines may take to load what they have received."""
+"""Seconds for engines to load the weights that they have received."""
 
 _ANSWERS_WITHIN = 5.0
-"""Maximum seconds to wait, after a group has ended, until the server says why."""
+"""Maximum seconds to wait for the server's reason after a group has failed."""
 
 
 class TransferFailed(Exception):
@@ -35,7 +34,7 @@ class TransferFailed(Exception):
 class WeightSender:
     """A group with all engines of a server; a context manager.
 
-    Engines that start later are not in it: then `send` fails and another one has to be made.
+    Engines that start later are not members: then `send` fails and a new sender is needed.
     """
 
     def __init__(
@@ -48,17 +47,17 @@ class WeightSender:
         device: torch.device = CPU,
         timeout: float = 60.0,
     ) -> None:
-        """Meet the engines.
+        """Connect to the engines.
 
         Args:
             url: of the server, without path.
-            host: address of this machine that engines can reach; they meet there.
-            port: where they meet; 0 takes a free one.
-            device: of the engines' models: tensors for CUDA devices go over NCCL.
-            timeout: seconds that all wait to meet, and for each tensor.
+            host: address of this machine that engines can reach, for the rendezvous.
+            port: port of the rendezvous; 0 selects a free one.
+            device: device of the engines' models: tensors for CUDA devices are sent over NCCL.
+            timeout: seconds to wait for other members, to join and for each tensor.
 
         Raises:
-            TransferFailed: not all engines came, or the server refuses.
+            TransferFailed: not all engines joined, or the server refused.
         """
         self._url, self._key, self._timeout = url.rstrip("/"), admin_key, timeout
         self._device = device
@@ -73,7 +72,7 @@ class WeightSender:
         spec = GroupSpec(join_host_port(host, port), 0, size, 0, timeout)
         asked = self._pool.submit(self._call, "/init_weight_transfer_engine", {"init_info": info})
         self.group: PlainGroup | None = None
-        """Of this trainer, rank 0, and the engines; None when it was left."""
+        """Group of this trainer (rank 0) and the engines; None once closed."""
         try:
             self.group = join_plain_group(spec, device, listener)
             asked.result()
@@ -85,12 +84,12 @@ class WeightSender:
         """Replace the weights of all engines, between two of their steps.
 
         Args:
-            tensors: all that the model's checkpoint has, by their names there, with float types.
-            version: what the weights are called, in answers' `X-Weight-Version`, too; default: a
-                number that grows.
+            tensors: all tensors of the model's checkpoint, by name, with floating-point dtypes.
+            version: version name of the weights, also in answers' `X-Weight-Version`; default: an
+                increasing number.
 
         Raises:
-            TransferFailed: the engines keep the weights that they have, and have left the group.
+            TransferFailed: the engines keep their weights, and have left the group.
         """
         assert self.group is not None, "it was closed"
         info = {
@@ -137,7 +136,7 @@ class WeightSender:
 
 
 def _reason(asked: "Future[dict[str, Any]]", error: Exception) -> TransferFailed:
-    """Return the server's reason, if it soon says one, which is better than the network's."""
+    """Prefer the server's reason, if it arrives soon, over the network error."""
     with contextlib.suppress(TimeoutError):
         if (said := asked.exception(_ANSWERS_WITHIN)) is not None:
             return TransferFailed(str(said))

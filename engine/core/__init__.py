@@ -1,1 +1,1 @@
-"""The engine between sockets and tensors: what a step does with requests."""
+"""The engine between sockets and tensors: how requests become steps, and steps outputs."""

@@ -1,4 +1,4 @@
-"""The body of an engine's loop: messages in, steps, outputs out. No sockets or threads."""
+"""The body of an engine's loop: events in, steps, outputs out. No sockets or threads."""
 
 import logging
 import time
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """One engine: it takes events, steps, and says what is to be sent."""
+    """One engine: handles events, runs steps, and returns messages to send."""
 
     def __init__(
         self,
@@ -70,21 +70,21 @@ class EngineCore:
         kv_role: KvRole = "",
         kv_address: str = "",
     ) -> None:
-        """Wire the owners.
+        """Connect the components.
 
         Args:
-            kv_role: what it does where prompts are computed by other engines than answers.
-            kv_address: where it offers KV blocks.
-            on_adapters: is called with the adapters that the engine has.
-            on_setup: is called with its setup, when its weights have been replaced.
-            weight_version: what the weights of the settings are called.
+            kv_role: role if prompts and answers are computed by different engines.
+            kv_address: address that serves its KV blocks.
+            on_adapters: called with the states of the engine's adapters.
+            on_setup: called with the new setup after its weights have been replaced.
+            weight_version: version name of the configured weights.
         """
         self.clock = clock or WaveClock()
         self._kv_events = kv_events
         self._rank, self._incarnation = rank, incarnation
         self._now = now
         self._version = 0
-        """Of the stats."""
+        """Version of the newest stats."""
         self._scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -128,7 +128,7 @@ class EngineCore:
             kv_role=kv_role,
             kv_address=kv_address,
         )
-        """What the engine tells the coordinator when it is ready."""
+        """Reported to the coordinator when the engine is ready."""
         self.operations = Operations(
             setup=self.setup,
             halting=self.halting,
@@ -149,7 +149,7 @@ class EngineCore:
             ),
         )
 
-    # -- questions -------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -160,22 +160,22 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """See `HostedEngine`; of an engine that is halted only what is in flight counts."""
+        """See `HostedEngine`; for a halted engine only steps in flight count."""
         if self.steps.have_rows or self._front_ends.has_mail:
             return True
         return self._scheduler.has_requests and not self.halting.is_halted
 
     @property
     def needs_steps(self) -> bool:
-        """Whether the group has to launch steps for this engine: what is in flight ends anyway.
+        """Whether the group has to launch steps for this engine, besides those in flight.
 
-        There are requests to be computed, or what is left of steps that were given up.
+        True if there are requests to compute, or steps that a previous group gave up.
         """
         return self._scheduler.needs_plan or self.steps.are_given_up
 
     @property
     def has_front_ends(self) -> bool:
-        """Whether anybody is there who could send requests."""
+        """Whether any connected front end could send requests."""
         return self._front_ends.any_present
 
     @property
@@ -184,7 +184,7 @@ class EngineCore:
         return self._scheduler.next_tokens
 
     def stats(self) -> EngineStats:
-        """Return load and counters as of now, newer than all stats returned before."""
+        """Return current load and counters, with a version above all earlier ones."""
         self._version += 1
         clock, scheduler, halting = self.clock, self._scheduler, self.halting
         waiting, running, kv_usage, queued_prefill_tokens = scheduler.gauges()
@@ -216,14 +216,14 @@ class EngineCore:
 
     @property
     def _news(self) -> News:
-        """What all front ends have to know at once when it changes."""
+        """Stats that all front ends have to be sent immediately when they change."""
         is_halted = self.halting.is_halted or not self._scheduler.admits
         return News(is_halted, self.halting.hands_over, self._scheduler.alone)
 
     # -- events ----------------------------------------------------------------------------------
 
     def handle(self, event: CoreEvent) -> None:
-        """Take one event, as `HostedEngine` says."""
+        """Handle one event, as specified by `HostedEngine`."""
         match event:
             case AddRequest():
                 self.clock.request_received(event.wave)
@@ -255,29 +255,29 @@ class EngineCore:
                 self.clock.welcomed(wave)
 
     def front_end_joined(self, index: int, incarnation: int) -> None:
-        """A front end is there (again); a new incarnation replaces its predecessor."""
+        """Record a front end that has joined; a new incarnation replaces its predecessor."""
         if self._front_ends.joined(index, incarnation):
             self._scheduler.abort_front_end(index)
 
     def front_end_left(self, index: int) -> None:
-        """A front end is gone: its requests are obsolete."""
+        """Record that a front end has left: its requests are aborted."""
         if self._front_ends.left(index):
             self._scheduler.abort_front_end(index)
 
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> CoreStep:
-        """Advance by a step (see `Steps.advance`) and return everything there is to send."""
+        """Advance by a step (see `Steps.advance`) and return everything to send."""
         self.steps.advance(may_launch=not self.halting.is_halted)
         return self._take()
 
     def land_together(self) -> CoreStep:
-        """Do what `Steps.land_together` does, and return what there is to send."""
+        """Run `Steps.land_together`, and return everything to send."""
         self.steps.land_together()
         return self._take()
 
     def answers(self) -> CoreStep | None:
-        """Return what there is to send without a step, if anything."""
+        """Return messages that can be sent without a step; None if there are none."""
         has_news = self._front_ends.told != self._news
         return self._take() if self._front_ends.has_mail or has_news else None
 
@@ -312,14 +312,14 @@ class EngineCore:
             logger.debug("request %s arrived", name, extra={"request_id": name})
         try:
             answer = self._scheduler.add(restored, self._now())
-        except Exception as error:  # nothing of it has been queued: it fails alone
+        except Exception as error:  # nothing of it was queued: only this request fails
             logger.exception("request %s could not be queued", name, extra={"request_id": name})
             answer = RequestOutput(message.id, [], "error", error=f"{type(error).__name__}")
         if answer is not None:
             self._front_ends.address(message.front_end).append(answer)
 
     def _is_present(self, index: int, what: str) -> bool:
-        """Return whether somebody waits for an answer; say what is dropped if nobody does."""
+        """Return whether the sender is connected to receive an answer; log the drop if not."""
         present = self._front_ends.is_present(index)
         if not present:
             logger.warning("%s dropped: front end %d is not there", what, index)

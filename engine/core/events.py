@@ -1,4 +1,4 @@
-"""What an engine's core is told, and the inbox of its loop, which the receiver fills."""
+"""Events of an engine's core, and the inbox of its loop, which the receiver fills."""
 
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -8,7 +8,7 @@ from engine.shared.messages import CoreInput, FleetOrder, FormGroup, HoldAdapter
 
 @dataclass(frozen=True)
 class FrontEndJoined:
-    """A front end is connected; its requests may follow. A new incarnation replaces the old one."""
+    """A front end is connected; requests can follow. A new incarnation replaces the old one."""
 
     index: int
     incarnation: int
@@ -16,26 +16,26 @@ class FrontEndJoined:
 
 @dataclass(frozen=True)
 class FrontEndLeft:
-    """A front end has gone: its requests are obsolete."""
+    """A front end has left: its requests are obsolete."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Rejoined:
-    """A restarted coordinator knows the engine again, and of this wave."""
+    """The engine has registered again with a restarted coordinator, which knows this wave."""
 
     wave: int
 
 
 @dataclass(frozen=True)
 class PrerequisitesSettled:
-    """What requests wait for is there, or cannot be had: grammars, or KV blocks from a tier."""
+    """Grammars, or KV blocks from a tier, that requests wait for are available or have failed."""
 
 
 @dataclass(frozen=True)
 class AdaptersSettled:
-    """Adapters have been read, or could not be, since the message before."""
+    """Adapters have been loaded, or failed to load, since the last such event."""
 
 
 CoreEvent = (
@@ -54,12 +54,12 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Drain:
-    """The engine has to finish what it has, then end."""
+    """The engine has to finish its requests, then exit."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The engine has to end, for this reason if it is an error."""
+    """The engine has to exit; `error` is the reason if it is a failure."""
 
     error: str | None = None
 
@@ -68,9 +68,9 @@ InboxItem = CoreEvent | Welcomed | FormGroup | Drain | Stop
 
 
 def receive(inbox: "SimpleQueue[InboxItem]", within: float) -> list[InboxItem]:
-    """Wait for at most `within` seconds; return everything that has come, in order.
+    """Wait up to `within` seconds; return all items in the inbox, in order.
 
-    No other thread may take from the inbox.
+    The caller has to be the inbox's only consumer.
     """
     items: list[InboxItem] = []
     if within > 0 and inbox.empty():

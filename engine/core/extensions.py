@@ -1,8 +1,8 @@
-"""Functions of installed packages that operators may call in engines, by name.
+"""Functions of installed packages that operators can call in engines, by name.
 
-A package offers a function as an entry point of the group `swell.worker_extensions`; the setting
-`worker_extensions` says which of them may be called. Nothing else of a call is a name: arguments
-come as JSON and have to be what the function's annotations say, and so goes its result.
+A package registers a function as an entry point of the group `swell.worker_extensions`; the setting
+`worker_extensions` lists the callable ones. Nothing else in a call is resolved by name: arguments
+are JSON, converted according to the function's annotations, and the result is returned as JSON.
 """
 
 import inspect
@@ -21,7 +21,7 @@ MAX_RESULT = 1 << 20
 
 
 class Worker(NamedTuple):
-    """What a function gets as its first argument."""
+    """The first argument of every extension function."""
 
     rank: int
     incarnation: int
@@ -29,13 +29,13 @@ class Worker(NamedTuple):
 
 
 class Extensions:
-    """The functions that may be called."""
+    """The callable functions."""
 
     def __init__(self, names: Sequence[str], worker: Worker) -> None:
         """Load functions.
 
         Raises:
-            BadPlugin: no installed package offers one of them, or it fails.
+            BadPlugin: no installed package provides one of them, or loading it fails.
         """
         self._worker = worker
         self._functions: dict[str, Callable[..., Any]] = {
@@ -44,15 +44,15 @@ class Extensions:
         }
 
     def call(self, name: str, args: str, kwargs: str) -> str:
-        """Call a function with JSON and return its result as JSON.
+        """Call a function with JSON arguments and return its result as JSON.
 
         Raises:
-            CannotDo: it may not be called, or not so.
+            CannotDo: there is no such function, or the arguments or the result are invalid.
         """
         function = self._functions.get(name)
         if function is None:
             known = ", ".join(sorted(self._functions)) or "none: see --worker-extensions"
-            raise CannotDo(f"there is no method {name!r} that may be called; there are {known}")
+            raise CannotDo(f"there is no callable method {name!r}; there are {known}")
         signature, hints = inspect.signature(function), get_type_hints(function)
         try:
             given = msgspec.json.decode(args, type=list[Any])

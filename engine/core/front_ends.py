@@ -1,4 +1,4 @@
-"""The front ends that an engine has: what came from each, and what each is to be sent."""
+"""An engine's front ends: counts of received requests, and pending messages to each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,21 +23,21 @@ _LISTS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "gra
 
 
 class CoreStep(NamedTuple):
-    """What goes out after a step: its outputs, and answers to messages handled before it."""
+    """Messages to send after a step: its outputs, and answers to events handled before it."""
 
     outputs: Outputs
-    """By front end; empty where only the stats are news."""
+    """By front end; empty if only the stats have changed."""
     utility_results: list[tuple[int, UtilityResult]]
-    """With the front end that asked."""
+    """With the front end that called."""
     stats: EngineStats
     changes_alone: bool = False
-    """The next step changes which request runs alone: all have to be told before it."""
+    """The next step changes which request runs alone: notify all front ends before it."""
     blocks: Sequence[tuple[int, KvBlocks]] = ()
-    """Which KV blocks there are, with the front end that asked."""
+    """Changes of KV blocks, with the front end that requested them."""
 
 
 class News(NamedTuple):
-    """What all front ends have to know at once when it changes: fields of the stats."""
+    """Fields of the stats that all front ends have to be sent immediately when they change."""
 
     halted: bool = False
     hands_over: bool = False
@@ -46,7 +46,7 @@ class News(NamedTuple):
 
 @dataclass(slots=True)
 class _FrontEnd:
-    """One front-end process, and what was received from it."""
+    """One front-end process, and counts of what was received from it."""
 
     incarnation: int
     present: bool = True
@@ -55,41 +55,41 @@ class _FrontEnd:
     outputs: int = 0
     images: ImageWindow = field(default_factory=lambda: ImageWindow(IMAGE_WINDOW_BYTES))
     sampling: SamplingParams | None = None
-    """Of its newest request, if that has any of `_LISTS`."""
+    """Of its newest request, if any of `_LISTS` is set."""
 
 
 class FrontEnds:
-    """All front ends that an engine has met, by index, and what has not been handed over to them.
+    """All front ends that an engine has seen, by index, and their pending messages.
 
-    Counts of a front end that left stay: the same process may turn out to be alive, and counts
-    only grow.
+    A front end that left keeps its counts, since the same process may reconnect, and counts only
+    grow.
     """
 
     def __init__(self) -> None:
         self.told = News()
-        """What all front ends know."""
+        """State last sent to all front ends."""
         self.results: list[tuple[int, UtilityResult]] = []
-        """Answers to operators' calls, with the front end that asked."""
+        """Answers to operators' calls, with the front end that called."""
         self.wanted_blocks: dict[int, int] = {}
-        """The newest change of KV blocks that each front end knows which waits for more."""
+        """Front ends that wait for changes of KV blocks, with the newest change they know."""
         self._blocks: list[tuple[int, KvBlocks]] = []
         self._entries: dict[int, _FrontEnd] = {}
         self._outputs: Outputs = {}
 
-    # -- who is there ----------------------------------------------------------------------------
+    # -- presence --------------------------------------------------------------------------------
 
     @property
     def any_present(self) -> bool:
-        """Whether anybody is there who could send requests."""
+        """Whether any connected front end could send requests."""
         return any(entry.present for entry in self._entries.values())
 
     def is_present(self, index: int) -> bool:
-        """Return whether a front end is there to take answers."""
+        """Return whether a front end is connected."""
         entry = self._entries.get(index)
         return entry is not None and entry.present
 
     def joined(self, index: int, incarnation: int) -> bool:
-        """A front end is there; return whether it replaces an earlier process."""
+        """Record a connected front end; return whether it replaces an earlier process."""
         known = self._entries.get(index)
         if known is not None and known.incarnation == incarnation:
             known.present = True
@@ -99,7 +99,7 @@ class FrontEnds:
         return known is not None
 
     def left(self, index: int) -> bool:
-        """Note that a front end is gone; return whether it was ever there."""
+        """Record that a front end has left; return whether it was known."""
         known = self._entries.get(index)
         if known is None:
             return False
@@ -108,23 +108,23 @@ class FrontEnds:
         return True
 
     def count_request(self, message: AddRequest) -> None:
-        """Count a request of a front end that is there."""
+        """Count a request of a connected front end."""
         entry = self._entries[message.front_end]
         entry.requests += 1
         entry.prompt_tokens += message.num_tokens
 
     def restored(self, message: AddRequest) -> AddRequest | None:
-        """Return a request of a front end that is there with the images that it leaves out.
+        """Return a connected front end's request with its omitted images restored.
 
-        None if they are not here: an earlier message was lost. The request does not count as
-        received then, and the front end, which notices that, sends it again with all images.
+        None if they are missing because an earlier message was lost. The request is then not
+        counted as received; the front end notices that and resends it with all images.
 
-        Sequences of one request come one after the other, each with all of its parameters, so that
-        each can move to another engine by itself. Their long lists are held once.
+        Consecutive sequences of one request each carry all parameters, so that each can move to
+        another engine by itself. Their long lists are deduplicated here.
         """
         entry, sampling = self._entries[message.front_end], message.sampling
         before, entry.sampling = entry.sampling, None
-        # Spelled out, as this is asked for every request.
+        # Written out, since this runs for every request.
         if (
             sampling.stop_token_ids
             or sampling.logit_bias
@@ -148,22 +148,22 @@ class FrontEnds:
             return None
 
     def received(self) -> list[Received]:
-        """Return the counts of those that are there."""
+        """Return the counts of connected front ends."""
         return [
             Received(index, entry.incarnation, entry.requests, entry.prompt_tokens, entry.outputs)
             for index, entry in self._entries.items()
             if entry.present
         ]
 
-    # -- what they are to be sent ----------------------------------------------------------------
+    # -- pending messages ------------------------------------------------------------------------
 
     @property
     def has_mail(self) -> bool:
-        """Whether there are outputs or answers."""
+        """Whether there are pending outputs or answers."""
         return bool(self._outputs or self.results or self._blocks)
 
     def collect(self, outputs: Outputs) -> None:
-        """Take all outputs of a step, but those that nobody waits for."""
+        """Add all outputs of a step, except for those without a recipient."""
         outputs.pop(FLEET, None)
         if not self._outputs:
             self._outputs = outputs
@@ -172,11 +172,12 @@ class FrontEnds:
             self._outputs.setdefault(front_end, []).extend(new)
 
     def address(self, front_end: int) -> list[RequestOutput]:
-        """Return the outputs for a front end, which gets a message even if there are none."""
+        """Return the pending outputs of a front end, which gets a message even if there are
+        none."""
         return self._outputs.setdefault(front_end, [])
 
     def want_blocks(self, front_end: int, after: int) -> None:
-        """A front end waits for changes of KV blocks after this one, if it is there."""
+        """Record that a connected front end waits for changes of KV blocks after `after`."""
         if self.is_present(front_end):
             self.wanted_blocks[front_end] = after
 
@@ -188,10 +189,10 @@ class FrontEnds:
     def hand_over(
         self, news: News, stats: Callable[[], EngineStats], *, changes_alone: bool
     ) -> CoreStep:
-        """Return all there is to send; if there is news, every front end gets a message.
+        """Return all pending messages; if there is news, every front end gets one.
 
         Args:
-            stats: taken once the outputs are counted.
+            stats: called once the outputs are counted.
             changes_alone: see `CoreStep`.
         """
         if news != self.told:
@@ -206,7 +207,7 @@ class FrontEnds:
         return CoreStep(outputs, results, stats(), changes_alone, blocks)
 
     def _drop(self, index: int) -> None:
-        """Forget what was to be sent to a process that has gone."""
+        """Drop messages to a process that has left."""
         self._outputs.pop(index, None)
         self.wanted_blocks.pop(index, None)
         self._blocks = [entry for entry in self._blocks if entry[0] != index]

@@ -1,13 +1,13 @@
-"""Whether operators have an engine halted."""
+"""Pause and sleep state of an engine."""
 
 from engine.shared.messages import ASLEEP_TAGS, FleetOrder, UtilityCall
 
 FLEET = -1
-"""Stands for the front end in calls that follow from an order for the whole fleet."""
+"""Value of `front_end` in calls that result from a fleet order."""
 
 
 def calls_of(before: FleetOrder, after: FleetOrder) -> list[UtilityCall]:
-    """Return what an engine has to do that has followed one order when it hears of the next."""
+    """Return the calls by which an engine that followed one order follows the next."""
 
     def call(name: str, **arguments: str | int) -> UtilityCall:
         return UtilityCall(after.revision, FLEET, name, dict(arguments))
@@ -29,29 +29,29 @@ def calls_of(before: FleetOrder, after: FleetOrder) -> list[UtilityCall]:
 
 
 class Halting:
-    """Why one engine launches no step, so that its requests wait or go to others."""
+    """Why an engine launches no steps, so that its requests wait or move to other engines."""
 
     def __init__(self) -> None:
         self.is_paused = False
         """Until `resume`."""
         self.is_sleeping = False
-        """Until `wake_up`, if only at level 0, which gives nothing back."""
+        """Until `wake_up`; also at level 0, which releases no memory."""
         self.sleep_level = 0
         self.asleep: set[str] = set()
-        """Which of `ASLEEP_TAGS` have been given back."""
+        """Subset of `ASLEEP_TAGS` whose memory is released."""
         self.lacks_weights = False
-        """Until a trainer has sent those that the others compute with."""
+        """Until a trainer has sent the weights that the other engines have."""
         self.hands_over = False
-        """Requests go to other engines instead of waiting here."""
+        """Requests move to other engines instead of waiting here."""
         self.order = FleetOrder(0)
-        """The newest order for the whole fleet that has been taken up."""
+        """The newest fleet order accepted."""
         self.settled = 0
-        """The revision of the newest that has been carried out."""
+        """Revision of the newest order carried out."""
         self.error = ""
-        """Why it could not be."""
+        """Why that failed."""
 
     def take_up(self, order: FleetOrder) -> list[UtilityCall]:
-        """Take up an order for the whole fleet; return what has to be done for it."""
+        """Accept a fleet order; return the calls that carry it out."""
         before = self.order
         if order.revision <= before.revision:
             return []
@@ -63,16 +63,16 @@ class Halting:
 
     @property
     def is_halted(self) -> bool:
-        """Whether no step may be launched."""
+        """Whether launching steps is forbidden."""
         return self.is_paused or self.is_sleeping or self.lacks_weights
 
     def have_weights(self) -> None:
-        """There are weights that the others have, too."""
+        """Record that the engine has the same weights as the others."""
         self.lacks_weights = False
         self.hands_over &= self.is_halted
 
     def pause(self, *, hand_over: bool = False) -> None:
-        """All requests keep what they have, or go to other engines."""
+        """Start a pause; requests keep their state, or move to other engines."""
         self.is_paused = True
         self.hands_over |= hand_over
 
@@ -82,7 +82,8 @@ class Halting:
         self.hands_over &= self.is_halted
 
     def sleep(self, level: int, *, hand_over: bool = False) -> None:
-        """The executor's memory is given back; requests wait, or go to other engines."""
+        """Record that the executor's memory is released; requests wait, or move to other
+        engines."""
         self.is_sleeping = True
         self.sleep_level = max(level, self.sleep_level)
         if level:
@@ -90,7 +91,7 @@ class Halting:
         self.hands_over |= hand_over
 
     def wake_up(self, tags: set[str]) -> None:
-        """Some of what was given back is there again; with the last of it a sleep ends."""
+        """Record that the memory of these tags is restored; the last tag ends the sleep."""
         self.asleep -= tags
         if not self.asleep:
             self.is_sleeping = False

@@ -1,7 +1,7 @@
-"""The adapters that an engine has: those of the cluster's sheet and those its requests use.
+"""An engine's adapters: those of the cluster's sheet, and those that its requests still use.
 
-Adapters are read in a thread of their own; what became of them is taken when that says so. One
-that has left the sheet stays until the last request with it has ended.
+Adapters are loaded in a background thread; `settled` collects the outcomes. An adapter that was
+removed from the sheet is kept until the last request with it has ended.
 """
 
 import logging
@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Held:
-    """One entry of the sheet, and how reading it ended."""
+    """One entry of the sheet, and the outcome of loading it."""
 
     entry: AdapterEntry
     loading: "Future[str] | None"
-    """Returns its version; None once the outcome is known."""
+    """Resolves to its version; None once the outcome is known."""
     outcome: HeldAdapter | None = None
 
 
 class HeldAdapters:
-    """Keeps an engine's adapters in step with the cluster's.
+    """Synchronizes an engine's adapters with the cluster's sheet.
 
     Args:
-        store: reads and keeps them; None for an engine that is started without adapters.
-        scheduler: is told which ones requests may use.
-        report: is given the sheet, and what became of its entries, whenever that changes.
+        store: loads and stores them; None for an engine without adapters.
+        scheduler: notified of the adapters that requests can use.
+        report: called with the sheet and its entries' outcomes whenever these change.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class HeldAdapters:
         self._sheet = AdapterSheet(-1)
         self._held: dict[int, _Held] = {}
         self.lingers = False
-        """Whether an adapter that has left the sheet is kept for its last requests."""
+        """Whether an adapter removed from the sheet is kept for unfinished requests."""
 
     # -- the sheet -------------------------------------------------------------------------------
 
     def take(self, sheet: AdapterSheet) -> None:
-        """Take a sheet: read what is new on it, forget what is not there any more."""
+        """Apply a sheet: load new entries, forget removed ones."""
         if self._store is None or sheet.revision < self._sheet.revision:
             return
         if sheet == self._sheet:
-            return  # told again
+            return  # repeated
         self._sheet = sheet
         listed = {entry.serial: entry for entry in sheet.entries}
         for serial in self._held.keys() - listed.keys():
@@ -94,7 +94,7 @@ class HeldAdapters:
         return _Held(entry, store.load(entry.path, root))
 
     def settled(self) -> None:
-        """Take the outcome of what has been read."""
+        """Collect the outcomes of finished loads."""
         news = False
         for held in self._held.values():
             if held.loading is not None and held.loading.done():
@@ -118,7 +118,7 @@ class HeldAdapters:
         return HeldAdapter(entry.serial, version)
 
     def wait(self) -> list[tuple[AdapterEntry, str]]:
-        """Wait for all that is being read; return the entries that cannot be served, with why."""
+        """Wait for all pending loads; return the entries that failed, with the reasons."""
         wait(held.loading for held in self._held.values() if held.loading is not None)
         self.settled()
         return [
@@ -132,12 +132,12 @@ class HeldAdapters:
         self._report(self._sheet, [outcome for outcome in outcomes if outcome is not None])
 
     def sweep(self) -> None:
-        """Forget adapters that are not on the sheet any more and have no requests left."""
+        """Drop adapters that are not on the sheet and have no requests left."""
         if self._store is None:
             return
         listed = {held.outcome.version for held in self._held.values() if held.outcome}
         if any(held.loading is not None for held in self._held.values()):
-            return  # what is being read may turn out to be what is here
+            return  # an entry being loaded may be the same adapter
         self.lingers = False
         for version in self._store:
             if version in listed:
@@ -148,17 +148,17 @@ class HeldAdapters:
             self._scheduler.adapters.drop(version)
             self._store.drop(version)
 
-    # -- questions and pins ----------------------------------------------------------------------
+    # -- queries and pins ------------------------------------------------------------------------
 
     def load(self) -> AdapterLoad | None:
-        """Return which adapters steps are computed with; None without any."""
+        """Return the adapters in use by steps; None if adapters are disabled."""
         if self._store is None:
             return None
         slots = self._scheduler.adapters
         return AdapterLoad(slots.residents, slots.running, self._scheduler.waiting_adapters)
 
     def versions(self) -> dict[str, str]:
-        """Return the version of each adapter that requests may name."""
+        """Return the version of each adapter that requests can name."""
         return {
             held.entry.name: held.outcome.version
             for held in self._held.values()
@@ -166,19 +166,19 @@ class HeldAdapters:
         }
 
     def pin(self, name: str) -> None:
-        """Let an adapter keep its slot from its next request on.
+        """Keep an adapter in its slot from its next request on.
 
         Raises:
-            CannotDo: there is none of that name, or no slot would be left for others.
+            CannotDo: there is no such adapter, or no slot would be left for others.
         """
         if not self._scheduler.adapters.pin(self._version(name)):
             raise CannotDo("one slot has to stay for other adapters: raise --max-loras")
 
     def unpin(self, name: str) -> None:
-        """Let others have its slot again.
+        """Allow an adapter to be evicted from its slot again.
 
         Raises:
-            CannotDo: there is none of that name.
+            CannotDo: there is no such adapter.
         """
         self._scheduler.adapters.unpin(self._version(name))
 

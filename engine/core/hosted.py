@@ -1,4 +1,4 @@
-"""What an engine process hosts: our own core, or an engine of another make."""
+"""Interface of the engine in an engine process: Swell's core, or another implementation."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -11,14 +11,14 @@ from engine.shared.messages import EngineSetup, EngineStats
 
 
 class HostedEngine(Protocol):
-    """An engine without sockets or threads of its own for messages: events in, steps out.
+    """An engine without sockets or message threads: events in, steps out.
 
-    All calls come from the main thread of the process.
+    All methods are called from the process's main thread.
     """
 
     @property
     def setup(self) -> EngineSetup:
-        """What the engine tells the coordinator when it is ready."""
+        """Reported to the coordinator when the engine is ready."""
 
     @property
     def has_work(self) -> bool:
@@ -26,39 +26,39 @@ class HostedEngine(Protocol):
 
     @property
     def has_requests(self) -> bool:
-        """Whether a draining engine has to go on: requests, or answers that are not sent yet.
+        """Whether a draining engine has to continue: it has requests, or unsent answers.
 
-        Requests of an engine that is halted do not count.
+        A halted engine's requests do not count.
         """
 
     @property
     def has_front_ends(self) -> bool:
-        """Whether anybody is there who could send requests."""
+        """Whether any connected front end could send requests."""
 
     @property
     def next_tokens(self) -> int:
-        """Maximum tokens that the next step can compute; bounds the time that it may take."""
+        """Maximum tokens that the next step can compute; determines its time limit."""
 
     def stats(self) -> EngineStats:
-        """Return load and counters as of now, newer than all stats returned before."""
+        """Return current load and counters, with a version above all earlier ones."""
 
     def handle(self, event: CoreEvent) -> None:
-        """Take one event. An error in a message is reported to its sender only.
+        """Handle one event. Errors in a message are reported only to its sender.
 
         Raises:
             StepFailed: a utility had to finish the steps in flight, and one failed.
         """
 
     def step(self) -> CoreStep:
-        """Advance by a step and return everything there is to send.
+        """Advance by a step and return everything to send.
 
         Raises:
-            StepFailed: the engine cannot go on.
+            StepFailed: the engine cannot continue.
         """
 
 
 class Backend(HostedEngine, Protocol):
-    """An engine of another make."""
+    """An alternative engine implementation."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class Backend(HostedEngine, Protocol):
         on_failure: Callable[[str], None],
         weight_version: str = "",
     ) -> None:
-        """Load the model; until then nothing is sent to the engine.
+        """Load the model; no events arrive before.
 
         Args:
-            on_failure: ends this process with a reason; may be called in any thread.
+            on_failure: ends this process with a reason; callable from any thread.
 
         Raises:
-            ValueError: a setting cannot be served. None may be ignored.
+            ValueError: a setting is not supported. Settings must not be ignored silently.
         """
 
     def shutdown(self) -> None:
-        """End all processes and threads, and give the memory back."""
+        """Stop all processes and threads, and release the memory."""

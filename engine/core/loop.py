@@ -1,4 +1,4 @@
-"""The main thread of an engine that steps alone."""
+"""The main thread of an engine that is not in a lockstep group."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,23 +13,23 @@ from engine.core.watchdog import StepWatch
 from engine.shared.messages import FormGroup
 
 IDLE_STATS_INTERVAL = 2.0
-"""Seconds between stats of an engine without work, so that their age tells stale from idle."""
+"""Seconds between stats of an idle engine, so that their age distinguishes stale from idle."""
 
 END_SECONDS = 0.005
-"""Pause after the last step before it is told again that there is no work: until then what comes
-next may have come."""
+"""Delay after the last step before idle stats are sent: the next request may arrive by
+then."""
 
 ANNOUNCEMENT_SECONDS = 0.05
-"""Pause before the first step of a request that runs alone because it may kill, and before the
-first of others after it: sockets write in a thread of their own, and what they have not written
-dies with the engine."""
+"""Delay before the first step of a request that runs alone because it may crash the engine, and
+before the next step of others: sockets send asynchronously, and unsent messages are lost in a
+crash."""
 
 
 class EngineLoop:
-    """Steps whenever there is work and sleeps on the inbox otherwise.
+    """Steps while there is work, and otherwise blocks on the inbox.
 
-    `run` waits in real time. Tests that have a time of their own call `turn` in its place, and let
-    `compute` and `settle` take time.
+    `run` waits in real time. Tests with a simulated clock call `turn` instead, and override
+    `compute` and `settle`.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class EngineLoop:
         on_drain: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wire a loop.
+        """Connect the parts.
 
         Args:
-            drain_timeout: seconds after which a draining engine ends with whatever is left.
-            on_turn: is called in each turn.
-            on_drain: tells the cluster that the engine takes nothing new.
-            clock: returns seconds, monotonic.
+            drain_timeout: seconds after which a draining engine exits with unfinished requests.
+            on_turn: called in every iteration.
+            on_drain: notifies the cluster that the engine accepts nothing new.
+            clock: returns monotonic seconds.
         """
         self._core = core
         self._ending = Ending(core, drain_timeout)
@@ -61,17 +61,17 @@ class EngineLoop:
         self._on_drain = on_drain
         self._clock = clock
         self._tell_at = float("-inf")
-        """When the stats of an engine without work are told again."""
+        """When to send the stats of an idle engine again."""
         self.wait = 0.0
-        """Seconds until the next turn, unless something comes into the inbox."""
+        """Maximum seconds to wait for inbox items before the next `turn`."""
         self.stopped: Stop | None = None
-        """Why the loop has ended."""
+        """Why the loop has ended; None while it runs."""
 
     def run(self) -> Stop:
-        """Step until something asks to stop.
+        """Step until a stop is due.
 
         Raises:
-            StepFailed: the model or the bookkeeping failed; the engine cannot go on.
+            StepFailed: the model or the bookkeeping failed; the engine cannot continue.
         """
         while self.stopped is None:
             self._on_turn()
@@ -79,10 +79,10 @@ class EngineLoop:
         return self.stopped
 
     def turn(self, items: Sequence[InboxItem]) -> None:
-        """Take what has come into the inbox; compute a step, say that there is no work, or end.
+        """Handle inbox items; then compute a step, send idle stats, or end the loop.
 
         Raises:
-            StepFailed: a step, or what an operator's call had to finish of one, failed.
+            StepFailed: a step failed, possibly while finishing it for an operator's call.
         """
         core, now = self._core, self._clock()
         had_work = core.has_work
@@ -93,7 +93,7 @@ class EngineLoop:
                     if isinstance(item, Drain):
                         self._on_drain()
                 case Welcomed() | FormGroup():
-                    pass  # it is a member already, and of no group
+                    pass  # it is a member already, and in no group
                 case _:
                     core.handle(item)
         self.wait = 0.0
@@ -102,7 +102,7 @@ class EngineLoop:
             return
         if core.has_work:
             if not had_work:
-                # Work that begins and ends within one step has to be seen to have begun.
+                # Reported first, or work that ends within one step would go unnoticed.
                 self._tell(now)
             self.compute(core.next_tokens)
             return
@@ -111,12 +111,12 @@ class EngineLoop:
         self.wait = self._ending.wait(self._tell_at - now)
 
     def compute(self, tokens: int) -> None:
-        """Take a step of at most this many tokens."""
+        """Run a step of at most this many tokens."""
         self._watch.begin(tokens, self._clock())
         self.computed(self._core.step())
 
     def computed(self, step: CoreStep) -> None:
-        """A step is over: tell what it has to say."""
+        """Handle the end of a step: send its outputs and stats."""
         self._watch.end()
         pause = IDLE_STATS_INTERVAL if self._core.has_work else END_SECONDS
         self._tell_at = self._clock() + pause
@@ -125,7 +125,7 @@ class EngineLoop:
             self.settle(ANNOUNCEMENT_SECONDS)
 
     def settle(self, seconds: float) -> None:
-        """Do nothing for a while, so that what was sent arrives."""
+        """Wait until messages have been sent."""
         time.sleep(seconds)
 
     def _tell(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What operators may look at and do while an engine serves."""
+"""Operators' queries and actions on a serving engine."""
 
 import re
 import time
@@ -34,37 +34,37 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 @dataclass(kw_only=True, eq=False)
 class Operations:
-    """Carries out operators' calls on one engine; `utilities` says which there are."""
+    """Carries out operators' calls on one engine; `utilities` maps call names to these methods."""
 
     setup: EngineSetup
     halting: Halting
     stats: Callable[[], EngineStats]
-    """Returns load and counters as of now, newer than all stats returned before."""
+    """Returns current load and counters, with a version above all earlier ones."""
     steps: Steps
     scheduler: Scheduler
     executor: Executor
     adapters: HeldAdapters
     front_ends: FrontEnds
     weights: WeightsSource
-    """What the engine computes with."""
+    """The current weights."""
     weights_dir: str | None
     is_divided: bool
     on_setup: Callable[[EngineSetup], None]
     profiler_dir: str | None
     name: str
-    """Tells the engine's recordings in `profiler_dir` from others'."""
+    """Distinguishes the engine's recordings in `profiler_dir` from others'."""
     extensions: Extensions
 
     def __post_init__(self) -> None:
         self.vocab_size = self.executor.info.vocab_size
         self.weight_updates = 0
-        """How often the weights have been replaced."""
+        """Number of times that the weights have been replaced."""
         self._kept: WeightsSource | None = None
-        """What it computed with before, while that is there."""
+        """The previous weights, while they are kept."""
         self._own_weights = self.weights
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes and return how many blocks they had."""
+        """Drop all cached prefixes and return their number of blocks."""
         return self.scheduler.reset_prefix_cache(tiers=True)
 
     @property
@@ -73,13 +73,13 @@ class Operations:
         return self.halting.is_paused or not (self.scheduler.admits or self.scheduler.runs_any)
 
     def execute_dummy_batch(self) -> int:
-        """Have a step of one token computed next, in a group by all of its engines, though nobody
-        waits for the token; return how many steps were computed before.
+        """Schedule a one-token step whose output is discarded (in a group: on all engines); return
+        the number of steps launched so far.
 
-        An engine with requests computes steps anyway, and gets none.
+        Does nothing if there are requests, which cause steps anyway.
 
         Raises:
-            CannotDo: it is paused or sleeps.
+            CannotDo: the engine is paused or asleep.
         """
         if self.is_paused or self.halting.is_halted:
             raise CannotDo("the engine is paused or sleeps: resume it, or wake it up, first")
@@ -92,7 +92,8 @@ class Operations:
         return self.steps.count
 
     def pause(self, mode: PauseMode) -> None:
-        """Launch no step, or with `wait` no request: the pause begins when those that run end."""
+        """Launch no steps, or with `wait` start no requests: the pause begins once running ones
+        end."""
         if mode == "wait":
             self.scheduler.admits = False
             return
@@ -106,16 +107,16 @@ class Operations:
         self.halting.resume()
 
     def sleep(self, level: int, mode: SleepMode = "keep") -> None:
-        """Give the executor's memory back; all requests wait and will be computed again.
+        """Release the executor's memory; all requests wait and will be recomputed.
 
-        Level 0 gives nothing back, level 1 keeps the weights where they are quick to have again,
-        level 2 does not. With `move` requests go to other engines as soon as one can take them,
+        Level 0 releases nothing, level 1 keeps the weights where they can be restored quickly,
+        level 2 drops them. With `move` requests go to other engines as soon as one can accept them,
         with `abort` they end.
 
         Raises:
-            CannotDo: a step that its group gave up has to be taken again first, or nobody could
-                load the weights again.
-            StepFailed: a step in flight failed; the engine cannot go on.
+            CannotDo: a step that its group gave up has to be repeated first, or the weights could
+                not be loaded again.
+            StepFailed: a step in flight failed; the engine cannot continue.
         """
         if level > 1 and self.weights.model == PUSHED:
             raise CannotDo("weights that a trainer has sent cannot be read again: sleep at level 1")
@@ -130,11 +131,11 @@ class Operations:
             self.scheduler.counters.count_sleep(time.monotonic() - began)
 
     def wake_up(self, tags: set[str] | None = None) -> None:
-        """Have back what these tags name, by default everything; with the last of it a sleep ends.
+        """Restore the memory of these tags, by default all; the last tag ends the sleep.
 
         Raises:
-            CannotDo: the KV cache needs the weights.
-            Exception: the executor cannot; the engine sleeps on.
+            CannotDo: the KV cache cannot be restored without the weights.
+            Exception: the executor failed; the engine stays asleep.
         """
         wanted = set(ASLEEP_TAGS) if tags is None else tags
         asleep = self.halting.asleep
@@ -149,18 +150,18 @@ class Operations:
         self.halting.wake_up(wanted)
 
     def load_weights(self, source: WeightsSource, after: int) -> WeightsSource:
-        """Compute with other weights from the next step on; return those before.
+        """Use other weights from the next step on; return the source of the previous ones.
 
-        They are read, or are what a trainer has sent, or are still there from before the last
-        replacement. Only if they have been replaced as often as whoever asks has seen: of two who
-        replace them at the same time one is refused.
+        They are read, or have been sent by a trainer, or are kept from before the last replacement.
+        Optimistic locking: fails unless `weight_updates` equals `after`, so that of two concurrent
+        callers one is refused.
 
-        All requests go on from their tokens so far, which are computed again, and no cached prefix
+        All requests continue from their tokens so far, which are recomputed, and no cached prefix
         outlives its weights.
 
         Raises:
-            CannotDo: they cannot be loaded; everything is as it was.
-            StepFailed: a step in flight failed; the engine cannot go on.
+            CannotDo: they cannot be loaded; nothing has changed.
+            StepFailed: a step in flight failed; the engine cannot continue.
         """
         if after != self.weight_updates:
             raise CannotDo("its weights were replaced meanwhile")
@@ -181,16 +182,16 @@ class Operations:
         is_below = place is not None and model.is_relative_to(Path(place).expanduser().resolve())
         is_hub_id = HUB_ID.fullmatch(source.model) and not model.exists()
         if not (is_below or is_hub_id or source == self._own_weights):
-            raise CannotDo(f"{source.model} is no hub id, and not below --weights-dir")
+            raise CannotDo(f"{source.model} is neither a hub id nor below --weights-dir")
         self.steps.vacate()
         self.executor.load_weights(source.model, source.revision)
         if self.weights.model == PUSHED:
             return self._replaced(source, kept=self.weights)
-        self.executor.settle_weights(back=False)  # they can be read again
+        self.executor.settle_weights(back=False)  # the previous ones can be read again
         return self._replaced(source, kept=None)
 
     def settle_weights(self) -> None:
-        """Free the weights before the last replacement, which were kept for the way back."""
+        """Free the previous weights, which were kept to allow going back."""
         self._kept = None
         self.executor.settle_weights(back=False)
 
@@ -205,19 +206,19 @@ class Operations:
         return before
 
     def start_profile(self) -> str:
-        """Begin to record what steps do; return the directory where the trace will be.
+        """Start recording steps; return the directory of the trace.
 
         Raises:
-            CannotDo: there is no such directory, or nothing to record.
+            CannotDo: no directory is configured, or there is nothing to record.
         """
         if self.profiler_dir is None:
-            raise CannotDo("profiles need a place: start the engines with --torch-profiler-dir")
+            raise CannotDo("no directory for profiles: start the engines with --torch-profiler-dir")
         writable_directory(self.profiler_dir)
         self.executor.start_profile()
         return self.profiler_dir
 
     def stop_profile(self) -> str:
-        """End the recording and return the path of its trace.
+        """Stop recording and return the path of the trace.
 
         Raises:
             CannotDo: nothing is being recorded.

@@ -1,8 +1,8 @@
-"""What the engine writes: one message per step and front end, and stats to the coordinator.
+"""Sends an engine's messages: one per step and front end, and stats to the coordinator.
 
-The stepping thread writes itself. Another thread would cost more than the writing: the two would
-take the interpreter's lock from each other a dozen times a step, and a kernel that runs the woken
-thread next can keep everything else from their processor for a tenth of a second.
+Messages are sent from the stepping thread. A separate thread would cost more than the sending: the
+two would contend for the GIL a dozen times per step, and a kernel that schedules the woken thread
+first can starve everything else on that CPU for a tenth of a second.
 """
 
 import logging
@@ -32,25 +32,25 @@ STATS_INTERVAL = 0.025
 """Minimum seconds between two stats to the coordinator while an engine keeps running."""
 
 LATE_INTERVAL = 0.1
-"""Seconds after which held-back stats are sent that a long step has kept from being replaced."""
+"""Seconds after which held-back stats are sent if a long step delays newer ones."""
 
 
 class Outlet(Protocol):
-    """Where an engine's loop sends everything, without waiting."""
+    """Destination of an engine loop's messages; methods do not block."""
 
     def say(self, step: CoreStep) -> None:
-        """Tell front ends and the coordinator what a step has to say."""
+        """Send a step's messages to front ends and its stats to the coordinator."""
 
     def report(self, report: EngineReport) -> None:
-        """Tell the coordinator something."""
+        """Send a report to the coordinator."""
 
 
 class StatsThrottle:
-    """Decides which stats the coordinator gets: at once when work begins or ends, else rarely.
+    """Rate-limits stats to the coordinator, except when work begins or ends.
 
-    Work has ended when two stats in a row have none: with short requests the next usually begins
-    before the end of one could be of use. The newest stats are never lost: if held back, they are
-    due after the interval.
+    Work has ended when two successive stats show none: with short requests the next one usually
+    begins before the news of an end would be of use. The newest stats are never lost: if held back,
+    they are due after the interval.
     """
 
     def __init__(self, interval: float) -> None:
@@ -61,7 +61,7 @@ class StatsThrottle:
         self._held: EngineStats | None = None
 
     def offer(self, stats: EngineStats, now: float) -> EngineStats | None:
-        """Take new stats; return what to send now."""
+        """Process new stats; return the stats to send now, if any."""
         busy = stats.waiting + stats.running > 0
         self._held = stats
         self._idle_in_a_row = 0 if busy else self._idle_in_a_row + 1
@@ -71,7 +71,7 @@ class StatsThrottle:
         return None
 
     def take(self, now: float) -> EngineStats | None:
-        """Return what is held back, if anything."""
+        """Return and clear the held-back stats, if any."""
         stats, self._held = self._held, None
         if stats is not None:
             self._last_sent = now
@@ -84,7 +84,7 @@ class StatsThrottle:
         return self._held is not None
 
     def wait(self, now: float) -> float | None:
-        """Return the seconds until held stats are due; None when nothing is held."""
+        """Return the seconds until held-back stats are due; None if there are none."""
         if self._held is None:
             return None
         return max(0.0, self._last_sent + self._interval - now)
@@ -96,7 +96,7 @@ _Arguments = ParamSpec("_Arguments")
 def _one_at_a_time(
     act: Callable[Concatenate["Sender", _Arguments], None],
 ) -> Callable[Concatenate["Sender", _Arguments], None]:
-    """Let a method be called by any thread; what fails in it is logged."""
+    """Make a method callable from any thread, and log its exceptions."""
 
     @wraps(act)
     def write(sender: "Sender", /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> None:
@@ -104,38 +104,38 @@ def _one_at_a_time(
             try:
                 act(sender, *arguments, **named)
             except Exception:
-                # One thing that cannot be sent must not silence the engine.
+                # A single message that cannot be sent must not stop the engine.
                 logger.exception("could not %s", act.__name__.replace("_", " "))
 
     return write
 
 
 class Sender:
-    """Writes what it is given at once; a thread of its own sends stats that were held back.
+    """Sends messages immediately; a background thread sends held-back stats.
 
-    Nothing here waits for a reader: sockets queue without a limit, and a front end that goes takes
-    its queue with it.
+    Never blocks: sockets queue without a limit, and a front end that leaves takes its queue with
+    it.
     """
 
     def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
         self._transport = transport
         self._clock = clock
-        self._lock = threading.Lock()  # sockets may change threads, but serve one at a time
+        self._lock = threading.Lock()  # sockets may change threads, but allow one at a time
         self._coordinator: zmq.Socket[bytes] | None = None
         self._front_ends: dict[int, zmq.Socket[bytes]] = {}
         self._take_frames: set[int] = set()
         self._throttle = StatsThrottle(STATS_INTERVAL)
         self._stopped = threading.Event()
-        # An idle engine wakes for nothing: its thread sleeps until stats are held back.
+        # An idle engine causes no wake-ups: its thread sleeps until stats are held back.
         self._holds = threading.Event()
         self._thread = threading.Thread(target=self._send_late, name="late-stats", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that sends stats which a long step keeps from being replaced."""
+        """Start the thread that sends held-back stats during long steps."""
         self._thread.start()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Send what is held back and close all sockets, each once its queue is empty."""
+        """Send held-back stats and close all sockets, each once its queue is empty."""
         with self._lock:
             self._stopped.set()
             self._holds.set()
@@ -147,11 +147,11 @@ class Sender:
                     each.close(linger=500)
             self._front_ends, self._coordinator = {}, None
 
-    # -- what there is to say --------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------
 
     @_one_at_a_time
     def say(self, step: CoreStep) -> None:
-        """Send what a step has to say to each front end, and its stats to the coordinator."""
+        """Send a step's messages to each front end, and its stats to the coordinator."""
         for index, of_front_end in step.outputs.items():
             self._send(index, StepOutputs(step.stats, of_front_end))
         for index, result in step.utility_results:
@@ -164,17 +164,17 @@ class Sender:
 
     @_one_at_a_time
     def report(self, report: EngineReport) -> None:
-        """Tell the coordinator something."""
+        """Send a report to the coordinator."""
         self._report(report)
 
     @_one_at_a_time
     def last_words(self, message: EngineDead) -> None:
-        """Tell all front ends that this engine cannot go on."""
+        """Notify all front ends that this engine has failed."""
         for index in self._front_ends:
             self._send(index, message)
 
     def send_held(self) -> None:
-        """Send the stats that were held back, if they are due."""
+        """Send the held-back stats if they are due."""
         with self._lock:
             now = self._clock()
             if self._throttle.wait(now) == 0:
@@ -184,21 +184,21 @@ class Sender:
 
     @property
     def holds(self) -> bool:
-        """Whether stats are held back, which `send_held` has to look at."""
+        """Whether stats are held back, for which `send_held` has to be called."""
         return self._throttle.holds
 
-    # -- ways, opened and closed by the receiver -------------------------------------------------
+    # -- connections, opened and closed by the receiver ------------------------------------------
 
     @_one_at_a_time
     def connect_coordinator(self, address: str) -> None:
-        """Open the way to the coordinator, instead of the one before."""
+        """Connect to the coordinator, replacing an earlier connection."""
         if self._coordinator is not None:
             self._coordinator.close(linger=0)
         self._coordinator = self._transport.connect(zmq.PUSH, address)
 
     @_one_at_a_time
     def connect_front_end(self, index: int, address: str, protocol: int) -> None:
-        """Open the way to a front end that speaks this protocol."""
+        """Connect to a front end that uses this protocol."""
         self._front_ends[index] = self._transport.connect(zmq.PUSH, address)
         self._take_frames.discard(index)
         if protocol >= OUTPUTS_IN_FRAMES:
@@ -206,7 +206,7 @@ class Sender:
 
     @_one_at_a_time
     def disconnect_front_end(self, index: int) -> None:
-        """A front end has gone: drop what has not been sent to it."""
+        """Close the connection to a front end that has left, dropping unsent messages."""
         self._front_ends.pop(index).close(linger=0)
 
     def _send_late(self) -> None:

@@ -1,4 +1,4 @@
-"""The steps of an engine: planned by its scheduler, computed by its executor."""
+"""An engine's steps: planned by its scheduler, computed by its executor."""
 
 import logging
 import time
@@ -27,30 +27,30 @@ logger = logging.getLogger(__name__)
 
 
 class StepFailed(Exception):
-    """A step raised: the engine's state is unknown and it has to end. The cause is chained."""
+    """A step raised: the engine's state is unknown and it has to exit. The cause is chained."""
 
 
 class _Launched(NamedTuple):
-    """A step that was planned and whose result is not taken yet."""
+    """A planned step whose result is pending."""
 
     plan: BatchPlan
     pending: PendingResult | None
-    """None for a plan without rows, which no executor sees, and for one that a group gave up."""
+    """None for a plan without rows, which is not submitted, and for a step that a group gave up."""
 
     @property
     def is_given_up(self) -> bool:
-        """Whether rows of it are still to be computed, in another group."""
+        """Whether its rows still have to be computed, in another group."""
         return self.pending is None and bool(self.plan.slots)
 
 
 class Steps:
-    """Launches steps and takes their results, which go to the front ends.
+    """Launches steps and passes their results to the front ends.
 
-    Methods raise `StepFailed` when the engine cannot go on, and log what was scheduled.
+    Methods raise `StepFailed` when the engine cannot continue, and log the scheduled requests.
 
-    As many steps are in flight as the executor has stages, so that each of these computes one.
-    With `async_scheduling` it is one more: that is planned and handed to the executor while the
-    others run, so the executor never waits for the bookkeeping.
+    The number of steps in flight equals the executor's pipeline stages, so that each stage computes
+    one. With `async_scheduling` there is one more: it is planned and submitted while the others
+    run, so that the executor never waits for the bookkeeping.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Steps:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.count = 0
-        """Steps launched so far; of a group, those that are over."""
+        """Steps launched so far; in a group, steps completed."""
         self._rank = rank
         self._config = config
         self._scheduler = scheduler
@@ -74,21 +74,19 @@ class Steps:
         self._admission = admission or build_admission_policy(config, lockstep_size=1)
         self._now = now
         if config.async_scheduling and not config.steps_overlap:
-            logger.info(
-                "steps run one after the other: draft tokens follow those that the last one drew"
-            )
+            logger.info("steps do not overlap: drafting needs the previous step's tokens")
         self._max_in_flight = executor.info.num_stages + config.steps_overlap
         self._in_flight: deque[_Launched] = deque()
         self._last_prefill_tokens = 0
 
     @property
     def are_in_flight(self) -> bool:
-        """Whether a result is still to be taken."""
+        """Whether a result is pending."""
         return bool(self._in_flight)
 
     @property
     def have_rows(self) -> bool:
-        """Whether a result is still to be taken that is about a request."""
+        """Whether a result of a request is pending."""
         return any(each.plan.slots for each in self._in_flight)
 
     @property
@@ -96,14 +94,14 @@ class Steps:
         """Whether a step has to be launched again, in another group."""
         return bool(self._in_flight) and self._in_flight[-1].pending is None
 
-    # -- of an engine that steps alone -----------------------------------------------------------
+    # -- independent engines ---------------------------------------------------------------------
 
     def advance(self, *, may_launch: bool) -> None:
-        """Launch a step if one may be launched, and take the result that is due.
+        """Launch a step if possible, and process the result that is due.
 
-        A result is due when no further step may be launched before it, or there is none to launch:
-        with steps overlapped the first call only launches, and each later one launches the next
-        step and then waits for the one before.
+        A result is due when no further step can be launched before it, or there is none to launch:
+        with overlapped steps the first call only launches, and each later one launches the next
+        step and then waits for the previous one.
         """
         with self._described():
             launched = may_launch and self._launch()
@@ -111,10 +109,10 @@ class Steps:
                 self._land()
 
     def vacate(self) -> None:
-        """Take the results of all steps in flight, then give up all slots, blocks and prefixes.
+        """Finish all steps in flight, then release all slots, blocks and prefixes.
 
         Raises:
-            CannotDo: a step was given up by its group, and has to be taken again first.
+            CannotDo: a step that its group gave up has to be repeated first.
         """
         if any(each.is_given_up for each in self._in_flight):
             raise CannotDo("a step that its group gave up has to be finished first")
@@ -124,29 +122,30 @@ class Steps:
             self._scheduler.preempt_all()
             self._scheduler.reset_prefix_cache()
 
-    # -- of the member of a lockstep group -------------------------------------------------------
+    # -- members of a lockstep group -------------------------------------------------------------
 
     def joined_group(self, size: int) -> bool:
-        """Begin with a fresh admission policy, as all members of a new group do.
+        """Start with a fresh admission policy, as all members of a new group do.
 
-        Returns whether the policy needs the states of all ranks before each step.
+        Returns:
+            Whether the policy needs the states of all ranks before each step.
         """
         self._admission = build_admission_policy(self._config, lockstep_size=size)
         return self._admission.exchanges
 
     def rank_state(self, last_step_us: int) -> RankState:
-        """Return what the other ranks have to know of this one before the next step."""
+        """Return this rank's state for the other ranks before the next step."""
         if not self._admission.exchanges:
             return NO_LOAD
         return self._scheduler.rank_state(last_step_us, self._last_prefill_tokens)
 
     def launch_together(self, number: int, loads: Sequence[RankState]) -> None:
-        """Launch a step of the group; an empty one when there is nothing to compute.
+        """Launch a step of the group; an empty one if there is nothing to compute.
 
-        What the group before has given up comes first, as it was planned.
+        Steps that the previous group gave up are launched first, as planned.
 
         Raises:
-            GroupBroken: a member failed, and `give_up` has to follow.
+            GroupBroken: a member failed; `give_up` has to follow.
         """
         with self._described(GroupBroken):
             grant = self._grant(number, loads)
@@ -159,18 +158,18 @@ class Steps:
             self._in_flight[place] = _Launched(plan, self._executor.submit(plan))
 
     def land_together(self) -> None:
-        """Wait for the oldest step of the group in flight, and take its result.
+        """Wait for the group's oldest step in flight, and process its result.
 
         Raises:
-            GroupBroken: a member failed, and `give_up` has to follow.
+            GroupBroken: a member failed; `give_up` has to follow.
         """
         with self._described(GroupBroken):
             self._land_oldest()
 
     def give_up(self) -> None:
-        """The group has ended: take the results that are there, and keep the plans of the others.
+        """Handle the end of the group: process available results, keep the plans of other steps.
 
-        These are launched again in another group. All steps in flight are over afterwards.
+        These are launched again in another group. Afterwards no step is running.
         """
         with self._described():
             with suppress(GroupBroken):
@@ -183,11 +182,11 @@ class Steps:
                         pending.result()
                         raise AssertionError("a step has followed one that was given up")
 
-    # -- parts of a step -------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------
 
     @contextmanager
     def _described(self, *others: type[Exception]) -> Iterator[None]:
-        """Describe in the log what fails within, and raise StepFailed for it, but for `others`."""
+        """Log the scheduled requests and raise StepFailed on any exception but `others`."""
         try:
             yield
         except others:
@@ -199,13 +198,13 @@ class Steps:
 
     def _grant(self, number: int, loads: Sequence[RankState] = ()) -> Grant:
         if isinstance(self._admission, AdmitAll):
-            return UNLIMITED  # the state of a rank is not for free
+            return UNLIMITED  # avoids the cost of computing the rank's state
         if not loads or not self._admission.exchanges:
             loads = (self._scheduler.rank_state(),)
         return self._admission.decide(number, loads)
 
     def _launch(self) -> bool:
-        """Plan a step and start it; False when there is nothing to compute now."""
+        """Plan a step and start it; return False if there is nothing to compute now."""
         plan = self._scheduler.schedule(self._grant(self.count), self._now())
         if not plan.slots:
             self._in_flight.append(_Launched(plan, None))
@@ -215,14 +214,15 @@ class Steps:
         return True
 
     def _land(self) -> None:
-        """Wait for the oldest step in flight, if any; take its result, and empty ones after it."""
+        """Wait for the oldest step in flight, if any, and process its result and empty ones after
+        it."""
         if self._in_flight:
             self._take_result()
         while self._in_flight and self._in_flight[0].pending is None:
             self._take_result()
 
     def _land_oldest(self) -> None:
-        """Take the result of the group's oldest step in flight."""
+        """Process the result of the group's oldest step in flight."""
         plan, pending = self._in_flight[0]
         assert pending is not None, "it has to be launched again"
         result = pending.result()

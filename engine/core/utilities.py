@@ -1,7 +1,7 @@
-"""What operators may have an engine do beside serving: calls by name, with typed arguments.
+"""Operators' calls on engines besides serving, by name and with typed arguments.
 
-Only what is listed here can be called. Whatever is wrong with a call, or goes wrong in it, is
-answered to the caller; the engine goes on serving.
+Only the utilities listed here can be called. Errors are returned to the caller; the engine
+continues to serve.
 """
 
 import inspect
@@ -37,7 +37,7 @@ Answer = dict[str, UtilityValue]
 
 
 class Operated(Protocol):
-    """What every engine lets operators do; its setup names the utilities that it has."""
+    """Operations that every engine supports; its setup names the utilities that it offers."""
 
     @property
     def setup(self) -> EngineSetup: ...
@@ -71,7 +71,7 @@ class Operated(Protocol):
 
 
 def _arguments_of(run: Callable[..., Answer]) -> type[msgspec.Struct]:
-    """Return the Struct that a call's arguments have to be: a function's, after the engine."""
+    """Return a Struct of a call's arguments: the function's parameters after the engine."""
     hints = get_type_hints(run, include_extras=True)
     _, *parameters = inspect.signature(run).parameters.values()
     fields = [
@@ -86,9 +86,10 @@ def _arguments_of(run: Callable[..., Answer]) -> type[msgspec.Struct]:
 def carry_out(
     engine: Operated, event: UtilityCall | FleetOrder, rank: int
 ) -> list[tuple[int, UtilityResult]]:
-    """Do what an operator wants of this engine, or of all of them, as `call_utility` does.
+    """Carry out an operator's call, or a fleet order, with `call_utility`.
 
-    Returns results with the front ends that wait for them; how an order for all ended is noted.
+    Returns results with the front ends that wait for them; the outcome of an order is recorded in
+    `halting`.
     """
     results = []
     if isinstance(event, FleetOrder):
@@ -109,7 +110,7 @@ def carry_out(
 
 
 def _compare_weights(engine: Operated, order: FleetOrder) -> None:
-    """Have an engine that started too late for what a trainer has sent wait for more of it."""
+    """Make an engine that missed weights sent by a trainer wait for the next ones."""
     sent, halting = order.weights, engine.halting
     if order.revision <= halting.order.revision or sent is None or sent.model != PUSHED:
         return
@@ -121,10 +122,10 @@ def _compare_weights(engine: Operated, order: FleetOrder) -> None:
 
 
 def call_utility(engine: Operated, call: UtilityCall, rank: int) -> UtilityResult:
-    """Do what is asked for, or say why not; `rank` is the engine's.
+    """Carry out a call, or return an error; `rank` is the engine's.
 
     Raises:
-        StepFailed: a call had to finish the steps in flight, and one failed.
+        StepFailed: the call had to finish the steps in flight, and one failed.
     """
     result = UtilityResult(call.call_id, rank)
     run = UTILITIES.get(call.name)
@@ -192,7 +193,7 @@ def _sleep(engine: Operated, level: Literal[0, 1, 2] = 1, mode: SleepMode = "kee
 
 
 def _wake_up(engine: Operated, tags: str = ",".join(ASLEEP_TAGS)) -> Answer:
-    """`tags`: what to have back, separated by commas."""
+    """`tags`: memory to restore, separated by commas."""
     wanted = set(tags.split(","))
     if unknown := wanted.difference(ASLEEP_TAGS, ["scheduling"]):
         raise CannotDo(f"there is no tag {min(unknown)!r}; there are {', '.join(ASLEEP_TAGS)}")
@@ -203,7 +204,7 @@ def _wake_up(engine: Operated, tags: str = ",".join(ASLEEP_TAGS)) -> Answer:
 def _load_weights(
     engine: Operations, model: str, version: str, after: int, revision: str | None = None
 ) -> Answer:
-    """`after`: how often the weights have been replaced before, see `info`."""
+    """`after`: expected number of earlier replacements, see `info`."""
     before = engine.load_weights(WeightsSource(model, revision, version), after)
     return {"model": before.model, "revision": before.revision, "version": before.version}
 
@@ -221,9 +222,9 @@ def _join_trainer(
     world_size: int,
     timeout: Annotated[float, msgspec.Meta(gt=0, le=3600)],
 ) -> Answer:
-    """`timeout`: seconds that everybody waits for the others, to meet and for each tensor."""
+    """`timeout`: seconds to wait for other members, to join and for each tensor."""
     if rank >= world_size:
-        raise CannotDo(f"rank {rank} is none of a world of {world_size}")
+        raise CannotDo(f"rank {rank} is out of range for a world size of {world_size}")
     address = join_host_port(master_address, master_port)
     engine.executor.weight_transfer().join(GroupSpec(address, rank, world_size, 0, timeout))
     return _transfer(engine)
@@ -285,7 +286,7 @@ _READINGS: dict[str, Callable[[Operations], Answer]] = {
     "start_profile": lambda engine: {"directory": engine.start_profile()},
     "stop_profile": lambda engine: {"trace": engine.stop_profile()},
 }
-"""Without arguments."""
+"""Utilities without arguments."""
 
 UTILITIES: dict[str, Callable[..., Answer]] = {
     **_READINGS,

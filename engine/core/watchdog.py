@@ -1,8 +1,8 @@
 """Ends an engine whose step hangs, so that others can take over its requests.
 
-An engine is hung when a step takes longer than its kind may: `StepWatch` knows since when a step
-runs and how long it may take, a thread looks at that. Being busy is not being hung: what a step
-may take grows with the tokens that it computes, and the first steps get more.
+An engine is hung when a step exceeds its time limit: `StepWatch` records the start and the limit of
+the current step, and a thread checks it. A busy engine is not hung: the limit grows with the step's
+tokens, and is larger for the first steps.
 """
 
 import faulthandler
@@ -15,27 +15,27 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 HUNG = 4
-"""Exit code of an engine that ended itself because a step did not."""
+"""Exit code of an engine that ended itself because of a hung step."""
 
 TOKENS = 1024
-"""Tokens of a step that may take the configured time; more get more in proportion."""
+"""Tokens per step covered by the configured time limit; it grows in proportion beyond that."""
 
 FIRST_STEPS = 8
-"""Steps in which libraries may still allocate, tune and compile."""
+"""Number of initial steps in which libraries may still allocate, tune and compile."""
 
 FIRST_STEPS_FACTOR = 5.0
 
 MAX_LOOK_INTERVAL = 1.0
-"""Maximum seconds between two looks."""
+"""Maximum seconds between two checks."""
 
 _LAST_WORDS_SECONDS = 0.3
 _SHORTEST_STUCK = 10.0
 
 
 class StepWatch:
-    """When the present step began, and how long it may take. No I/O.
+    """Start and time limit of the current step. No I/O.
 
-    One thread calls `begin` and `end`, others may look.
+    One thread calls `begin` and `end`; any thread may call the other methods.
     """
 
     def __init__(self, step_timeout: float) -> None:
@@ -45,8 +45,8 @@ class StepWatch:
         self._running: tuple[float, float] | None = None
 
     def begin(self, tokens: int, now: float) -> None:
-        """A step of at most this many tokens begins at `now` (seconds, monotonic)."""
-        # With steps overlapped it also waits for the one before.
+        """Record that a step of at most this many tokens starts at `now` (seconds, monotonic)."""
+        # With overlapped steps it also waits for the previous one.
         worst = tokens + self._last_tokens
         self._last_tokens = tokens
         budget = self._step_timeout * max(1.0, worst / TOKENS)
@@ -55,17 +55,17 @@ class StepWatch:
         self._running = (now, budget)
 
     def end(self) -> None:
-        """The step is over."""
+        """Record the end of the step."""
         self._steps += 1
         self._running = None
 
     def is_within_budget(self, now: float) -> bool:
-        """Whether a step runs that may take as long as it has."""
+        """Return whether a step is running and within its time limit."""
         running = self._running
         return running is not None and now - running[0] <= running[1]
 
     def hung_for(self, now: float) -> float | None:
-        """Return for how many seconds the present step runs, if that is longer than it may."""
+        """Return the seconds since the step started if it exceeds its limit, else None."""
         running = self._running
         if running is None or now - running[0] <= running[1]:
             return None
@@ -73,11 +73,11 @@ class StepWatch:
 
 
 class Watchdog:
-    """A thread that looks at a `StepWatch` and ends the process when a step is hung.
+    """A thread that checks a `StepWatch` and ends the process when a step hangs.
 
-    Before that it writes the stacks of all threads to stderr and says why through `on_hung`. If
-    code that holds the interpreter's lock keeps even this thread from running, a thread of the
-    C library does the same, without the last words.
+    Before that it writes the stacks of all threads to stderr and reports the reason to `on_hung`.
+    If code that holds the GIL blocks even this thread, a thread of `faulthandler` does the same,
+    without reporting.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start checking."""
         self._wind_up()
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -115,5 +115,5 @@ class Watchdog:
                 os._exit(HUNG)
 
     def _wind_up(self) -> None:
-        """Restart the wait of the C library's thread."""
+        """Restart faulthandler's timeout."""
         faulthandler.dump_traceback_later(self._stuck_after, exit=True)

@@ -1,12 +1,12 @@
-"""Which wave an engine is in."""
+"""The wave of an independent engine."""
 
 from engine.shared.messages import StartDpWave
 
 
 class WaveClock:
-    """The wave of an engine that steps alone, for its stats: what the coordinator says.
+    """The wave of an independent engine, for its stats: the newest that the coordinator sent.
 
-    `engine.lockstep.wave.EngineWave` is that of an engine in a group.
+    `engine.lockstep.wave.EngineWave` is its counterpart in a group.
     """
 
     topology = 0
@@ -21,12 +21,12 @@ class WaveClock:
         return False
 
     def request_received(self, wave: int) -> None:
-        """A request stamped with its front end's wave has come."""
+        """Handle a request stamped with its front end's wave."""
 
     def start_ordered(self, order: StartDpWave) -> None:
-        """The coordinator orders paused engines to run."""
+        """Handle the coordinator's order to wake paused engines."""
         self.wave = max(self.wave, order.wave)
 
     def welcomed(self, wave: int) -> None:
-        """A coordinator that the engine registered with (again) knows of `wave`."""
+        """Adopt the wave that a coordinator sent upon registration."""
         self.wave = max(self.wave, wave)

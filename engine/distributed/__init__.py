@@ -1,1 +1,1 @@
-"""Collectives between the processes that compute one model together."""
+"""Collectives between the processes that compute one model."""

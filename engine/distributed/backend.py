@@ -1,7 +1,7 @@
 """One set of connections between all members: torch's process group without its global registry.
 
-torch.distributed keeps one default group per process for the process's whole life. Groups here
-are plain objects instead: made, dropped and made again with other members.
+torch.distributed keeps one default group for the lifetime of a process. Groups here are plain
+objects that can be created, dropped and created again with other members.
 """
 
 import contextlib
@@ -28,20 +28,19 @@ _THREADS = Path("/proc/self/task")
 
 
 def let_others_finish() -> None:
-    """Have this process's gloo threads no longer interrupt whatever runs on their core.
+    """Prevent this process's gloo threads from preempting the threads that they wait for.
 
-    A thread of gloo that is woken by data for a connection asks the kernel again and again for as
-    long as another thread holds that connection's lock. If it has taken the core from that very
-    thread, it does so for its whole time slice: an exchange that takes a third of a millisecond
-    then takes several. As a batch thread (`SCHED_BATCH`) it begins when the other has paused; it
-    still gets its share of the core, and begins at once on one that is idle.
+    A gloo thread that is woken by data for a connection polls the kernel while another thread holds
+    that connection's lock. If it has preempted that very thread, it polls for its whole time slice:
+    an exchange of a third of a millisecond then takes several. With `SCHED_BATCH` it does not
+    preempt on wake-up; it still gets its share of the core, and starts immediately on an idle one.
 
-    Does nothing to a thread that has been given a policy already, nor outside Linux.
+    Skips threads whose policy was changed before; does nothing outside Linux.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
     for thread in _THREADS.iterdir():
-        with contextlib.suppress(OSError):  # it has ended, or that is not allowed here
+        with contextlib.suppress(OSError):  # the thread has exited, or this is not permitted
             is_ordinary = os.sched_getscheduler(int(thread.name)) == os.SCHED_OTHER
             if is_ordinary and (thread / "comm").read_text().strip() == _NAME:
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
@@ -52,7 +51,7 @@ _SECOND = timedelta(seconds=1)
 
 
 class Backend(Protocol):
-    """The part of torch's process groups that is used; each call begins one collective."""
+    """The part of torch's process groups that is used; each call starts one collective."""
 
     def _allgather_base(self, output: Tensor, input: Tensor) -> Work: ...
 
@@ -72,14 +71,14 @@ class Backend(Protocol):
 
 
 _left_behind: list[tuple[Backend | None, Sequence[Work]]] = []
-"""Process groups that were closed while collectives of theirs were not over."""
+"""Process groups that were closed with unfinished collectives, which keep them alive."""
 
 
 def open_store(spec: GroupSpec, listener: socket.socket | None) -> Store:
-    """Return the store where the members meet; rank 0 hosts it, on `listener` if given.
+    """Return the rendezvous store; rank 0 hosts it, on `listener` if given.
 
     Raises:
-        GroupBroken: nobody hosts it, or it cannot be hosted.
+        GroupBroken: the store is unreachable, or cannot be hosted.
     """
     try:
         if spec.rank:
@@ -94,20 +93,20 @@ def open_store(spec: GroupSpec, listener: socket.socket | None) -> Store:
             master_listen_fd=server.detach(),
         )
     except (RuntimeError, OSError) as error:
-        raise GroupBroken(f"no meeting point at {spec.address}: {first_line(error)}") from error
+        raise GroupBroken(f"no rendezvous at {spec.address}: {first_line(error)}") from error
 
 
 class Connections:
-    """A process group over gloo or, for tensors on CUDA devices, NCCL; and a way to cut it."""
+    """A process group that can be disconnected; uses gloo, or NCCL for tensors on CUDA devices."""
 
     _making = threading.Lock()
-    """Held while a group is made: the sockets that appear meanwhile are taken for its own."""
+    """Held while a group is created, so that the sockets opened meanwhile are the group's."""
 
     def __init__(self, store: Store, name: str, spec: GroupSpec, device: torch.device) -> None:
-        """Connect all members; everybody has to come within the timeout.
+        """Connect all members; all have to join within the timeout.
 
         Raises:
-            RuntimeError: not all came, or the network fails.
+            RuntimeError: not all joined, or the network failed.
         """
         self._device = device
         self._backend: Backend | None = None
@@ -136,17 +135,17 @@ class Connections:
 
     @property
     def is_watched(self) -> bool:
-        """Whether `somebody_left` knows."""
+        """Whether `somebody_left` can detect departed peers."""
         return self._device.type != "cuda"
 
     def cut(self) -> None:
-        """End all connections: whoever waits for them, here or at a peer, fails at once.
+        """Shut down all connections: pending operations here and at peers fail immediately.
 
-        Gloo has nothing of the kind: without this its waits end by their timeout only.
+        Gloo has no such function: without this its waits end only by their timeout.
         """
         with self._lock:
             for connection in self._sockets:
-                with contextlib.suppress(OSError):  # the peer was faster
+                with contextlib.suppress(OSError):  # the peer closed it first
                     connection.shutdown(socket.SHUT_RDWR)
                 connection.close()
             self._sockets.clear()
@@ -154,7 +153,7 @@ class Connections:
             self._backend.abort()
 
     def somebody_left(self) -> bool:
-        """Whether a peer has ended its connection."""
+        """Return whether a peer has closed its connection."""
         poller = select.poll()
         with self._lock:
             for connection in self._sockets:
@@ -162,10 +161,10 @@ class Connections:
             return bool(poller.poll(0))
 
     def close(self, stuck: Sequence[Work] = ()) -> None:
-        """Free the connections and the threads that serve them.
+        """Free the connections and their threads.
 
-        With collectives that are not over, that would wait for their timeouts: it is then done
-        when another set of connections is closed after these have run out.
+        With unfinished collectives that would block until their timeouts: the group is then freed
+        by a later `close`, after they have completed.
         """
         _left_behind[:] = [
             (backend, works)
@@ -177,7 +176,7 @@ class Connections:
         self._backend = None
 
     def _keep(self, store: Store, spec: GroupSpec, fresh: dict[int, "_Ends"]) -> None:
-        """Keep a handle on those of the new connections that lead to other members."""
+        """Duplicate the new sockets that are connected to other members."""
         mirrored = [_Ends(ends.remote, ends.local) for ends in fresh.values()]
         store.set(f"sockets/{spec.rank}", msgspec.json.encode(mirrored).decode())
         theirs: set[_Ends] = set()
@@ -191,7 +190,7 @@ class Connections:
 
 
 def gloo_backend(store: Store, spec: GroupSpec) -> Backend:
-    gloo: Any = ProcessGroupGloo  # torch's stubs know only a part of it
+    gloo: Any = ProcessGroupGloo  # torch's stubs are incomplete
     options = gloo._Options()
     host = spec.host if spec.rank == 0 else address_towards(spec.host, spec.port)
     options._devices = [gloo.create_device(hostname=host)]
@@ -219,10 +218,10 @@ class _Ends(msgspec.Struct, frozen=True):
 
 
 def _tcp_connections() -> dict[int, _Ends]:
-    """Return the connected TCP sockets of this process by descriptor."""
+    """Return this process's connected TCP sockets by descriptor."""
     found: dict[int, _Ends] = {}
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+        with contextlib.suppress(OSError):  # closed in the meantime, or not connected
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as probe:
@@ -233,5 +232,5 @@ def _tcp_connections() -> dict[int, _Ends]:
 
 
 def first_line(error: Exception) -> str:
-    """Return what torch's exceptions say before their stack of native frames."""
+    """Return the first line of a torch exception, without its native stack trace."""
     return str(error).split("\n", 1)[0] or type(error).__name__

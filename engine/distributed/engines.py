@@ -1,4 +1,4 @@
-"""The group of a lockstep group's engines, of which each may be several processes.
+"""The collectives of a lockstep group's engines, each of which can be several processes.
 
 The engines' leaders exchange rows of integers before steps. Within steps all processes of all
 engines exchange tensors.
@@ -24,22 +24,22 @@ from engine.distributed.spec import GroupBroken, GroupSpec
 
 
 class EngineGroup(Bundle):
-    """One process's end of a group of engines; made by `join_engines`."""
+    """One process's end of a group of engines; created by `join_engines`."""
 
     def __init__(self, spec: GroupSpec, leaders: Group | None, processes: Group) -> None:
-        """Take the groups, the first of which only leaders have."""
+        """Take ownership of the groups; only leaders have the first one."""
         super().__init__(leaders, processes)
         self.rank = spec.rank
-        """This engine's."""
+        """Rank of this engine."""
         self.size = spec.size
-        """How many engines there are."""
+        """Number of engines."""
         self.topology = spec.topology
         self.processes = processes
-        """Of all engines: those of one follow each other."""
+        """Group of all engines' processes; those of one engine have consecutive ranks."""
         self._leaders = leaders
 
     def all_gather_rows(self, row: Sequence[int]) -> PendingRows:
-        """Begin to exchange a row of integers between the engines.
+        """Start an all-gather of a row of integers between the engines.
 
         Raises:
             GroupBroken: the group has ended.
@@ -56,17 +56,17 @@ def join_engines(
     shard: int = 0,
     shards: int = 1,
 ) -> EngineGroup:
-    """Meet all processes of all engines and connect to them.
+    """Rendezvous with all processes of all engines and connect to them.
 
     Args:
-        spec: this engine's place among the engines; rank 0's leader is where all meet.
-        device: where the tensors are that are exchanged.
-        listener: at the leader of rank 0, as for `join_group`; taken over.
-        shard: which of its engine's processes this is; 0 leads.
-        shards: how many each engine has.
+        spec: this engine's rank among the engines; the leader of rank 0 hosts the rendezvous.
+        device: device of the exchanged tensors.
+        listener: at the leader of rank 0, as for `join_group`; ownership is transferred.
+        shard: index of this process in its engine; 0 leads.
+        shards: number of processes per engine.
 
     Raises:
-        GroupBroken: not everybody came within the timeout, or the network fails.
+        GroupBroken: not all joined within the timeout, or the network failed.
     """
     if shards == 1:
         group = join_group(spec, device, listener)

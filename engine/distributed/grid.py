@@ -1,7 +1,7 @@
-"""The groups of an engine's processes, which are a grid: pipeline stages by shards.
+"""The groups of an engine's processes, which form a grid: pipeline stages by shards.
 
-The shards of a stage are one group. Each shard is linked with those of its number in the stage
-before and in the stage after, by groups of two, so that no stage waits for what others exchange.
+The shards of a stage are one group. Each shard is connected to the shard with the same index in the
+previous and in the next stage, by groups of two, so that no stage waits for others' exchanges.
 """
 
 import socket
@@ -19,7 +19,7 @@ _EARLIER, _LATER = 0, 1
 
 
 class Grid(Bundle):
-    """One process's connections to its groups; made by `join_grid`."""
+    """One process's connections to its groups; created by `join_grid`."""
 
     def __init__(self, shards: Group, before: Group | None, after: Group | None) -> None:
         super().__init__(shards, before, after)
@@ -29,7 +29,7 @@ class Grid(Bundle):
         self._after = after
 
     def begin_receive(self, states: torch.Tensor) -> Transfer:
-        """Begin to fill a tensor with the next one that the stage before sends.
+        """Start receiving the next tensor of the previous stage into `states`.
 
         Raises:
             GroupBroken: a process has failed.
@@ -38,7 +38,7 @@ class Grid(Bundle):
         return self._before.begin_receive(states, _EARLIER)
 
     def begin_send(self, states: torch.Tensor) -> Transfer:
-        """Begin to send a tensor to the stage after.
+        """Start sending a tensor to the next stage.
 
         Raises:
             GroupBroken: a process has failed.
@@ -54,17 +54,18 @@ def join_grid(
     device: torch.device,
     listener: socket.socket | None = None,
 ) -> Grid:
-    """Meet all processes of an engine and connect to those that this one works with.
+    """Rendezvous with all processes of an engine and connect to this one's neighbours.
 
     Args:
-        spec: where all of them meet, and this one's rank among them.
-        shape: stages, and shards of each.
-        place: of this process: its stage and its shard.
-        device: where the tensors are that are exchanged.
-        listener: at rank 0, what `open_listener` returned for the spec's address; taken over.
+        spec: the rendezvous, and this process's rank among all.
+        shape: number of stages, and shards per stage.
+        place: stage and shard of this process.
+        device: device of the exchanged tensors.
+        listener: at rank 0, the result of `open_listener` for the spec's address; ownership is
+            transferred.
 
     Raises:
-        GroupBroken: not everybody came within the timeout, or the network fails.
+        GroupBroken: not all joined within the timeout, or the network failed.
     """
     (stages, shards), (stage, shard) = shape, place
 
@@ -74,7 +75,7 @@ def join_grid(
     made: list[Group] = []
     before = after = None
     try:
-        # Whoever is first in a group listens under its address, on whatever node it is.
+        # The first rank of each group listens at its own node's address.
         host = spec.host if spec.rank == 0 else address_towards(spec.host, spec.port)
         address = join_host_port(host, spec.port)
         store = open_store(spec, listener)

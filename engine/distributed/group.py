@@ -1,8 +1,8 @@
-"""A group of processes that hold collectives together, and can end and be made anew.
+"""A group of processes for collectives, which can be torn down and formed again.
 
 A group has two sets of connections, so that the small exchange before a step never waits for, or
-mixes with, the tensors of a step that is still running. Where tensors are on devices it has a third
-one: integers, which say how many rows come next, always travel between processors.
+mixes with, the tensors of a step that is still running. If tensors are on devices there is a third
+set: the integers that announce row counts are always exchanged between CPUs.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from engine.distributed.backend import Backend, Connections, first_line, open_st
 from engine.distributed.spec import GroupBroken, GroupSpec
 
 _LOOK = 0.25
-"""Seconds between looks for members that have left, while others keep a collective waiting."""
+"""Seconds between checks for departed members while waiting for a collective."""
 _GRACE = 0.25
-"""Seconds that data of a member that has left may still take to arrive."""
+"""Seconds for data of a departed member to arrive."""
 CPU = torch.device("cpu")
 
 
 class PendingRows:
-    """A gather of one row of integers per rank that was begun."""
+    """A pending all-gather of one row of integers per rank."""
 
     def __init__(self, group: "Group", work: Work | None, table: Tensor) -> None:
         self._group = group
@@ -35,18 +35,18 @@ class PendingRows:
         self._table = table
 
     def done(self) -> bool:
-        """Whether `wait` returns, or raises, at once."""
+        """Return whether `wait` returns, or raises, immediately."""
         return self._work is None or self._work.is_completed()
 
     def wait_for(self, seconds: float) -> bool:
-        """Wait no longer than this; return whether `wait` returns, or raises, at once."""
+        """Wait up to `seconds`; return whether `wait` now returns, or raises, immediately."""
         return self._work is None or self._group.wait_for(self._work, seconds)
 
     def wait(self) -> list[list[int]]:
         """Return the rows of all ranks, in rank order.
 
         Raises:
-            GroupBroken: not all of them came.
+            GroupBroken: a rank's row did not arrive.
         """
         if self._work is not None:
             self._group.finish(self._work)
@@ -55,7 +55,7 @@ class PendingRows:
 
 
 class Transfer:
-    """A tensor on its way between two members; nobody may change it before it has arrived."""
+    """A pending point-to-point transfer; the tensor must not be modified until it completes."""
 
     def __init__(self, group: "Group", work: Work, values: Tensor) -> None:
         self._group = group
@@ -63,7 +63,7 @@ class Transfer:
         self._values = values
 
     def wait(self) -> Tensor:
-        """Wait until it is sent, or received; return it.
+        """Wait for the transfer and return the tensor.
 
         Raises:
             GroupBroken: the other member has failed.
@@ -73,7 +73,7 @@ class Transfer:
 
 
 class Group:
-    """One process's end of a group; made by `join_group`."""
+    """One process's end of a group; created by `join_group`."""
 
     def __init__(
         self,
@@ -82,7 +82,8 @@ class Group:
         tensors: Connections | None,
         counts: Connections | None = None,
     ) -> None:
-        """Take the connections; those of counts are those of tensors where these are on CPUs."""
+        """Take ownership of the connections; `counts` defaults to `tensors`, for tensors on
+        CPUs."""
         self.rank = spec.rank
         self.size = spec.size
         self.topology = spec.topology
@@ -93,20 +94,20 @@ class Group:
         self._is_over = threading.Event()
         self._left_at: float | None = None
         self._stuck: list[Work] = []
-        """Unfinished collectives that nobody waits for any more."""
+        """Unfinished collectives that were abandoned."""
 
     @classmethod
     def alone(cls) -> "Group":
-        """Return a group of one, which needs no network."""
+        """Return a group of size one, which needs no network."""
         return cls(GroupSpec("", rank=0, size=1, topology=0, timeout_s=0.0), None, None)
 
     @property
     def is_over(self) -> bool:
-        """Whether it was closed, aborted or found broken."""
+        """Whether it was closed or aborted, or has failed."""
         return self._is_over.is_set()
 
     def all_gather_rows(self, row: Sequence[int]) -> PendingRows:
-        """Begin to exchange a row of integers, equally long on all ranks, while steps may run.
+        """Start an all-gather of a row of integers, of equal length on all ranks, besides steps.
 
         Raises:
             GroupBroken: the group has ended.
@@ -123,18 +124,18 @@ class Group:
             return PendingRows(self, connections.backend._allgather_base(table, mine), table)
 
     def all_gather_counts(self, count: int) -> list[int]:
-        """Exchange one integer, in order with the other collectives on tensors.
+        """All-gather one integer, ordered with the collectives on tensors.
 
         Raises:
-            GroupBroken: not all ranks came.
+            GroupBroken: a member has failed.
         """
         return self.all_to_all_counts([count] * self.size)
 
     def all_to_all_counts(self, counts: Sequence[int]) -> list[int]:
-        """Send `counts[r]` to rank r; return what comes from each, in rank order.
+        """Send `counts[r]` to rank r; return the received integers in rank order.
 
         Raises:
-            GroupBroken: not all ranks came.
+            GroupBroken: a member has failed.
         """
         if self._counts is None:
             self._check()
@@ -149,21 +150,21 @@ class Group:
         return numbers
 
     def all_gather_row(self, row: Sequence[int]) -> list[list[int]]:
-        """Exchange a row of integers, equally long on all ranks, in order as counts are.
+        """All-gather a row of integers, of equal length on all ranks, ordered like counts.
 
         Raises:
-            GroupBroken: not all ranks came.
+            GroupBroken: a member has failed.
         """
         return self._gather(self._counts, row).wait()
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send `sent[r]` of the rows [rows, ...], in order, to rank r; return what comes.
+        """Send `sent[r]` of the rows [rows, ...], in order, to rank r; return the received rows.
 
         Args:
-            received: how many rows come from each rank; they are returned in rank order.
+            received: number of rows from each rank; they are returned in rank order.
 
         Raises:
-            GroupBroken: not all ranks came.
+            GroupBroken: a member has failed.
         """
         if self._tensors is None:
             self._check()
@@ -180,7 +181,7 @@ class Group:
         """Return the rows [counts[rank], ...] of all ranks, in rank order.
 
         Raises:
-            GroupBroken: not all ranks came.
+            GroupBroken: a member has failed.
         """
         if self._tensors is None:
             self._check()
@@ -189,23 +190,23 @@ class Group:
         return self.all_to_all(everybody, [len(rows)] * self.size, counts)
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Add the values of all ranks, in place; all get the same bits.
+        """Sum the values over all ranks, in place; results are bitwise equal on all ranks.
 
         Raises:
-            GroupBroken: not all ranks came.
+            GroupBroken: a member has failed.
         """
         return self._in_place(values, lambda backend: backend.allreduce([values]))
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Replace the values of all ranks, in place, by those of the first.
+        """Replace the values, in place, by those of rank 0.
 
         Raises:
-            GroupBroken: not all ranks came.
+            GroupBroken: a member has failed.
         """
         return self._in_place(values, lambda backend: backend.broadcast([values]))
 
     def begin_send(self, values: Tensor, rank: int) -> Transfer:
-        """Begin to send a tensor to another member, which receives it when it wants.
+        """Start sending a tensor to another member.
 
         Raises:
             GroupBroken: the group has ended.
@@ -213,7 +214,7 @@ class Group:
         return self._transfer(values, lambda backend: backend.send([values], rank, 0))
 
     def begin_receive(self, values: Tensor, rank: int) -> Transfer:
-        """Begin to fill a tensor with the next one, of the same type and shape, from a member.
+        """Start receiving a tensor of the same dtype and shape from another member into `values`.
 
         Raises:
             GroupBroken: the group has ended.
@@ -238,16 +239,16 @@ class Group:
         """Wait for a collective.
 
         Args:
-            watched: give up as well when any member has left; NCCL sees to that by itself.
+            watched: also fail when any member has left; NCCL detects that itself.
 
         Raises:
-            GroupBroken: it failed; the group has been ended.
+            GroupBroken: it failed; the group has been aborted.
         """
         while watched and not self.wait_for(work, _LOOK):
             pass
         try:
             if watched and self.is_over and not work.is_completed():
-                # Cut connections fail it, but not if it began at the wrong moment.
+                # Disconnecting fails it, unless it was started at the wrong moment.
                 work.wait(timedelta(seconds=_GRACE))
             else:
                 work.wait()
@@ -257,10 +258,10 @@ class Group:
             raise self._broken(first_line(error)) from error
 
     def wait_for(self, work: Work, seconds: float) -> bool:
-        """Wait no longer than this for a collective to be over, well or not; return whether it is.
+        """Wait up to `seconds` for a collective to succeed or fail; return whether it has.
 
-        Ends the group when a member has left and the collective is not over soon after: who left
-        in order has sent all that it needs, which only has to arrive.
+        Aborts the group if a member has left and the collective does not complete soon after: a
+        member that left in order has sent all of its data, which may still be in transit.
         """
         try:
             work.wait(timedelta(seconds=seconds))
@@ -269,7 +270,7 @@ class Group:
                 return True
         else:
             return True
-        left_at = self._left_at  # another thread may wait for a step meanwhile
+        left_at = self._left_at  # another thread may be waiting for a step
         if not any(connections.somebody_left() for connections in self._all):
             self._left_at = None
         elif left_at is None:
@@ -279,15 +280,15 @@ class Group:
         return False
 
     def abort(self) -> None:
-        """End the group at once, from any thread: whoever waits in it, at any rank, is freed."""
+        """Abort the group; callable from any thread. Pending operations fail on all ranks."""
         self._is_over.set()
         for connections in self._all:
             connections.cut()
 
     def close(self) -> None:
-        """Free sockets and threads; nothing may be in flight, `abort` first if it is. Idempotent.
+        """Free sockets and threads; call `abort` first if operations are in flight. Idempotent.
 
-        Peers that are in a collective, or begin one, get GroupBroken.
+        Peers' current and later collectives raise GroupBroken.
         """
         self.abort()
         stuck, self._stuck = [work for work in self._stuck if not work.is_completed()], []
@@ -299,7 +300,7 @@ class Group:
         self._check()
         try:
             yield
-        except RuntimeError as error:  # gloo has no type of its own for a peer that has left
+        except RuntimeError as error:  # gloo has no exception type for a departed peer
             raise self._broken(first_line(error)) from error
 
     def _check(self) -> None:
@@ -312,19 +313,19 @@ class Group:
 
 
 class Bundle:
-    """Several groups that one process is in, which end together."""
+    """Several groups of one process that end together."""
 
     def __init__(self, *groups: Group | None) -> None:
-        """Take the groups in the order in which they end; None is none."""
+        """Take ownership of the groups, in the order in which to end them; None is skipped."""
         self._groups = [group for group in groups if group is not None]
 
     def abort(self) -> None:
-        """End all groups at once, from any thread: whoever waits in them, anywhere, is freed."""
+        """Abort all groups; callable from any thread. Pending operations fail on all ranks."""
         for group in self._groups:
             group.abort()
 
     def close(self) -> None:
-        """Free sockets and threads; what is in flight has to be aborted first. Idempotent."""
+        """Free sockets and threads; abort operations in flight first. Idempotent."""
         for group in self._groups:
             group.close()
 
@@ -332,14 +333,15 @@ class Bundle:
 def join_group(
     spec: GroupSpec, device: torch.device = CPU, listener: socket.socket | None = None
 ) -> Group:
-    """Meet all members and connect to them.
+    """Rendezvous with all members and connect to them.
 
     Args:
-        device: where the tensors of steps are; integers are always exchanged between processors.
-        listener: at rank 0, what `open_listener` returned for the spec's address; taken over.
+        device: device of the tensors of steps; integers are always exchanged between CPUs.
+        listener: at rank 0, the result of `open_listener` for the spec's address; ownership is
+            transferred.
 
     Raises:
-        GroupBroken: not everybody came within the timeout, or the network fails.
+        GroupBroken: not all joined within the timeout, or the network failed.
     """
     if spec.size == 1:
         if listener is not None:
@@ -353,14 +355,14 @@ def join_group(
 
 
 def connect(store: Store, spec: GroupSpec, name: str, device: torch.device) -> Group:
-    """Connect to all members of one of the groups that meet at a store.
+    """Connect to all members of one of the groups that share a store.
 
     Args:
-        spec: the place in this group; the group has two members at least.
-        name: tells it from the others that meet there.
+        spec: this process's rank in the group, which has at least two members.
+        name: distinguishes the group from others at the same store.
 
     Raises:
-        RuntimeError, OSError, GroupBroken: not everybody came, or the network fails.
+        RuntimeError, OSError, GroupBroken: not all joined, or the network failed.
     """
     made: list[Connections] = []
     try:
@@ -380,7 +382,7 @@ def connect(store: Store, spec: GroupSpec, name: str, device: torch.device) -> G
 
 
 def could_not_join(spec: GroupSpec, error: Exception) -> GroupBroken:
-    """Return what to raise instead."""
+    """Return the exception for a failed join."""
     return GroupBroken(
         f"rank {spec.rank} of {spec.size} could not join the group of topology "
         f"{spec.topology} at {spec.address}: {first_line(error)}"

@@ -1,7 +1,7 @@
-"""A group that anybody can join with torch alone, such as one with a trainer outside the stack.
+"""A group that needs only torch to join, e.g. with a trainer outside the stack.
 
-The members meet at a TCP store under the prefix `tcp://HOST:PORT`, which is where vLLM's stateless
-groups of torch.distributed meet, too. Nothing that comes through it is unpickled.
+The members meet at a TCP store under the prefix `tcp://HOST:PORT`, like vLLM's stateless groups of
+torch.distributed. Nothing received through it is unpickled.
 """
 
 import re
@@ -20,21 +20,21 @@ from engine.distributed.backend import Backend, first_line
 from engine.distributed.spec import GroupBroken, GroupSpec
 
 _AROUND = re.compile(r"^\[[^ ]*\] |\. This is typically .*")
-"""Where in its sources gloo found something wrong, and what it guesses."""
+"""Gloo's source location, and its guess at the cause, in error messages."""
 _LOOK = 0.2
 _SLICE = timedelta(seconds=_LOOK)
-"""How long a wait lasts before it is looked whether anybody still waits."""
+"""Timeout of one wait, between checks whether the collective is still wanted."""
 _DEVICE_LOOK = 0.001
 _NCCL_MARGIN = 600.0
-"""Seconds that NCCL waits longer than we do: when its own wait ends it ends the process."""
+"""Seconds that NCCL's timeout exceeds ours: when it expires, NCCL ends the process."""
 
 
 class PlainGroup:
-    """One process's end; made by `join_plain_group`."""
+    """One process's end of the group; created by `join_plain_group`."""
 
     def __init__(self, spec: GroupSpec, store: object, made: Backend, is_nccl: bool) -> None:
         self._timeout = spec.timeout_s
-        self._store = store  # which the first rank hosts as long as this lives
+        self._store = store  # keeps it alive: rank 0 hosts it
         self._backend = made
         self._is_nccl = is_nccl
 
@@ -42,17 +42,17 @@ class PlainGroup:
         """Replace the values, in place, by those of rank 0; at rank 0, send them.
 
         Raises:
-            GroupBroken: a member has left, it took longer than the timeout, or it is not wanted
-                any more. The group is of no use then.
+            GroupBroken: a member has left, the timeout expired, or `is_wanted` returned False. The
+                group is unusable afterwards.
         """
         until = time.monotonic() + self._timeout
         try:
             work = self._backend.broadcast([values])
             while not self._is_over(work):
                 if not is_wanted():
-                    raise GroupBroken("it was given up")
+                    raise GroupBroken("it was cancelled")
                 if time.monotonic() > until:
-                    raise GroupBroken(f"nothing came for {self._timeout:g} s")
+                    raise GroupBroken(f"nothing arrived for {self._timeout:g} s")
             work.wait()
         except RuntimeError as error:
             raise GroupBroken(_AROUND.sub("", first_line(error))) from error
@@ -68,7 +68,7 @@ class PlainGroup:
             try:
                 work.wait(_SLICE)
             except RuntimeError:
-                return work.is_completed()  # then `wait` says what is wrong
+                return work.is_completed()  # then `wait` raises its error
             return True
         return work.is_completed()
 
@@ -76,13 +76,14 @@ class PlainGroup:
 def join_plain_group(
     spec: GroupSpec, device: torch.device, listener: socket.socket | None = None
 ) -> PlainGroup:
-    """Meet all members: over gloo, or NCCL if their tensors are on CUDA devices.
+    """Rendezvous with all members: over gloo, or NCCL for tensors on CUDA devices.
 
     Args:
-        listener: at rank 0, what `open_listener` returned for the spec's address; taken over.
+        listener: at rank 0, the result of `open_listener` for the spec's address; ownership is
+            transferred.
 
     Raises:
-        GroupBroken: not everybody came within the timeout, or the network fails.
+        GroupBroken: not all joined within the timeout, or the network failed.
     """
     is_nccl = device.type == "cuda"
     try:
@@ -102,10 +103,10 @@ def join_plain_group(
 
 
 def _wait_for_store(spec: GroupSpec) -> None:
-    """Wait until rank 0 listens: torch would write a stack of native frames while it does not.
+    """Wait until rank 0 listens; otherwise torch prints a native stack trace.
 
     Raises:
-        OSError: it does not.
+        OSError: it does not listen within the timeout.
     """
     until = time.monotonic() + spec.timeout_s
     while True:

@@ -1,4 +1,4 @@
-"""What a process has to know to join a group, and how a group fails; free of torch."""
+"""Parameters for joining a group, and the group's exception; free of torch."""
 
 import socket
 
@@ -8,17 +8,17 @@ from engine.shared.addresses import join_host_port, split_host_port
 
 
 class GroupBroken(Exception):
-    """A member has died, hangs or was told to give up: the group cannot be used any more.
+    """A member has died, hangs or gave up: the group is unusable.
 
-    All members see it, within the group's timeout. What was being exchanged is lost.
+    All members raise it, within the group's timeout. Data in flight is lost.
     """
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
-    """One process's place in a group.
+    """One process's rank in a group, and the rendezvous.
 
-    Groups meet under `address`, at a store that rank 0 hosts there while the group exists.
-    Members that bring another `topology` to the same address do not meet.
+    Groups meet under `address`, at a store that rank 0 hosts while the group exists. Members with
+    different `topology` at the same address do not meet.
     """
 
     address: str
@@ -27,7 +27,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     size: int
     topology: int
     timeout_s: float
-    """Longest wait for the others, both to join and in a collective."""
+    """Maximum wait for other members, both to join and in a collective."""
 
     @property
     def host(self) -> str:
@@ -41,7 +41,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
 
 def open_listener(host: str, port: int = 0) -> socket.socket:
-    """Return a bound socket for the store of a group; port 0 takes a free one.
+    """Return a bound socket for the store of a group; port 0 selects a free one.
 
     Raises:
         OSError: the address is in use, or not of this machine.

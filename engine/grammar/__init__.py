@@ -1,1 +1,1 @@
-"""Enforces grammars on what is drawn: compiles them beside the steps, masks tokens within them."""
+"""Enforces grammars on sampling: compiles them in the background, and masks tokens."""

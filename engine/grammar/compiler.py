@@ -1,4 +1,4 @@
-"""Compiles grammars beside the engine's loop, and keeps those that were used last."""
+"""Compiles grammars in background threads, with a cache of recently used ones."""
 
 import contextlib
 import json
@@ -23,44 +23,44 @@ from engine.shared.grammar_spec import (
 from engine.shared.matchers import grammar_error, new_matcher
 from engine.shared.messages import GrammarSpec
 
-if TYPE_CHECKING:  # the library is loaded when the first grammar comes
+if TYPE_CHECKING:  # the library is loaded for the first grammar
     from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger(__name__)
 
 MAX_CACHED = 32
-"""Compiled grammars that are kept while no request uses them."""
+"""Maximum cached grammars."""
 MAX_CACHED_BYTES = 256 << 20
-"""Bytes that these may take together; the newest one is kept in any case."""
+"""Maximum bytes of cached grammars; the newest one is kept in any case."""
 MAX_HELD_BYTES = 1 << 30
-"""What all compiled grammars may take together, those of requests included. While they take more,
-those that nobody uses are forgotten, and no more are compiled."""
+"""Maximum bytes of all compiled grammars, including those of requests. Above it, unused ones are
+dropped, and none are compiled."""
 MAX_WAIT = 30.0
-"""Seconds that a grammar waits until there is room for it."""
+"""Seconds that a grammar waits for memory."""
 COMPILE_THREADS = 3
-"""One of them is not for a tenant whose grammars the others compile."""
+"""One of them is reserved for tenants without a running compilation."""
 _MAX_WAITING = 1 << 20
-"""Grammars that wait: far more than an engine has requests."""
+"""Effectively unlimited: far above an engine's number of requests."""
 
 _LOOK = 0.02
-"""Seconds between looks at whether there is room."""
+"""Seconds between checks for memory."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _BYTES_PER_CHARACTER = 256
-"""Estimate for a compiled grammar where nothing can be measured; usual are 0.1 to 100 times it."""
+"""Minimum estimate per compiled grammar; typical sizes are 0.1 to 100 times it."""
 _MAX_COUNTED_BYTES = 128 << 20
-"""What one grammar is taken to need at most: its states are limited, and what makes a process grow
-beside it, like steps that touch their KV blocks for the first time, is not its own."""
+"""Maximum size attributed to one grammar: its states are limited, and other growth of the process
+meanwhile, such as steps that touch KV blocks for the first time, is not its own."""
 
 
 class CannotCompile(Exception):
-    """The grammar does not fit this engine's tokenizer; the message says why."""
+    """The grammar does not work with this engine's tokenizer; the message says why."""
 
 
 class CompiledGrammar:
-    """A grammar that is being compiled, has been, or cannot be.
+    """A grammar that is being compiled, has been compiled, or failed to compile.
 
-    Whoever holds it keeps it from being compiled again.
+    References to it keep it in the compiler's index.
     """
 
     __slots__ = (
@@ -79,19 +79,19 @@ class CompiledGrammar:
         self.spec = spec
         self.asked_at = time.monotonic()
         self.error: str | None = None
-        """Why it cannot be compiled."""
+        """Why compilation failed."""
         self.no_room = False
-        """Whether it could be, were there more room."""
+        """Whether it failed only for lack of memory."""
         self.matcher: LLMatcher | None = None
-        """At the beginning of the grammar, to be copied; None until it is compiled."""
+        """Matcher in its initial state, to be copied; None until compiled."""
         self.num_bytes = 0
-        """What the process grew by while it was compiled; known when it is settled."""
+        """Growth of the process during compilation; set when settled."""
         self.following = Following()
         self._done = threading.Event()
 
     @property
     def settled(self) -> bool:
-        """Whether it is known how the compilation ended."""
+        """Whether the compilation has ended."""
         return self._done.is_set()
 
     def wait(self) -> None:
@@ -101,26 +101,26 @@ class CompiledGrammar:
     def settle(
         self, matcher: "LLMatcher | None", error: str | None, *, no_room: bool = False
     ) -> None:
-        """Note how the compilation ended."""
+        """Record the outcome of the compilation."""
         self.matcher, self.error, self.no_room = matcher, error, no_room
         self._done.set()
 
 
 class GrammarCompiler:
-    """Compiles each grammar once for all requests that ask for it while it is in use or cached."""
+    """Compiles each grammar once for all requests that use it while it is in use or cached."""
 
     def __init__(
         self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        """Make a compiler; it reads nothing before the first grammar comes.
+        """Make a compiler; nothing is read before the first grammar.
 
         Args:
             tokenizer_file: the model's tokenizer.json.
             vocab_size: the model's, which may be padded beyond the tokenizer's.
-            eos_token_ids: tokens that may be drawn where a grammar may end.
+            eos_token_ids: tokens that are allowed where a grammar can end.
         """
         self.on_settled: Callable[[], None] = lambda: None
-        """Called by another thread whenever a grammar that was asked for is settled."""
+        """Called from another thread whenever a requested grammar is settled."""
         self._file = tokenizer_file
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
@@ -134,9 +134,9 @@ class GrammarCompiler:
             max_of_tenant=_MAX_WAITING,
         )
         self._held: WeakSet[CompiledGrammar] = WeakSet()
-        """All compiled grammars in use or cached, also those that were forgotten."""
+        """All compiled grammars in use or cached, including those dropped from the index."""
         self._num_hurried = 0
-        """How many callers cannot go on before their grammar is settled."""
+        """Number of callers that are blocked until their grammar is settled."""
         self._closing = threading.Event()
         self._known: WeakValueDictionary[GrammarSpec, CompiledGrammar] = WeakValueDictionary()
         self._recent: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
@@ -144,7 +144,7 @@ class GrammarCompiler:
         self._spelled: dict[str, tuple[int, ...]] = {}
 
     def ask(self, spec: GrammarSpec, tenant: int = 0) -> CompiledGrammar:
-        """Return the grammar; if it is new, another thread compiles it in its tenant's turn."""
+        """Return the grammar; a new one is queued for compilation, fairly between tenants."""
         with self._lock:
             grammar = self._known.get(spec)
             if grammar is None:
@@ -156,7 +156,7 @@ class GrammarCompiler:
         return grammar
 
     def compiled(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Return the grammar once it is settled, whether there is room for it or not."""
+        """Return the grammar once it is settled; does not wait for memory."""
         grammar = self.ask(spec)
         self._num_hurried += 1
         try:
@@ -166,7 +166,7 @@ class GrammarCompiler:
         return grammar
 
     def forget(self, grammar: CompiledGrammar) -> None:
-        """Have the grammar compiled anew for the next request that asks for it."""
+        """Drop the grammar, so that the next request for it compiles it again."""
         with self._lock:
             if self._known.get(grammar.spec) is grammar:
                 del self._known[grammar.spec]
@@ -174,10 +174,10 @@ class GrammarCompiler:
                 del self._recent[grammar.spec]
 
     def new_matcher(self, spec: GrammarSpec) -> "LLMatcher":
-        """Compile a grammar here and now, for one user.
+        """Compile a grammar synchronously, uncached.
 
         Raises:
-            CannotCompile: it does not fit.
+            CannotCompile: it is invalid, or does not work with the tokenizer.
         """
         try:
             matcher = new_matcher(self.tokenizer(), grammar_text(spec))
@@ -189,11 +189,11 @@ class GrammarCompiler:
         return matcher
 
     def tokenizer(self) -> "LLTokenizer":
-        """Return the tokenizer as the library takes it, read at the first call.
+        """Return the tokenizer in the library's form, loaded on the first call.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it does not fit the model.
+            ValueError: it does not match the model.
         """
         from llguidance import LLTokenizer
 
@@ -206,7 +206,7 @@ class GrammarCompiler:
             return self._tokenizer
 
     def tokens_of(self, text: str) -> tuple[int, ...]:
-        """Return the tokens that spell a text, special ones as such; remembered.
+        """Tokenize a text, with special tokens recognized; cached.
 
         Raises:
             OSError, ValueError: as `tokenizer`.
@@ -221,7 +221,7 @@ class GrammarCompiler:
 
     @property
     def num_cached(self) -> int:
-        """Grammars that are kept, in use or not."""
+        """Number of indexed grammars, in use or not."""
         return len(self._known)
 
     def shutdown(self) -> None:
@@ -238,14 +238,14 @@ class GrammarCompiler:
             total -= oldest.num_bytes
 
     def _finds_room(self, grammar: CompiledGrammar) -> bool:
-        """Wait for room while other grammars take too much; whether there is some in time."""
+        """Wait until memory is below the limit; return whether it was in time."""
         while not (self._has_room() or self._num_hurried or self._closing.wait(_LOOK)):
             if time.monotonic() - grammar.asked_at > MAX_WAIT:
                 return False
         return True
 
     def _has_room(self) -> bool:
-        """Whether one more may be compiled; forgets what nobody uses if there is need."""
+        """Return whether memory is below the limit, dropping unused grammars if necessary."""
         if self.held_bytes <= MAX_HELD_BYTES:
             return True
         with self._lock:
@@ -254,7 +254,7 @@ class GrammarCompiler:
 
     @property
     def held_bytes(self) -> int:
-        """What all compiled grammars take, in use or cached."""
+        """Bytes of all compiled grammars, in use or cached."""
         with self._lock:
             return sum(each.num_bytes for each in self._held)
 
@@ -264,15 +264,15 @@ class GrammarCompiler:
             no_room = not self._finds_room(grammar)
             if no_room:
                 error = (
-                    f"the grammar was not compiled within {MAX_WAIT:.0f} s: those of other "
-                    "requests take all the memory that there is for grammars; try again later"
+                    f"the grammar was not compiled within {MAX_WAIT:.0f} s: other "
+                    "requests' grammars use all the memory for grammars; try again later"
                 )
             else:
                 before = _resident_bytes()
                 matcher = self.new_matcher(grammar.spec)
         except CannotCompile as reason:
             error = str(reason)
-        except Exception:  # whatever it is, somebody waits for the grammar
+        except Exception:  # must settle in any case: requests wait for the grammar
             logger.exception("a grammar could not be compiled")
             error = "the grammar could not be compiled"
         least = _BYTES_PER_CHARACTER * grammar_size(grammar.spec)
@@ -289,11 +289,11 @@ class GrammarCompiler:
 
 
 def _with_added_tokens(file: Path) -> str:
-    """Return a tokenizer.json with the tokens that only the tokenizer_config.json beside it has.
+    """Return tokenizer.json with the added tokens that only tokenizer_config.json contains.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: one of the files is not what it should be.
+        ValueError: one of the files is malformed.
     """
     text, config_file = file.read_text(encoding="utf-8"), file.with_name("tokenizer_config.json")
     if not config_file.is_file():
@@ -316,7 +316,7 @@ _ADDED_TOKEN = {
 
 
 def _resident_bytes() -> int:
-    """Return what the process holds in memory; 0 where that cannot be told."""
+    """Return the process's resident memory; 0 if unknown."""
     with (
         contextlib.suppress(OSError, ValueError, IndexError),
         open("/proc/self/statm", encoding="ascii") as file,

@@ -1,4 +1,4 @@
-"""Follows one request through its grammar."""
+"""Tracks one request's output in its grammar."""
 
 import copy
 import logging
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOO_SLOW = (
-    "the grammar takes too long to follow: what may come next was not known within "
+    "the grammar takes too long to follow: the next token mask was not known within "
     f"{MAX_SECONDS * 1000:.0f} ms; make it simpler"
 )
 _DEAD_END = "nothing that fits the grammar can follow the output"
 _LIMITS = ("too many states", "too many expressions")
-"""Errors of a matcher that a fresh one may not run into."""
+"""Matcher errors that a fresh matcher may not hit."""
 
 
 class GrammarFollower:
-    """The place of a request's output in its grammar.
+    """The state of a request's output in its grammar.
 
-    There may be a part before it, like a model's reasoning, that ends with a marker. In it every
-    token is allowed but those that end the output, up to a number of tokens: then the marker is
-    written. With an opening there is such a part only if the output begins with that text, as the
-    tokenizer spells it. Nothing here compiles or waits.
+    A free part can precede the grammar, such as a model's reasoning, which ends with a marker.
+    There every token is allowed but those that end the output, up to a token budget: then the
+    marker is forced. With an opening there is such a part only if the output begins with that text,
+    as tokenized. Nothing here compiles or blocks.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class GrammarFollower:
         self._marker = sampling.grammar_after.encode()
         self._seen = b""
         self._opening: tuple[int, ...] = ()
-        """What is left of the opening, while the output may still turn out to begin with it."""
+        """Remaining tokens of the opening, while the output may still match it."""
         self._budget = sampling.grammar_budget
         self._output: list[int] = []
         self.error: str | None = None
-        """Why the output cannot go on."""
+        """Why the output cannot continue."""
         self.stalled: str | None = None
-        """Why the output cannot go on before its grammar has been compiled anew."""
+        """Why the output cannot continue until its grammar is compiled again."""
         if self._marker and sampling.grammar_opening:
             self._opening = compiler.tokens_of(sampling.grammar_opening)
         self._ending = compiler.tokens_of(sampling.grammar_after) if self._marker else ()
@@ -62,20 +62,20 @@ class GrammarFollower:
             self._begin()
 
     def copy(self) -> "GrammarFollower":
-        """Return a copy at the same place."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other._output = self._output.copy()
         other._matcher = None if self._matcher is None else self._matcher.deep_copy()
         return other
 
     def is_at(self, grammar: CompiledGrammar, start: SlotStart) -> bool:
-        """Whether it has followed what a sequence with this grammar has as output."""
+        """Return whether it has consumed exactly the output of a sequence with this grammar."""
         same = self.grammar is grammar and self._sampling == start.sampling
         return same and self._output == start.token_ids[start.num_prompt_tokens :]
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can be added to the output: it is complete, or there is an error."""
+        """Whether the output cannot be extended: it is complete, or there is an error."""
         if self.error is not None:
             return True
         matcher = self._matcher
@@ -83,16 +83,16 @@ class GrammarFollower:
 
     @property
     def is_before(self) -> bool:
-        """Whether the output is in the part before the grammar."""
+        """Whether the output is in the free part before the grammar."""
         return self._matcher is None and not self._opening and self.error is None
 
     @property
     def ending(self) -> int | None:
-        """The token that ends the part before the grammar, if it is one token."""
+        """The token that ends the free part, if it is a single token."""
         return self._ending[0] if len(self._ending) == 1 else None
 
     def advance(self, token_id: int) -> None:
-        """Follow a token that was added to the output; ignored after its end, and once stalled."""
+        """Consume a token added to the output; ignored after the end, and once stalled."""
         if self.stalled is not None or self.ended:
             return
         began = time.thread_time()
@@ -114,14 +114,14 @@ class GrammarFollower:
             self._consume(self._matcher, token_id)
 
     def is_special(self, ahead: int) -> bool:
-        """Whether one of this many next masks is neither that of the grammar nor of none."""
+        """Return whether an opening or a forced marker affects any of the next `ahead` masks."""
         if self._opening:
             return True
         due = len(self._output) + ahead > self._budget > 0
         return due and self._matcher is None
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
-        """Restrict a mask, which allows everything but ends, to what may be drawn next."""
+        """Restrict a mask that allows everything but end tokens to the allowed next tokens."""
         if self.stalled is not None or self.error is not None:
             return
         token_id = self._opening[0] if self._opening else None
@@ -136,11 +136,11 @@ class GrammarFollower:
             row.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
 
     def ahead(self, proposed: Sequence[int]) -> tuple[int, "LLMatcher | None"]:
-        """Say what the draws after the output and after each of the proposed tokens depend on.
+        """Return which of the next masks depend on the grammar, and from which state.
 
         Returns:
-            How many draws the grammar has not begun for, and the matcher of the first of the
-            others; None if there are none.
+            The number of masks (after the output and after each proposed token) that precede the
+            grammar, and the matcher of the first mask after them; None if there is none.
         """
         if self.stalled is not None or self.error is not None:
             return len(proposed) + 1, None
@@ -154,7 +154,7 @@ class GrammarFollower:
         return len(proposed) + 1, None
 
     def mask_computed(self) -> bool:
-        """Take note of a mask that was computed; whether it can be used."""
+        """Handle a computed mask; return whether it is usable."""
         matcher = self._matcher
         if matcher is not None and matcher.is_error() and self.error is None:
             self._stop(matcher)
@@ -167,7 +167,7 @@ class GrammarFollower:
             self.error = _DEAD_END
 
     def _follow_opening(self, token_id: int) -> None:
-        """Go on with the opening, the grammar, or both as long as the output may be either."""
+        """Track the opening, the grammar, or both while the output can be either."""
         expected, *left = self._opening
         if token_id != expected and self._matcher is not None:
             self._opening = ()
@@ -187,10 +187,10 @@ class GrammarFollower:
         self._matcher = self.grammar.matcher.deep_copy()
 
     def _stop(self, matcher: "LLMatcher") -> None:
-        """Note why the matcher failed.
+        """Record why the matcher failed.
 
-        What requests with one grammar find out about it they share, and there is a limit to it.
-        Who comes to the limit needs a new start, and so do all that ask from now on.
+        Copies of a matcher share a bounded cache of lexer states. One that exceeds the limit needs
+        a newly compiled grammar, and so do all later requests.
         """
         message = matcher.get_error()
         reason = f"the output cannot follow its grammar: {told_briefly(message)}"

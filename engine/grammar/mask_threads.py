@@ -1,7 +1,7 @@
-"""Computes masks in threads, for which the thread that steps waits only so long.
+"""Computes masks in threads, which the stepping thread awaits for a limited time.
 
 The library cannot be interrupted. A mask that takes too long is left to its thread, and its
-sequence draws again later, or ends; the steps of others go on.
+sequence samples again later, or ends; the steps of others continue.
 """
 
 import threading
@@ -10,30 +10,30 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 MAX_SECONDS = 0.05
-"""Processor time of one sequence's masks in a step; one that needs more ends with an error."""
+"""Maximum processor time of one sequence's masks per step; beyond it the sequence fails."""
 STEP_SECONDS = 0.06
-"""What a step waits for all its masks together."""
+"""Maximum seconds that a step waits for all of its masks."""
 PATIENCE = 0.004
-"""Processor time of one mask for which a step of others waits; what takes more is for a later step.
+"""Processor time of one mask above which a step with other sequences does not wait for it.
 """
 _LOOK_SECONDS = PATIENCE
-"""After this time other threads begin with the grammars that wait behind a slow one."""
+"""Seconds after which more threads start on the grammars queued behind a slow one."""
 _THREADS = 4
-"""As many masks may take long at a time; then grammars wait for them."""
+"""Number of masks that can be slow at a time; beyond it grammars wait for them."""
 
 
 class Following:
-    """Which thread follows a grammar: what is known of it is shared, and guarded by the library.
+    """The lock of a grammar's shared state, which the library guards internally.
 
-    Whoever else asked the library about the grammar would wait for that thread, and hold up all
-    others.
+    Any other thread that called the library for the grammar would block on the thread that computes
+    its masks, and delay the whole step.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         """Held by the thread that computes masks."""
         self.running: MaskJob | None = None
-        """What that thread computes."""
+        """The job of that thread."""
         self.seconds = 0.0
         """Processor time of the newest masks."""
 
@@ -47,27 +47,27 @@ class MaskJob:
         self.following = following
         self.run = run
         self.seconds: float | None = None
-        """Processor time that it took; None while it is not done."""
+        """Processor time in seconds; None until done."""
         self._thread = 0
         self._began = 0.0
 
     def work(self) -> None:
-        """Compute the masks, in this thread."""
+        """Compute the masks in the calling thread."""
         self._began = time.thread_time()
         self._thread = threading.get_ident()
-        self.following.running = self  # from here on others may ask how long it has taken
+        self.following.running = self  # from here on other threads can call `taken`
         self.run()
         self.seconds = self.following.seconds = time.thread_time() - self._began
         self.following.running = None
 
     @property
     def has_begun(self) -> bool:
-        """Whether a thread computes it, or has."""
+        """Whether a thread has started it."""
         return self._thread != 0
 
     @property
     def taken(self) -> float | None:
-        """Processor time that it took, or has taken so far; None if it has not begun."""
+        """Processor time taken so far; None if it has not started."""
         seconds = self.seconds
         if seconds is None and self._thread:
             clock = time.pthread_getcpuclockid(self._thread)
@@ -76,7 +76,7 @@ class MaskJob:
 
     @property
     def is_over(self) -> bool:
-        """Whether it takes, or has taken, more than it may, or waits for one that does."""
+        """Whether it exceeds the limit, or waits for a job that does."""
         seconds = self.taken
         if seconds is None:
             running = self.following.running
@@ -85,20 +85,20 @@ class MaskJob:
 
 
 class MaskThreads:
-    """Runs the jobs of one step after the other's; started by the first."""
+    """Runs the jobs of successive steps; threads start on first use."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, "masks")
         self._left: list[MaskJob] = []
-        """Jobs that their steps have not waited for, and that still run."""
+        """Unfinished jobs that were abandoned by their steps."""
 
     def run(self, jobs: Iterable[MaskJob], patience: float, seconds: float = STEP_SECONDS) -> None:
-        """Run jobs, and wait for them; those that have begun then will be done, others are dropped.
+        """Run jobs and wait; when the wait ends, started jobs continue and others are dropped.
 
         Args:
             jobs: the masks of a step.
-            patience: processor time of a job for which the step waits.
-            seconds: what it waits at most.
+            patience: processor time up to which the step waits for a job.
+            seconds: maximum wait.
         """
         round_ = _Round(jobs)
         self._left = [job for job in self._left if job.seconds is None]
@@ -116,15 +116,14 @@ class MaskThreads:
         self._left += round_.running()
 
     def shutdown(self) -> None:
-        """Begin nothing more; idempotent."""
+        """Start no more jobs; idempotent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Round:
-    """The jobs of one step, those of one grammar one after the other.
+    """The jobs of one step; those of one grammar run sequentially.
 
-    They share what is known of it, and threads that wait for each other there take several times
-    as long.
+    They share its state, and threads that contend for it take several times as long.
     """
 
     def __init__(self, jobs: Iterable[MaskJob]) -> None:
@@ -132,29 +131,29 @@ class _Round:
         for job in jobs:
             by_grammar.setdefault(id(job.following), []).append(job)
         self._groups = sorted(by_grammar.values(), key=lambda group: group[0].following.seconds)
-        self._groups.reverse()  # the last ones are the cheapest, and taken first
+        self._groups.reverse()  # popped from the end, cheapest first
         self._begun: list[list[MaskJob]] = []
         self._num_left = len(self._groups)
         self._lock = threading.Lock()
         self.done = threading.Event()
         self.is_over = False
-        """Nobody waits any more: what has not begun is dropped."""
+        """The step no longer waits: jobs that have not started are dropped."""
 
     @property
     def num_waiting(self) -> int:
-        """Grammars that no thread has begun with."""
+        """Number of grammars that no thread has started on."""
         return len(self._groups)
 
     def running(self) -> list[MaskJob]:
-        """Return the jobs that threads are busy with."""
+        """Return the jobs that are currently running."""
         with self._lock:
             begun = [job for group in self._begun for job in group]
         return [job for job in begun if job.has_begun and job.seconds is None]
 
     def is_worth_waiting(self, threads: int, patience: float) -> bool:
-        """Whether a thread does, or is about to do, what does not take long as far as is known.
+        """Return whether some thread is running, or about to run, a job not known to be slow.
 
-        Time in which a thread waited for a processor does not count.
+        Only processor time counts, not time spent waiting for a CPU.
         """
         running = self.running()
         slow = sum((job.taken or 0.0) > patience for job in running)

@@ -1,4 +1,4 @@
-"""Which tokens each row of a batch may draw."""
+"""Token masks of a batch."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,33 +21,33 @@ IntArray = npt.NDArray[np.int64]
 
 WORD_BITS = 32
 MUCH_NS = 200_000
-"""Nanoseconds from which on the time of a slot's masks is reported."""
+"""Nanoseconds above which the time of a slot's masks is reported."""
 ADVANCE_SECONDS = 0.03
-"""What a step may take to follow all its tokens; sequences that are left over draw again."""
+"""Maximum seconds per step for consuming tokens; sequences beyond it sample again."""
 MAX_KEPT, KEPT_SECONDS = 8, 5.0
-"""Late masks that are kept for sequences that draw again, and for how long."""
+"""Maximum number, and age in seconds, of late masks kept for sequences that sample again."""
 _NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class TokenMasks(msgspec.Struct, frozen=True):
-    """The tokens that some rows may draw; all others may draw any."""
+    """The allowed tokens of masked rows; other rows allow all."""
 
     rows: IntArray
-    """[masked] rows of the batch, ascending."""
+    """[masked] masked rows of the batch, ascending."""
     bits: npt.NDArray[np.int32]
-    """[masked, words] one bit per token, the lowest first; set is allowed."""
+    """[masked, words] one bit per token, lowest first; set means allowed."""
     endings: dict[int, int] = {}
-    """By row: the token that ends what comes before the grammar, for rows that are in there. Who
-    would rather end the output ends that part."""
+    """By row in the free part before a grammar: the token that ends that part. It replaces an end
+    of the output."""
     eos_token_ids: tuple[int, ...] = ()
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """Return [masked, vocab]: whether the token may be drawn."""
+        """Return [masked, vocab]: whether each token is allowed."""
         flags = np.unpackbits(self.bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
         return flags.view(np.bool_)
 
     def allows_only(self, row: int, token_ids: IntArray) -> bool:
-        """Whether the row, if it is masked, has no choice but among these tokens."""
+        """Return whether a row is masked and allows none but these tokens."""
         index = int(np.searchsorted(self.rows, row))
         if index == len(self.rows) or self.rows[index] != row:
             return False
@@ -58,33 +58,33 @@ class TokenMasks(msgspec.Struct, frozen=True):
 
 
 class Ends(NamedTuple):
-    """The slots whose output cannot go on."""
+    """The slots whose output ended or stalled."""
 
     reasons: dict[int, str | None]
-    """Why: it is complete (None), or wrong for the reason given."""
+    """Why it ended: complete (None), or the error."""
     surplus: dict[int, int]
-    """How many of the last tokens came after the end, where there are any."""
+    """Number of newest tokens after the end, for slots that have any."""
     stalls: dict[int, str | None]
-    """The slots whose tokens do not count: their masks were not ready in time (None), or their
-    grammar has to be compiled anew before they are drawn, and what it failed for."""
+    """Slots whose tokens do not count: their masks were late (None), or their grammar has to be
+    compiled again for the given reason."""
 
 
 class _Late(NamedTuple):
-    """A mask that was not ready in time, and will be."""
+    """A mask that was not computed in time."""
 
     follower: GrammarFollower
-    """Nobody asks it anything before the job is done."""
+    """Not to be used before the job is done."""
     job: MaskJob
     bits: npt.NDArray[np.int32]
-    """[words] that the job fills."""
+    """[words] filled by the job."""
     since: float
 
 
 class GrammarTable:
     """The followers of all slots, and the masks of their next tokens.
 
-    Grammars are asked for and slots released by the engine's loop. Everything else is called by
-    the thread that runs steps.
+    The engine's loop requests grammars and releases slots. Everything else is called by the thread
+    that runs steps.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GrammarTable:
         eos_token_ids: Sequence[int],
     ) -> None:
         self.on_settled: Callable[[], None] = lambda: None
-        """Called by another thread whenever a grammar that was asked for is settled."""
+        """Called from another thread whenever a requested grammar is settled."""
         self._compiler = compiler
         compiler.on_settled = lambda: self.on_settled()
         self._words = -(-vocab_size // WORD_BITS)
@@ -105,41 +105,41 @@ class GrammarTable:
         flags[:vocab_size] = True
         flags[list(self._eos)] = False
         self._free = np.packbits(flags, bitorder="little").view(np.int32)
-        """[words] the mask that allows all tokens but those that end the output."""
+        """[words] mask that allows all tokens but those that end the output."""
         self._followers: dict[int, GrammarFollower] = {}
         self._assigned: dict[int, CompiledGrammar] = {}
         self._threads = MaskThreads()
         self._late: set[int] = set()
-        """Slots whose masks are not ready, so that what is drawn for them does not count."""
+        """Slots whose masks are not ready: tokens sampled for them do not count."""
         self._stalled: set[int] = set()
-        """Slots whose newest token does not count, so that none does which a step in flight draws
-        after it, until a sequence takes the slot again."""
+        """Slots whose newest token does not count: neither do those of steps in flight, until a
+        sequence takes the slot again."""
         self._kept: list[_Late] = []
-        """Late masks of sequences that have no slot, the oldest first."""
+        """Late masks of sequences without a slot, oldest first."""
         self._resumed: dict[int, _Late] = {}
-        """Those of sequences that have a slot again."""
+        """Late masks of sequences that have a slot again."""
         self.mask_us: dict[int, int] = {}
-        """By slot: microseconds that the newest masks took, where that is much."""
+        """By slot: microseconds of the newest masks, if above `MUCH_NS`."""
         self.waited_us = 0
         """Microseconds that the newest step waited for its masks."""
 
     def ask(self, spec: GrammarSpec, tenant: int = 0) -> CompiledGrammar:
-        """Return the grammar, compiled or not; it is kept while the answer is."""
-        self._forget_late()  # they may take the room that this one needs
+        """Return the grammar, compiled or not; it is kept while the result is referenced."""
+        self._forget_late()  # frees memory that this one may need
         return self._compiler.ask(spec, tenant)
 
     def assign(self, slot: int, grammar: CompiledGrammar) -> None:
-        """The sequence that takes the slot next follows this grammar, which is settled."""
+        """Set the grammar, which is settled, of the sequence that takes the slot next."""
         self._assigned[slot] = grammar
 
     def start(self, start: SlotStart) -> None:
-        """A sequence takes a slot; output that it has already is followed."""
+        """Start tracking a sequence in a slot, consuming its existing output."""
         self.release(start.slot)
         sampling = start.sampling
         grammar = self._assigned.pop(start.slot, None)
         if sampling.grammar is None:
             return
-        if grammar is None:  # nobody compiled it before the step
+        if grammar is None:  # it was not compiled before the step
             grammar = self._compiler.compiled(sampling.grammar)
         for late in self._kept:
             if late.follower.is_at(grammar, start):
@@ -157,7 +157,7 @@ class GrammarTable:
         self._followers[start.slot] = follower
 
     def release(self, slot: int) -> None:
-        """No step in flight uses the slot and none will, until a sequence takes it again."""
+        """Stop tracking a slot; no step in flight uses it."""
         self._followers.pop(slot, None)
         self._resumed.pop(slot, None)
         self._late.discard(slot)
@@ -166,14 +166,14 @@ class GrammarTable:
     def masks(
         self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
     ) -> TokenMasks | None:
-        """Return the masks of a batch whose row i draws for `slots[i]`; None if it needs none.
+        """Return the masks of a batch whose row i samples for `slots[i]`; None if it needs none.
 
-        Takes some microseconds a row. On an accelerator that is while it computes the logits.
+        Takes some microseconds per row; on an accelerator this overlaps with computing the logits.
 
         Args:
             slots: of each row, in any order.
-            proposed: by slot, tokens that may follow its output. Such a slot has as many rows
-                more, one after the other: each draws what follows one more of these tokens.
+            proposed: by slot, draft tokens after its output. Such a slot has one more consecutive
+                row per draft token, which samples the token after it.
         """
         self.mask_us, self.waited_us = {}, 0
         if not self._followers:
@@ -192,9 +192,9 @@ class GrammarTable:
     def choices(
         self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
     ) -> dict[int, list[list[int]]]:
-        """Return the tokens that each slot with a grammar may draw, next and after proposed ones.
+        """Return the allowed tokens of each slot with a grammar, next and after proposed tokens.
 
-        The slots are different; `proposed` as for `masks`.
+        The slots are distinct; `proposed` as for `masks`.
         """
         rows = [slot for slot in slots for _ in range(1 + len(proposed.get(slot, ())))]
         masks = self.masks(rows, proposed)
@@ -206,7 +206,7 @@ class GrammarTable:
         return choices
 
     def advance(self, slots: Sequence[int], token_ids: Sequence[int]) -> "Ends":
-        """Each of the tokens was added to the output in its slot, in this order."""
+        """Consume the tokens added to the outputs of these slots, in order."""
         ends = Ends({}, {}, {})
         if not self._followers:
             return ends
@@ -243,7 +243,7 @@ class GrammarTable:
         for each in masked:
             late = self._resumed.get(each.slot)
             if late is not None and late.job.seconds is not None and each.proposed:
-                del self._resumed[each.slot]  # it is for the next token alone
+                del self._resumed[each.slot]  # it covers the next token only
         resumed = {
             self._resumed[each.slot].job.following for each in masked if each.slot in self._resumed
         }
@@ -254,17 +254,17 @@ class GrammarTable:
             job = late.job if late else MaskJob(each.follower.grammar.following, fill)
             jobs.append(job)
             if each.slot not in self._late and job.following not in resumed:
-                fresh.append(job)  # none that would keep those from being followed
+                fresh.append(job)  # excludes jobs that would block the resumed ones
         began = time.monotonic()
         self._threads.run(fresh, patience)
         self.waited_us = int((time.monotonic() - began) * 1e6)
         done, filled = [job.seconds for job in jobs], bits
         if None in done:
-            bits = bits.copy()  # some of the other may still be written
+            bits = bits.copy()  # threads may still write to the original
         for each, job, seconds, row, place in zip(masked, jobs, done, rows, places, strict=False):
             self._settle(each, job, seconds, filled[place], bits[place])
             if each.slot in self._late or not each.follower.mask_computed():
-                bits[place : place + len(row)] = self._free  # what is drawn does not count
+                bits[place : place + len(row)] = self._free  # the sampled token does not count
         endings = {
             each.first: token_id
             for each in masked
@@ -280,25 +280,25 @@ class GrammarTable:
         filled: npt.NDArray[np.int32],
         bits: npt.NDArray[np.int32],
     ) -> None:
-        """Take note of how long the masks of one slot took, or of their being late.
+        """Record how long the masks of one slot took, or that they are late.
 
         Args:
             rows: of the slot.
-            job: begun in this step, which fills `filled`, or in an earlier one.
-            seconds: what it took, None if it was not done.
+            job: started in this step, which fills `filled`, or in an earlier one.
+            seconds: its processor time, None if it is not done.
             filled: [words].
-            bits: [words], for what a job of an earlier step has filled.
+            bits: [words], receives the result of an earlier step's job.
         """
         follower = rows.follower
         self._late.discard(rows.slot)
         late = self._resumed.pop(rows.slot, None)
         if job.following.lock.locked() or (late is not None and rows.proposed):
-            seconds = None  # to follow its tokens now would take as long as what holds the lock
+            seconds = None  # consuming its tokens now would block on the lock
         elif late is not None and seconds is not None:
             bits[:] = late.bits
         if job.is_over:
             follower.error = TOO_SLOW
-            if job.seconds is None:  # others of this grammar would wait for the same thread
+            if job.seconds is None:  # other requests with this grammar would wait for its thread
                 follower.grammar.error = TOO_SLOW
                 self._compiler.forget(follower.grammar)
         elif seconds is None and follower.grammar.error is not None:
@@ -319,7 +319,7 @@ class GrammarTable:
     def _fill_rows(self, bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> None:
         """Compute the masks of one slot."""
         if rows.follower.is_special(1 + len(rows.proposed)):
-            # One after the other, up to the first proposed token that cannot come.
+            # Sequentially, up to the first proposed token that is not allowed.
             follower = rows.follower.copy() if rows.proposed else rows.follower
             follower.fill(bits[place])
             for row, token_id in enumerate(rows.proposed, start=place + 1):
@@ -334,7 +334,7 @@ class GrammarTable:
         row_bytes = self._words * bits.itemsize
         address = bits.ctypes.data + (place + free) * row_bytes
         rest = list(rows.proposed[free:])
-        if rest:  # up to the first that cannot come
+        if rest:  # up to the first one that is not allowed
             matcher.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]
                 address, row_bytes, rest
             )
@@ -354,9 +354,9 @@ class _Rows(NamedTuple):
 def grammar_table(
     model: Path, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> GrammarTable | None:
-    """Return the table for a model directory, None if there is no tokenizer in it.
+    """Return the table for a model directory, None if it has no tokenizer.
 
-    Nothing is read before the first grammar comes.
+    Nothing is read before the first grammar.
     """
     tokenizer = model / "tokenizer.json"
     if not tokenizer.is_file():

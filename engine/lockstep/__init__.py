@@ -1,1 +1,1 @@
-"""Engines that step together: waves, groups, and the loop of a member."""
+"""Engines that step together: waves, group formation, and a member's loop."""

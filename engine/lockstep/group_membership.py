@@ -1,15 +1,15 @@
-"""One engine's place in its lockstep group: a state machine without I/O.
+"""One engine's state in its lockstep group: a state machine without I/O.
 
-    apart      in no group: just started, or the group was given up
-      |  order without address
-    preparing  loads the share of the experts that the new place has
-      |  `prepared`
-    prepared   waits for the others
-      |  order with address, then `joined`
-    joined     takes part; a newer order, or `lost`, ends it
+  apart      in no group: just started, or the group was given up
+   |  order without address
+  preparing  loads the experts of its position in the new group
+   |  `prepared`
+  prepared   waits for the other members
+   |  order with address, then `joined`
+  joined     takes part until a newer order or `lost`
 
-The coordinator forms groups from what engines say of themselves: `status` is part of every
-heartbeat, and goes out at once when it changes.
+The coordinator forms groups from the engines' reports: `status` is part of every heartbeat, and is
+sent immediately when it changes.
 """
 
 from typing import NamedTuple
@@ -18,32 +18,33 @@ from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 
 
 class Place(NamedTuple):
-    """A place in one formation of a group."""
+    """An engine's position in one formation of a group."""
 
     topology: int
     position: int
     size: int
     address: str = ""
-    """Where the members meet; empty while they prepare."""
+    """Address of the rendezvous; empty while members prepare."""
 
 
 class GroupMembership:
-    """What an engine does with the orders to form a group."""
+    """Handles orders to form a group."""
 
     def __init__(self, member: GroupMember, address: str) -> None:
-        """An engine that is in no group; it would host the meeting of one at `address`."""
+        """Start in no group; if this engine leads one, it would host the rendezvous at
+        `address`."""
         self.status = GroupStatus("apart", 0, address)
         self._me = member
         self._members: list[GroupMember] = []
 
     def ordered(self, order: FormGroup) -> Place | None:
-        """Take an order; return the place to prepare for (without an address) or to take."""
+        """Process an order; return the place to prepare (without an address) or to join, if any."""
         status = self.status
         if order.topology < status.topology:
             return None
         if self._me not in order.members:
             if order.topology > status.topology:
-                self._move("apart", order.topology)  # the others go on without this one
+                self._move("apart", order.topology)  # the new group excludes this engine
             return None
         place = Place(
             order.topology, order.members.index(self._me), len(order.members), order.address
@@ -55,15 +56,15 @@ class GroupMembership:
         return place if order.address and status.state == "prepared" else None
 
     def prepared(self, address: str) -> None:
-        """What the new place needs has been loaded; the group could meet at `address`."""
+        """Record that the new place is prepared; the rendezvous could be at `address`."""
         self.status = GroupStatus("prepared", self.status.topology, address)
 
     def joined(self) -> None:
-        """All members have met."""
+        """Record that all members have joined."""
         self._move("joined", self.status.topology)
 
     def lost(self) -> None:
-        """The group is given up, or the members did not meet."""
+        """Record that the group was given up, or could not be joined."""
         self._move("apart", self.status.topology)
 
     def _move(self, state: str, topology: int) -> None:

@@ -1,4 +1,4 @@
-"""Carries out the orders to form a lockstep group: prepare, meet, leave."""
+"""Carries out orders to form a lockstep group: prepare, join, leave."""
 
 import logging
 import threading
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class GroupConnection:
-    """Lets the thread that hears of a newer group free the one that computes in an older one.
+    """Lets the receiver's thread abort a group that the loop's thread computes in.
 
-    The loop attaches and detaches its group; the receiver says which formation it heard of. Whoever
-    waits in a group that is superseded finds it broken at once, also if no member has died.
+    The loop attaches and detaches its group; the receiver reports the newest formation. Operations
+    in a superseded group fail immediately, even if no member has died.
     """
 
     def __init__(self) -> None:
@@ -35,20 +35,20 @@ class GroupConnection:
             return self._group is not None and self._group.topology < self._newest
 
     def attach(self, group: "EngineGroup") -> None:
-        """Note that the engine is in this group from now on."""
+        """Record the engine's current group."""
         with self._lock:
             self._group = group
             self._cut_if_superseded()
 
     def detach(self) -> None:
-        """The engine has left its group, whose connections are closed; idempotent."""
+        """Close the group's connections and forget it; idempotent."""
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
             group.close()
 
     def ordered(self, topology: int) -> None:
-        """The coordinator wants a group of this number."""
+        """Record that the coordinator has ordered a group with this number."""
         with self._lock:
             self._newest = max(self._newest, topology)
             self._cut_if_superseded()
@@ -59,12 +59,12 @@ class GroupConnection:
 
 
 class Grouping:
-    """Does what one engine's `GroupMembership` asks for.
+    """Carries out one engine's group orders according to its `GroupMembership`.
 
     Args:
-        host: name or address under which the other members reach this process.
-        timeout: seconds that members wait for each other, to meet and in a collective.
-        report: tells the coordinator the engine's state in the group.
+        host: name or address under which other members reach this process.
+        timeout: seconds that members wait for each other, to join and in a collective.
+        report: reports the engine's state in the group to the coordinator.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Grouping:
         self._membership = GroupMembership(member, listener_address(self._listener))
 
     def announce(self) -> None:
-        """Tell the coordinator that this engine could take part."""
+        """Report to the coordinator that this engine is available for a group."""
         self._report(self._membership.status)
 
     def ordered(self, order: FormGroup) -> "EngineGroup | None":
-        """Carry an order out; return the group that the engine has joined, if so."""
+        """Carry out an order; return the group if the engine has joined it."""
         before = self._membership.status
         place = self._membership.ordered(order)
         if self._membership.status != before:
@@ -120,7 +120,7 @@ class Grouping:
 
     def _prepare(self, place: Place) -> None:
         self._executor.prepare_group(place.position, place.size)
-        if self._listener.fileno() < 0:  # the group before it was hosted there
+        if self._listener.fileno() < 0:  # it was used for the previous group
             self._listener = open_listener(self._host)
         self._membership.prepared(listener_address(self._listener))
         self._report(self._membership.status)

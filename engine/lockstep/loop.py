@@ -1,13 +1,12 @@
-"""The main thread of an engine in a lockstep group: does what `EngineWave` says.
+"""The main thread of an engine in a lockstep group: executes the actions of `EngineWave`.
 
-    park     sleep on the inbox
-    gather   exchange a row with all ranks, and learn what the group does
-    step     schedule, and begin to compute (an empty batch without work)
-    land     wait for the oldest step, hand the outputs on, take what came
+  park     block on the inbox
+  gather   exchange a row with all ranks to decide what the group does
+  step     schedule, and start to compute (an empty batch if there is no work)
+  land     wait for the oldest step, forward its outputs, drain the inbox
 
-When a member of the group fails, in a gather or inside a step, the engine leaves the group and
-waits for the coordinator to form another. The steps that failed are then taken again as they were
-planned.
+If a member of the group fails, in a gather or inside a step, the engine leaves the group and waits
+for the coordinator to form another. The failed steps are then repeated as planned.
 """
 
 import logging
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GATHER_PATIENCE = 0.01
-"""Seconds between two looks at the clock while other ranks have not come to a gather."""
+"""Seconds between checks of the clock while waiting for other ranks in a gather."""
 
 GATHER_INTERVAL = 16
-"""Steps from one gather to the next when the admission policy needs none."""
+"""Steps from one gather to the next if the admission policy needs none."""
 
 
 class LockstepLoop:
@@ -63,10 +62,10 @@ class LockstepLoop:
         on_wave: Callable[[int], None],
         on_joined: Callable[[], None],
     ) -> None:
-        """Wire the parts.
+        """Connect the parts.
 
-        `on_turn` is called for as long as the loop goes round, `on_joined` in every new group,
-        `on_wave` with every wave.
+        `on_turn` is called in every iteration, `on_joined` for every new group, `on_wave` after
+        every gather.
         """
         self._core = core
         self._wave = wave
@@ -83,16 +82,16 @@ class LockstepLoop:
         self._group: EngineGroup | None = None
         self._load: RankState | None = None
         self._launched: deque[tuple[float, int]] = deque()
-        """Of the steps in flight, when, and how many tokens they have at most."""
+        """Start time and maximum number of tokens of each step in flight."""
         self._landed_at = 0.0
         self._last_step_us = 0
 
     def run(self) -> Stop:
-        """Step until something asks to stop.
+        """Step until a stop is due.
 
         Raises:
-            StepFailed: the model or the bookkeeping failed; the engine cannot go on.
-            LockstepError: the ranks of the group are not at the same point.
+            StepFailed: the model or the bookkeeping failed; the engine cannot continue.
+            LockstepError: the ranks of the group are not in the same state.
         """
         self._grouping.announce()
         while True:
@@ -106,12 +105,12 @@ class LockstepLoop:
                 self._grouping.lose(error)
 
     def end(self) -> None:
-        """Give up what is in flight, when `run` is over: the group's connections can be closed."""
-        with suppress(StepFailed):  # which has been logged
+        """Abandon steps in flight after `run`, so that the group's connections can be closed."""
+        with suppress(StepFailed):  # already logged
             self._end_group()
 
     def _turn(self) -> None:
-        """Do the next thing."""
+        """Perform one action."""
         if self._load is None:
             self._load = self._core.steps.rank_state(self._last_step_us)
         action = self._wave.next_action(self._core.needs_steps, self._load)
@@ -129,7 +128,7 @@ class LockstepLoop:
             case Land(drains):
                 self._land(drains=drains)
 
-    # -- what the wave may want ------------------------------------------------------------------
+    # -- actions of the wave ---------------------------------------------------------------------
 
     def _gather(self, row: GatherRow) -> None:
         assert self._group is not None
@@ -147,12 +146,12 @@ class LockstepLoop:
 
     def _launch(self, action: Step) -> None:
         self._launched.append((time.monotonic(), self._core.next_tokens))
-        # Where steps do not overlap it is computed here and now.
+        # Without overlap the step is computed here.
         with nullcontext() if self._wave.overlaps else self._watched():
             self._core.steps.launch_together(action.number, action.loads)
         self._wave.launched()
         self._load = None
-        self._send_answers()  # who is to run alone is announced before it runs
+        self._send_answers()  # a request that will run alone is announced before it runs
 
     def _land(self, *, drains: bool) -> None:
         with self._watched() if self._wave.overlaps else nullcontext():
@@ -169,15 +168,15 @@ class LockstepLoop:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """End the engine if a step in flight hangs meanwhile."""
+        """Watch the steps in flight; the engine is ended if they hang."""
         tokens = sum(most for _, most in self._launched)
         self._watch.begin(tokens, time.monotonic())
         try:
             yield
-        finally:  # a step that a lost member ended has not hung either
+        finally:  # also when a lost member has failed the step
             self._watch.end()
 
-    # -- what comes in ---------------------------------------------------------------------------
+    # -- input -----------------------------------------------------------------------------------
 
     def _drain(self, within: float) -> None:
         needed_steps = self._core.needs_steps
@@ -188,7 +187,8 @@ class LockstepLoop:
         self._load = None
         self._send_answers()
         if (within and not items) or (self._core.needs_steps and not needed_steps):
-            # The age of stats tells idle from dead, and work has to be seen to have begun.
+            # The age of stats distinguishes idle from dead, and the start of work has to be
+            # reported.
             self._send_stats()
 
     def _take(self, item: InboxItem) -> None:
@@ -209,7 +209,7 @@ class LockstepLoop:
             case _:
                 self._core.handle(item)
 
-    # -- groups come and go ----------------------------------------------------------------------
+    # -- group changes ---------------------------------------------------------------------------
 
     def _form(self, order: FormGroup) -> None:
         if self._group is not None and order.topology > self._group.topology:
@@ -223,7 +223,7 @@ class LockstepLoop:
             self._on_joined()
 
     def _end_group(self) -> None:
-        """Take no further part in the group; nothing of it is in flight any more."""
+        """Abort the group and abandon its steps in flight."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -233,7 +233,7 @@ class LockstepLoop:
         self._launched.clear()
         self._wave.group_lost()
 
-    # -- what goes out ---------------------------------------------------------------------------
+    # -- output ----------------------------------------------------------------------------------
 
     def _send_reports(self) -> None:
         for report in self._wave.take_reports():
@@ -248,7 +248,8 @@ class LockstepLoop:
         self._outlet.say(CoreStep({}, [], self._core.stats()))
 
     def _say(self, step: CoreStep) -> None:
-        """Hand on what there is to say; return when whoever has to know first will know."""
+        """Send outputs; if they announce a request that runs alone, wait until they have
+        arrived."""
         self._outlet.say(step)
         if step.changes_alone:
             time.sleep(ANNOUNCEMENT_SECONDS)

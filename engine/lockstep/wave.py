@@ -1,25 +1,25 @@
 """One engine's part in the waves of its lockstep group: a state machine without I/O.
 
-The engines of a lockstep group hold collectives together in every step, so all of them step or
-none does. `EngineWave` says what an engine's loop has to do next; the loop obeys:
+The engines of a lockstep group run collectives in every step, so either all of them step or none
+does. `EngineWave` decides an engine's next action; the loop obeys:
 
-    match wave.next_action(has_work, load):
-        case Park(): block on the input queue, then drain it
-        case Gather(row): table = all-gather of row.pack(); wave.gathered(table)
-        case Step(): schedule and begin to execute (or a dummy batch); wave.launched()
-        case Land(drains): wait for the oldest step; wave.landed(); drain the queue if it `drains`
+  match wave.next_action(has_work, load):
+    case Park(): block on the input queue, then drain it
+    case Gather(row): table = all-gather of row.pack(); wave.gathered(table)
+    case Step(): schedule and start to execute (or a dummy batch); wave.launched()
+    case Land(drains): wait for the oldest step; wave.landed(); drain the queue if it `drains`
 
-and sends `take_reports()` to the coordinator before each of them. The input queue is drained after
-a park or a landing only, never between a gather and its step: what a rank says in the gather is
-then all that the step can contain.
+and sends `take_reports()` to the coordinator before each of them. The input queue is drained only
+after a park or a landing, never between a gather and its step: so a rank's row in the gather covers
+everything that the step can contain.
 
-Where steps overlap the next one is gathered for and launched while one runs. A wave then ends in
+If steps overlap, the next one is gathered for and launched while one runs. A wave then ends with
 two gathers: after the first no step is launched any more, and the second follows when all ranks
 have landed theirs. So no rank is paused or held while another still computes.
 
-Whether to go on, to pause or to hold is decided by `judge`, a pure function of the
-gathered table, and so alike on all ranks. The wave number, the hold epoch and the topology are
-logical clocks: everybody takes the maximum of what they see, and none ever goes back.
+Whether to continue, pause or hold is decided by `judge`, a pure function of the gathered table, so
+all ranks decide alike. The wave number, the hold epoch and the topology are logical clocks: each
+rank takes the maximum of what it sees, and none ever decreases.
 """
 
 from collections.abc import Sequence
@@ -31,21 +31,21 @@ from engine.scheduler.admission import RankState
 from engine.shared.messages import StartDpWave, StartWave, WaveComplete
 
 START_REPEAT_INTERVAL = 0.03
-"""Seconds after which an engine that waits for its peers asks for them again."""
+"""Seconds after which an engine that waits for its peers requests them again."""
 
 WaveReport = StartWave | WaveComplete
 
 
 class LockstepError(Exception):
-    """Ranks of one group are not at the same point: they must not go on."""
+    """Ranks of one group are not in the same state: they must not continue."""
 
 
 class Phase(StrEnum):
-    """Where an engine is."""
+    """State of an engine."""
 
     FORMING = "forming"
-    """The group is being formed; its first gather brings everybody's clocks together and ends
-    like a wave."""
+    """The group is being formed; its first gather synchronizes the ranks' clocks, and ends like the
+    last gather of a wave."""
     PAUSED = "paused"
     RUNNING = "running"
     HELD = "held"
@@ -55,7 +55,7 @@ class Phase(StrEnum):
 
 
 class GatherRow(NamedTuple):
-    """What one rank tells all others before a step; sent as `WIDTH` int64 values."""
+    """One rank's state, sent to all others before a step as `WIDTH` int64 values."""
 
     topology: int
     tag: int
@@ -64,17 +64,17 @@ class GatherRow(NamedTuple):
     """Steps launched in this wave."""
     wave: int
     hold_epoch: int
-    """Odd: the group has to be held; even: it may run."""
+    """Odd: the group has to be held; even: it can run."""
     has_work: int
     load: RankState
 
     def pack(self) -> list[int]:
-        """Return the row as it travels."""
+        """Return the row as a list of integers."""
         return [*self[:-1], *self.load]
 
     @classmethod
     def unpack(cls, values: Sequence[int]) -> "GatherRow":
-        """Return the row that `pack` made `values` of."""
+        """Return the row packed in `values`."""
         num_control = len(cls._fields) - 1
         topology, tag, step, wave, hold_epoch, has_work = values[:num_control]
         load = RankState(*values[num_control:])
@@ -86,17 +86,17 @@ WIDTH = len(GatherRow._fields) - 1 + len(RankState._fields)
 
 
 class Park(NamedTuple):
-    """Block on the input queue: nothing to do."""
+    """Block on the input queue: there is nothing to do."""
 
 
 class Gather(NamedTuple):
-    """Exchange this row with all ranks of the group."""
+    """All-gather this row with all ranks of the group."""
 
     row: GatherRow
 
 
 class Step(NamedTuple):
-    """Launch a step that is taken together with all ranks of the group.
+    """Launch a step together with all ranks of the group.
 
     A rank without work runs an empty batch, so that its peers' collectives complete.
     """
@@ -108,18 +108,18 @@ class Step(NamedTuple):
 
 
 class Land(NamedTuple):
-    """Wait for the oldest of the steps that were launched and have not landed."""
+    """Wait for the oldest step in flight."""
 
     drains: bool
     """Whether to drain the input queue afterwards: not before the gather that ends a wave, which
-    all ranks come to as they were judged."""
+    all ranks enter in the state that was judged."""
 
 
 Action = Park | Gather | Step | Land
 
 
 class Verdict(NamedTuple):
-    """What all ranks do after a gather."""
+    """The group's decision after a gather."""
 
     phase: Phase
     wave: int
@@ -127,7 +127,7 @@ class Verdict(NamedTuple):
 
 
 def check_alike(rows: Sequence[GatherRow]) -> None:
-    """Check that all ranks are at the same point.
+    """Check that all ranks are in the same state.
 
     Raises:
         LockstepError: two ranks are not; the message names both.
@@ -144,7 +144,7 @@ def check_alike(rows: Sequence[GatherRow]) -> None:
 
 
 def judge(rows: Sequence[GatherRow]) -> Verdict:
-    """Return what the whole group does next, from the rows of all ranks."""
+    """Return the whole group's decision, from the rows of all ranks."""
     wave = max(row.wave for row in rows)
     hold_epoch = max(row.hold_epoch for row in rows)
     has_work = any(row.has_work for row in rows)
@@ -158,12 +158,12 @@ def judge(rows: Sequence[GatherRow]) -> Verdict:
 
 
 def is_hold(hold_epoch: int) -> bool:
-    """Whether the newest operation on the group's hold was to hold it."""
+    """Return whether an epoch means that the group is held."""
     return hold_epoch % 2 == 1
 
 
 class EngineWave(WaveClock):
-    """What one rank knows of its group, from which follows what it does next."""
+    """One rank's state in its group, which determines its next action."""
 
     def __init__(
         self,
@@ -175,12 +175,12 @@ class EngineWave(WaveClock):
         max_in_flight: int = 1,
         phase: Phase = Phase.FORMING,
     ) -> None:
-        """A rank of a group that has just been formed, or, with `phase` APART, of none yet.
+        """Start in a group that has just been formed, or, with `phase` APART, in none.
 
-        `wave` is what the coordinator's welcome or the group's last formation knew. Only every
-        `gather_interval`-th step of a wave begins with a gather; 1 for admission policies that
-        look at the loads. At most `max_in_flight` steps are launched and not landed. Both are the
-        same on all ranks. One of them, at first rank 0, leads: it reports the end of waves.
+        `wave` is known from the coordinator's welcome or the group's last formation. Only every
+        `gather_interval`-th step of a wave begins with a gather; 1 for admission policies that use
+        the loads. At most `max_in_flight` steps are in flight. Both are equal on all ranks. One
+        rank, initially rank 0, leads: it reports the end of waves.
         """
         super().__init__(wave)
         self.phase = phase
@@ -199,7 +199,7 @@ class EngineWave(WaveClock):
         self._reports: list[WaveReport] = []
         self._repeat_at: float | None = None
 
-    # -- questions -------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     @property
     def running(self) -> bool:
@@ -208,24 +208,24 @@ class EngineWave(WaveClock):
 
     @property
     def held(self) -> bool:
-        """Whether the whole group is held, so that an operator's work may begin."""
+        """Whether the whole group is held, so that operators' calls can proceed."""
         return self.phase is Phase.HELD
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step is launched while one runs."""
+        """Whether a step is launched while another runs."""
         return self._max_in_flight > 1
 
     @property
     def awaits_peers(self) -> bool:
-        """Whether this rank started a wave and nobody has been seen to follow yet."""
+        """Whether this rank started a wave and no peer is known to follow yet."""
         return self.phase is Phase.RUNNING and self.step == 0 and self._loads is None
 
     def next_action(self, has_work: bool, load: RankState) -> Action:
-        """Return what to do now.
+        """Return the next action.
 
-        `has_work` says whether this rank holds requests that have to be stepped, waiting ones
-        included; `load` is its state after the input queue was drained.
+        `has_work`: whether this rank has requests to step, including waiting ones. `load`: its
+        state after the input queue was drained.
         """
         if self._has_to_start(has_work):
             self._start()
@@ -248,16 +248,16 @@ class EngineWave(WaveClock):
         return Step(self.step, self._loads or ())
 
     def take_reports(self) -> list[WaveReport]:
-        """Return what to tell the coordinator, in order; each report is returned once."""
+        """Return the pending reports to the coordinator, in order; each is returned once."""
         reports, self._reports = self._reports, []
         return reports
 
     # -- events ----------------------------------------------------------------------------------
 
     def group_lost(self) -> None:
-        """A member has failed or the group is superseded: no collective until `regroup`.
+        """Leave the group after a member failed or it was superseded, until `regroup`.
 
-        Whatever collective was going on has been given up, and so have the steps in flight.
+        The caller has aborted collectives and abandoned steps in flight.
         """
         self.phase = Phase.APART
         self._loads = None
@@ -267,10 +267,10 @@ class EngineWave(WaveClock):
     def regroup(
         self, topology: int, *, leads: bool | None = None, gather_interval: int | None = None
     ) -> None:
-        """The group is formed anew, with `topology` instead of what this rank knew.
+        """Join a new formation of the group, with this `topology`.
 
-        What this rank knows of waves and holds it brings along, and so the new ones learn it.
-        Who leads and how often is gathered stays as it was unless it is said.
+        The rank's wave and hold epoch are kept, and so spread to the group. Leadership and gather
+        interval are unchanged unless given.
         """
         self.topology = topology
         self.phase = Phase.FORMING
@@ -282,10 +282,9 @@ class EngineWave(WaveClock):
             self._gather_interval = gather_interval
 
     def request_received(self, wave: int) -> None:
-        """A request stamped with its front end's wave was put into this rank's queue.
+        """Record the wave of a request that was put into this rank's queue.
 
-        That it starts a paused rank, whatever its stamp, follows from `next_action`'s
-        `has_work`.
+        The request itself starts a paused rank through `next_action`'s `has_work`.
         """
         self._adopt(wave)
 
@@ -294,7 +293,7 @@ class EngineWave(WaveClock):
         self._adopt(wave)
 
     def start_ordered(self, order: StartDpWave) -> None:
-        """The coordinator orders the group to run; it may do so late, twice or never."""
+        """Handle the coordinator's order to run, which can arrive late, twice or never."""
         if order.topology != self.topology:
             return
         is_new = order.wave >= self.wave
@@ -304,28 +303,28 @@ class EngineWave(WaveClock):
             self._start()
 
     def pause_requested(self, epoch: int | None = None) -> None:
-        """An operator wants the group held, requests kept.
+        """Request a hold of the group, in which requests are kept.
 
-        One rank's wish is enough: the next gather makes it everybody's, and all stop there.
-        `epoch` (odd) orders operations that may overtake each other; by default this is one more
-        after the newest known here, and nothing if that already is a hold.
+        A request on one rank suffices: the next gather spreads it, and all ranks stop there.
+        `epoch` (odd) orders operations that can overtake each other; by default the newest known
+        epoch plus one, or no change if that already is a hold.
         """
         newest = self.hold_epoch + (not is_hold(self.hold_epoch))
         self.hold_epoch = max(self.hold_epoch, newest if epoch is None else epoch)
 
     def resume_requested(self, epoch: int | None = None) -> None:
-        """An operator ends the hold; `epoch` (even) as in `pause_requested`.
+        """Request the end of a hold; `epoch` (even) as in `pause_requested`.
 
-        Repeating it changes nothing. One rank is enough here too.
+        Idempotent. A request on one rank suffices here too.
         """
         newest = self.hold_epoch + is_hold(self.hold_epoch)
         self.hold_epoch = max(self.hold_epoch, newest if epoch is None else epoch)
 
     def gathered(self, table: Sequence[Sequence[int]]) -> None:
-        """Take the packed rows of all ranks, in rank order.
+        """Process the packed rows of all ranks, in rank order.
 
         Raises:
-            LockstepError: the ranks are not at the same point.
+            LockstepError: the ranks are not in the same state.
         """
         rows = [GatherRow.unpack(values) for values in table]
         check_alike(rows)
@@ -344,21 +343,21 @@ class EngineWave(WaveClock):
             self._stop(verdict)
 
     def launched(self) -> None:
-        """The step has begun on this rank."""
+        """Record that this rank has launched the step."""
         self._tag += 1
         self.step += 1
         self._in_flight += 1
         self._loads = None
 
     def landed(self) -> None:
-        """The oldest step is done on this rank."""
+        """Record that the oldest step has completed on this rank."""
         self._in_flight -= 1
 
     def tick(self, now: float) -> None:
-        """Time has passed while a gather is outstanding (seconds, monotonic).
+        """Process the passing of time while a gather is pending; `now` in seconds, monotonic.
 
-        A rank that nobody joins asks again, so that a report lost with a coordinator that died
-        costs an interval only.
+        A rank without followers repeats its report, so that losing it with a crashed coordinator
+        costs only an interval.
         """
         if not self.awaits_peers:
             self._repeat_at = None

@@ -1,21 +1,21 @@
-"""How an engine is ended that does not serve yet."""
+"""Stopping an engine during startup."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ASK_AGAIN_SECONDS = 0.5
-"""Seconds after which an engine that was asked to end and still starts is asked again."""
+"""Seconds after which a stop request to a starting engine is repeated."""
 
 
 class EarlyStop:
-    """Ends a starting engine where it is, except where it would leave something behind.
+    """Stops a starting engine immediately, except in sections that would leave something behind.
 
-    Importing libraries and loading a model take seconds and look at nothing meanwhile, so the
-    signal's handler leaves them by an exception. That may be lost: a compiler that calls back into
-    Python passes none on. So the engine is asked again until it has left what it was doing.
+    Importing libraries and loading a model take seconds without checking for requests, so the
+    signal handler interrupts them by an exception. It can get lost: a compiler that calls back into
+    Python swallows exceptions. So the request is repeated until the engine has left startup.
 
     Args:
-        ask_again: has the engine asked again after so many seconds; after 0: not any more.
+        ask_again: schedules another call of `ask` after the given seconds; 0 cancels it.
     """
 
     def __init__(self, ask_again: Callable[[float], object] = lambda seconds: None) -> None:
@@ -25,10 +25,10 @@ class EarlyStop:
         self._has_left = False
 
     def ask(self) -> None:
-        """End now, or as soon as nothing holds it any more; for signal handlers.
+        """Stop now, or at the end of `held` sections; for signal handlers.
 
         Raises:
-            SystemExit: nothing holds it.
+            SystemExit: no section holds it.
         """
         if self._has_left:
             return
@@ -37,16 +37,16 @@ class EarlyStop:
         self._end_unless_held()
 
     def has_left(self) -> None:
-        """The engine ends, for whatever reason: nothing has to be left any more."""
+        """Record that startup is over, for whatever reason; later requests are ignored."""
         self._has_left = True
         self._ask_again(0.0)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Do not end within; for what starts processes or ends them.
+        """Defer a stop to the end of the context; for starting and stopping processes.
 
         Raises:
-            SystemExit: at the end, if the engine was asked to end meanwhile.
+            SystemExit: at the end, if a stop was requested meanwhile.
         """
         self._held += 1
         try:

@@ -1,8 +1,8 @@
 """The engine process: joins the cluster, loads the model, then loops until it is stopped.
 
 The receiver thread reads every socket, and the main thread runs steps and writes their results.
-Requests pass between them by one queue, the inbox; beside it they share what is made for several
-threads: the sender, the health and the watch over a step's time, the connection of the group.
+Requests pass between them through one queue, the inbox; they also share a few thread-safe objects:
+the sender, the health state, the step watch and the group connection.
 """
 
 import logging
@@ -83,15 +83,15 @@ logger = logging.getLogger(__name__)
 
 
 class CannotStart(Exception):
-    """The engine cannot start, and trying again would not help."""
+    """The engine cannot start, and retrying would not help."""
 
 
 def steps_together(config: EngineConfig) -> bool:
-    """Whether the engine is one of several that share the experts of a model.
+    """Return whether the engine is one of several that share the experts of a model.
 
     Raises:
         ModelNotFound: there is no such model.
-        UnsupportedModel: its config asks for something that is not implemented.
+        UnsupportedModel: its config needs something that is not implemented.
     """
     parallel = config.parallel
     if config.executor.engine_backend == "vllm":
@@ -118,8 +118,8 @@ def build_executor(
 ) -> Executor:
     """Load the model (or its simulation) as configured.
 
-    An executor with processes of its own calls `on_failure`, in another thread, when one dies.
-    None of them is left, whenever the engine is asked to stop.
+    An executor with worker processes calls `on_failure`, from another thread, when one dies.
+    Stopping the engine during startup leaves no worker behind.
     """
     if config.parallel.enable_expert_parallel and config.parallel.pipeline_parallel_size > 1:
         raise CannotStart(
@@ -167,7 +167,7 @@ def _divided_executor(
     early_stop: EarlyStop,
     on_failure: Callable[[str], None] | None,
 ) -> Executor:
-    """Wait for the other nodes, if there are any; start all workers and load the model.
+    """Wait for other nodes, if any; start all workers and load the model.
 
     Raises:
         OSError: a process cannot be started, or not all nodes have joined.
@@ -230,14 +230,14 @@ def _simulated_executor(
 
 
 WAITING_INTERVAL = 10.0
-"""Seconds between two log lines of an engine that waits for the coordinator."""
+"""Seconds between log lines while an engine waits for the coordinator."""
 
 
 def wait_for_rank(inbox: "SimpleQueue[InboxItem]", timeout: float, where: str) -> Welcomed:
-    """Wait until the coordinator at this address has accepted this engine.
+    """Wait until the coordinator has accepted this engine; `where` is its address, for errors.
 
     Raises:
-        CannotStart: refused, or not answered.
+        CannotStart: refused, or no answer within `timeout` seconds.
     """
     began = time.monotonic()
     while True:
@@ -259,7 +259,7 @@ def wait_for_rank(inbox: "SimpleQueue[InboxItem]", timeout: float, where: str) -
 
 
 class EngineProcess:
-    """Wires the threads together and ends them in order."""
+    """Connects the threads and stops them in order."""
 
     def __init__(self, config: EngineConfig, lifeline: Lifeline, incarnation: int) -> None:
         self._steps_together = steps_together(config)
@@ -299,7 +299,7 @@ class EngineProcess:
         )
 
     def request_stop(self) -> None:
-        """Drain, at the second call end at once, as while starting; for signal handlers.
+        """Drain; at the second call, or during startup, stop immediately. For signal handlers.
 
         Raises:
             SystemExit: the engine does not serve yet.
@@ -351,7 +351,7 @@ class EngineProcess:
         finally:
             try:
                 self._early_stop.has_left()
-            except SystemExit:  # it was asked again at this very moment
+            except SystemExit:  # a repeated request arrived at this moment
                 self._early_stop.has_left()
             with self._early_stop.held():
                 self._receiver.stop()
@@ -365,7 +365,7 @@ class EngineProcess:
                 self._context.destroy(linger=0)
 
     def _open_tiers(self, executor: KvMemory, fingerprint: str, rank: int) -> None:
-        """Open what keeps KV blocks beyond the engine, and what exchanges them with others."""
+        """Open the KV tiers, and the port that exchanges KV blocks with other engines."""
         self._kv_memory = executor
         counters, port = EngineCounters(), None
         opened = open_port(
@@ -395,7 +395,7 @@ class EngineProcess:
             raise
 
     def _open_kv_events(self, executor: Executor, rank: int) -> None:
-        """Publish what becomes of KV blocks, if that was asked for."""
+        """Publish KV cache events, if configured."""
         cache = self._config.cache
         settings = read_settings(cache.kv_events_config)
         if settings is None:
@@ -407,7 +407,7 @@ class EngineProcess:
         self._kv_events = KvEventLog(cache.block_size, medium, publisher.publish)
 
     def _core(self, executor: Executor, rank: int, clock: WaveClock) -> EngineCore:
-        """Return what serves, with all adapters of the cluster."""
+        """Return the engine core, with all adapters of the cluster loaded."""
         core = EngineCore(
             self._config,
             executor,
@@ -445,7 +445,7 @@ class EngineProcess:
             core = load_plugin("swell.engine_backends", name, "--engine-backend", start)
         else:
             try:
-                from engine.vllm.core import VllmCore  # of an environment of its own
+                from engine.vllm.core import VllmCore  # from the environment of --engine-python
             except ImportError as error:
                 raise CannotStart(
                     f"--engine-backend vllm: {error}; name the interpreter of an environment with "
@@ -508,18 +508,18 @@ class EngineProcess:
         try:
             return self._loop_until_stopped(loop, rank)
         finally:
-            # The goodbye goes first, so that the others regroup on an order and not on an error.
+            # The goodbye goes first, so that the others regroup on an order instead of an error.
             self._receiver.stop()
             loop.end()
             grouping.close()
 
     def _load_adapters(self, core: EngineCore) -> None:
-        """Have all adapters of the cluster before the first request can come.
+        """Load all adapters of the cluster before the first request can arrive.
 
         Raises:
-            CannotStart: one of the settings cannot be served.
+            CannotStart: an adapter from the settings cannot be served.
         """
-        # It may have changed while the model was loaded.
+        # The sheet may have changed while the model was loaded.
         sheet = self._reception.sheet or configured_adapters(self._config.lora)
         if sheet is None:
             return
@@ -527,11 +527,11 @@ class EngineProcess:
             self._lifeline.progress("loading adapters")
         core.adapters.take(sheet)
         for entry, error in core.adapters.wait():
-            if not entry.confined and not entry.version:  # it has never been served
+            if not entry.confined and not entry.version:  # from the settings, never served
                 raise CannotStart(f"--lora-modules {entry.name}={entry.path}: {error}")
 
     def _weights_changed(self, setup: EngineSetup) -> None:
-        """Tell the cluster of other weights, whose KV blocks are others."""
+        """Report replaced weights to the cluster; KV blocks in tiers are keyed by them."""
         if self._tiers is not None and self._kv_memory is not None:
             self._tiers.model = model_name(self._kv_memory, setup.model_fingerprint)
         self._receiver.tell(Serve(setup))
@@ -541,7 +541,7 @@ class EngineProcess:
         self._receiver.tell(WantNothingNew())
 
     def _ready(self, setup: EngineSetup) -> None:
-        """Tell the cluster that the engine serves, the first time."""
+        """Report to the cluster that the engine serves; only the first call counts."""
         if self._serving:
             return
         self._serving = True
@@ -552,7 +552,7 @@ class EngineProcess:
         self._receiver.tell(Serve(setup))
 
     def _routed(self) -> None:
-        """Tell the supervisor that front ends use the engine; called by the receiver."""
+        """Report to the supervisor that front ends use the engine; called by the receiver."""
         self._health.ready()
         self._lifeline.ready(self._summary)
 
@@ -587,10 +587,10 @@ def run(config: EngineConfig, lifeline: Lifeline, incarnation: int | None = None
         incarnation = secrets.randbits(48)
     try:
         process = EngineProcess(config, lifeline, incarnation)
-        for signum in (*end_signals(), signal.SIGALRM):  # that one from `EarlyStop`
+        for signum in (*end_signals(), signal.SIGALRM):  # the latter from `EarlyStop`
             signal.signal(signum, lambda *_: process.request_stop())
         return process.run()
-    except SystemExit:  # it was asked to end before it served
+    except SystemExit:  # stopped before it served
         return 0
     except (CannotStart, InsecureCluster, ValueError, OSError) as error:
         lifeline.failed(str(error))

@@ -1,7 +1,7 @@
-"""The engine's reading thread: the sockets around `Reception`.
+"""The engine's receiver thread: the sockets around `Reception`.
 
-It owns every socket that the engine reads from, gives `Reception` what arrives and does what that
-says. Its socket calls release the GIL while the model runs.
+It owns every socket that the engine reads from, passes arriving messages to `Reception` and carries
+out its actions. Socket calls release the GIL while the model runs.
 """
 
 import logging
@@ -52,7 +52,7 @@ _CONTROL_ADDRESS = "inproc://receiver-control"
 
 
 def build_reception(config: EngineConfig, incarnation: int, *, lockstep: bool) -> Reception:
-    """Return what decides for the engine that `config` describes."""
+    """Return the state machine for the engine that `config` describes."""
     cluster, rank = config.cluster, config.parallel.data_parallel_rank
     identity = Identity(
         kind="engine",
@@ -74,7 +74,7 @@ def build_reception(config: EngineConfig, incarnation: int, *, lockstep: bool) -
 
 
 class _Sockets:
-    """What one thread reads from, and what it does when there is something to read."""
+    """The sockets that one thread reads from, and their handlers."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -95,12 +95,12 @@ class _Sockets:
         self.listen(inbox.socket, drain)
 
     def poll(self, seconds: float) -> None:
-        """Read once, after waiting for at most so long."""
+        """Wait up to `seconds` for readable sockets, and handle them once."""
         for readable, _ in self._poller.poll(math.ceil(1000 * max(0.0, seconds))):
             self.read(readable)
 
     def read(self, socket: "zmq.Socket[bytes]") -> None:
-        """Handle what has arrived on a socket, unless it was closed meanwhile."""
+        """Handle pending messages of a socket, unless it was closed meanwhile."""
         if socket in self._handlers:
             self._handlers[socket]()
 
@@ -111,13 +111,13 @@ class _Sockets:
         socket.close(linger=0)
 
     def close(self, last: "zmq.Socket[bytes]") -> None:
-        """Close all; what was written to `last` gets time to leave."""
+        """Close all sockets; `last` gets 200 ms of linger to send pending messages."""
         for each in self._handlers:
             each.close(linger=200 if each is last else 0)
 
 
 class Receiver:
-    """Runs the reading thread from `start` to `stop`."""
+    """Runs the receiver thread from `start` to `stop`."""
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class Receiver:
         on_routed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wire the thread; it calls `on_routed` once, when front ends route to a ready engine."""
+        """Connect the parts; `on_routed` is called once, when front ends route to a ready
+        engine."""
         self._reception = reception
         self._incarnation = incarnation
         self._transport = transport
@@ -154,7 +155,7 @@ class Receiver:
         watch = transport.watch(self._registration, coordinator_address, binder=False)
         if watch is not None:
             self.sockets.listen(watch.socket, watch.check)
-        # The loop's end of the control pair is used by the loop's thread only.
+        # The loop's thread alone uses its end of the control pair.
         self._control = context.socket(zmq.PAIR)
         self._control.bind(_CONTROL_ADDRESS)
         woken = context.socket(zmq.PAIR)
@@ -164,14 +165,14 @@ class Receiver:
         self.is_closed = False
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
 
-    # -- called by the engine's loop -------------------------------------------------------------
+    # -- called from the engine's loop -----------------------------------------------------------
 
     def start(self) -> None:
         """Start reading; the first item in the inbox is `Welcomed` (or `Stop`)."""
         self._thread.start()
 
     def tell(self, command: Command) -> None:
-        """Let `Reception` know of something that the loop decided."""
+        """Pass a command of the loop to `Reception`."""
         self._commands.put(command)
         self._control.send(b"")
 
@@ -179,12 +180,12 @@ class Receiver:
         """Say goodbye, close every socket and wait for the thread; idempotent."""
         if self._control.closed:
             return
-        if self._thread.is_alive():  # else the command would not be read
+        if self._thread.is_alive():  # otherwise nobody reads the command
             self.tell(Leave())
             self._thread.join(timeout)
         self._control.close(linger=0)
 
-    # -- the thread ------------------------------------------------------------------------------
+    # -- the receiver thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -198,7 +199,7 @@ class Receiver:
             self.sockets.close(self._registration)
 
     def tick(self) -> None:
-        """Tell `Reception` the time if it is due."""
+        """Pass a `Tick` to `Reception` if its deadline has passed."""
         if self._clock() >= self._reception.deadline:
             self._handle(Tick())
 

@@ -1,7 +1,7 @@
-"""What an engine's receiver does with what arrives: a state machine without I/O.
+"""The engine receiver's decisions: a state machine without I/O.
 
 It owns the engine's membership and its links to front ends. `handle` takes one event and returns
-what the receiver has to do, in this order; `deadline` says when it wants to hear a `Tick`.
+the receiver's actions in order; `deadline` is the latest time for a `Tick`.
 """
 
 import logging
@@ -42,36 +42,36 @@ from engine.shared.roster import Roster
 logger = logging.getLogger(__name__)
 
 ASK_INTERVAL = 0.02
-"""Seconds between hellos while front ends are asked whether they route to the engine."""
+"""Seconds between hellos while waiting for front ends to confirm that they route here."""
 
-# -- events, beside the messages that arrive -----------------------------------------------------
+# -- events, in addition to received messages ----------------------------------------------------
 
 
 class Serve(NamedTuple):
-    """The engine has loaded its model: tell the coordinator and the front ends."""
+    """The engine has loaded its model: notify the coordinator and the front ends."""
 
     setup: EngineSetup
 
 
 class WantNothingNew(NamedTuple):
-    """The engine drains: tell the coordinator and the front ends."""
+    """The engine drains: notify the coordinator and the front ends."""
 
 
 class StandInGroup(NamedTuple):
-    """The engine's state in its lockstep group has changed: tell the coordinator."""
+    """The engine's state in its lockstep group has changed: notify the coordinator."""
 
     status: GroupStatus
 
 
 class HaveAdapters(NamedTuple):
-    """The engine knows this sheet and has these adapters: tell the coordinator."""
+    """The engine has this sheet and these adapters: notify the coordinator."""
 
     sheet: AdapterSheet
     held: list[HeldAdapter]
 
 
 class Leave(NamedTuple):
-    """The engine ends."""
+    """The engine stops."""
 
 
 class Tick(NamedTuple):
@@ -79,7 +79,7 @@ class Tick(NamedTuple):
 
 
 Command = Serve | WantNothingNew | StandInGroup | HaveAdapters | Leave
-"""What the engine's loop tells its receiver."""
+"""Events from the engine's loop."""
 
 Event = CoordinatorReply | GroupOrder | EngineInput | Command | Tick
 
@@ -93,21 +93,21 @@ class Register(NamedTuple):
 
 
 class Follow(NamedTuple):
-    """Subscribe to the coordinator's orders and open the way for reports, here and no more where
-    they were before."""
+    """Subscribe to the coordinator's orders and connect for reports, replacing earlier
+    connections."""
 
     orders_address: str
     reports_address: str
 
 
 class Connect(NamedTuple):
-    """Open the ways to and from a front end."""
+    """Open the connections to and from a front end."""
 
     entry: FrontEndEntry
 
 
 class Disconnect(NamedTuple):
-    """Close the ways to and from a front end."""
+    """Close the connections to and from a front end."""
 
     front_end: int
 
@@ -126,19 +126,19 @@ class Deliver(NamedTuple):
 
 
 class Supersede(NamedTuple):
-    """Free a loop that waits in a group with a smaller number."""
+    """Abort a group with a smaller number, to free a loop that waits in it."""
 
     topology: int
 
 
 class Announce(NamedTuple):
-    """Tell the supervisor that front ends route to the engine, except for these."""
+    """Report to the supervisor that front ends route to the engine, except for these."""
 
     unconfirmed: list[int]
 
 
 class Close(NamedTuple):
-    """Close everything and end."""
+    """Close everything and end the thread."""
 
 
 Action = Register | Follow | Connect | Disconnect | Greet | Deliver | Supersede | Announce | Close
@@ -147,16 +147,16 @@ Action = Register | Follow | Connect | Disconnect | Greet | Deliver | Supersede 
 class FrontEndLinks:
     """The connections of one engine process to all front ends within its scope.
 
-    Hellos are repeated, as a sign of life over the connections of requests and answers; a lost one
-    costs an interval. An engine that has just become ready asks in its hellos which front ends
-    route to it already. Its supervisor waits for that before it ends another engine, so that no
-    front end is left without one.
+    Hellos are repeated as keep-alives of the request and output connections; a lost one costs an
+    interval. An engine that has just become ready asks in its hellos which front ends already route
+    to it. Its supervisor waits for the answers before it stops another engine, so that no front end
+    is left without one.
 
     Args:
         incarnation: of the engine.
         node: name of the engine's node.
-        grace: seconds for which front ends that a restarted coordinator does not list are kept,
-            and for which front ends that do not answer are asked.
+        grace: seconds for which front ends missing from a restarted coordinator's list are kept,
+            and for which front ends are asked for confirmation.
         interval: seconds between hellos.
     """
 
@@ -174,23 +174,23 @@ class FrontEndLinks:
         self._answered: set[int] = set()
 
     def serve(self, now: float) -> None:
-        """The engine serves from now on: ask all front ends whether they route to it."""
+        """Start asking all front ends whether they route to the engine, which now serves."""
         self._ask_until = now + self._grace
         self._greet_at = now
 
     def drain(self, now: float) -> None:
-        """The engine takes nothing new from now on: tell all front ends."""
+        """Notify all front ends that the engine accepts no new requests."""
         self._drains = True
         self._greet_at = now
 
     def answered(self, answer: RouteTaken) -> None:
-        """A front end routes to the engine."""
+        """Record that a front end routes to the engine."""
         self._answered.add(answer.session)
 
     def take_unconfirmed(self, now: float) -> list[int] | None:
-        """Return which front ends still do not route to an engine that serves, once.
+        """Return, once, the front ends that do not route to a serving engine yet.
 
-        None before it serves, while waiting for them is still worthwhile, and once they were told.
+        None before it serves, while waiting for confirmations, and once the result was returned.
         """
         if self._ask_until is None:
             return None
@@ -202,26 +202,26 @@ class FrontEndLinks:
 
     @property
     def wait(self) -> float:
-        """Seconds after which `tick` has to be called again at the latest."""
+        """Maximum seconds until the next call of `tick`."""
         return self._interval if self._ask_until is None else ASK_INTERVAL
 
     def update(
         self, rank: int, epoch: int, entries: list[FrontEndEntry], now: float
     ) -> list[Action]:
-        """Take a complete list of the coordinator of `epoch`; `rank` is this engine's."""
+        """Apply a complete list from the coordinator of `epoch`; `rank` is this engine's."""
         listed = {each.index: each for each in entries if each.scope.contains(rank, self._node)}
         change = self._roster.update(epoch, listed, now)
         actions = self._leave(change.left)
         for index in change.joined:
             self._num_sessions += 1
             self._sessions[index] = self._num_sessions
-            # Outputs may follow as soon as a request does: the way back has to be there first.
+            # Outputs can follow a request immediately, so their connection has to be opened first.
             entry = listed[index]
             actions += [Connect(entry), Deliver(FrontEndJoined(index, entry.incarnation))]
         return actions + self._greet(rank, change.joined)
 
     def tick(self, rank: int, now: float) -> list[Action]:
-        """Time has passed."""
+        """Return the actions that are due: expired front ends and hellos."""
         actions = self._leave(self._roster.expire(now))
         if now < self._greet_at:
             return actions
@@ -251,9 +251,9 @@ class Reception:
 
     def __init__(self, membership: Membership, links: FrontEndLinks) -> None:
         self.deadline = float("-inf")
-        """When the next `Tick` is due at the latest (seconds, monotonic)."""
+        """Latest time of the next `Tick` (seconds, monotonic)."""
         self.sheet: AdapterSheet | None = None
-        """The newest sheet of adapters; any thread."""
+        """The newest adapter sheet; read from any thread."""
         self._membership = membership
         self._links = links
         self._followed: Follow | None = None
@@ -261,15 +261,16 @@ class Reception:
 
     @property
     def rank(self) -> int:
-        """The engine's rank; -1 while it has none."""
+        """The engine's rank; -1 while unknown."""
         return self._membership.index
 
     def note_wave(self, wave: int) -> None:
-        """The engine is in `wave`, which a restarted coordinator has to be told; any thread."""
+        """Record the engine's wave, which is sent to a restarted coordinator; called by any
+        thread."""
         self._membership.wave = max(self._membership.wave, wave)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take an event at `now`; return what to do. Unknown events are ignored."""
+        """Handle an event at `now`; return the actions. Unknown events are ignored."""
         match event:
             case AddRequest() | AbortRequests() | UtilityCall() | KvBlocksWanted():
                 return [Deliver(event)]
@@ -330,8 +331,8 @@ class Reception:
             if outcome.serving and not outcome.replaced:
                 if outcome.reason != self._refusal:
                     logger.error(
-                        "the coordinator refused this engine, which goes on serving and keeps "
-                        "asking: %s", outcome.reason,
+                        "the coordinator refused this engine, which keeps serving and "
+                        "retries: %s", outcome.reason,
                     )  # fmt: skip
                 self._refusal = outcome.reason
                 return []
@@ -362,7 +363,7 @@ class Reception:
 
     @property
     def ordered_weights(self) -> WeightsSource | None:
-        """What the engine has to load instead of the model of its settings."""
+        """Weights that the engine has to load instead of its configured model."""
         order = self._membership.fleet
         return None if order is None else order.weights
 
@@ -385,7 +386,7 @@ class Reception:
     # -- time ------------------------------------------------------------------------------------
 
     def _due(self, now: float) -> list[Action]:
-        """Return what is to be sent by now, and whether the engine can be counted on."""
+        """Return messages and actions that are due, and set the next deadline."""
         actions: list[Action] = [Register(message) for message in self._membership.tick(now)]
         actions += self._links.tick(self.rank, now)
         unconfirmed = self._links.take_unconfirmed(now)

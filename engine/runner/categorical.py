@@ -1,8 +1,8 @@
-"""Draws one token per row by inverting the cumulative distribution at one uniform number.
+"""Samples one token per row by inverting the cumulative distribution at one uniform number.
 
-The search has two levels, chunks of the vocabulary first, so that only sums of chunks are kept of a
-row, and sums are added up in float64. Every operation treats rows independently, so a row's token
-does not depend on its neighbours.
+The search has two levels, chunks of the vocabulary first, so that only chunk sums are stored per
+row, and sums are accumulated in float64. Every operation treats rows independently, so a row's
+token does not depend on its neighbours.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ UIntArray = npt.NDArray[np.uint64]
 def uniform(seeds: UIntArray, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return one number in [0, 1) with 53 random bits per (seed, position).
 
-    A counter-based generator has no state to carry from step to step or from engine to engine: a
-    preempted, moved or replayed request draws the same numbers again. The function is SplitMix64's
-    output mix (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014),
-    applied to the seed, then to the sum of that and the position times the golden gamma, so that
-    neighbouring seeds and neighbouring positions are both unrelated.
+    A counter-based generator has no state to carry between steps or engines: a preempted, moved or
+    replayed request samples the same numbers again. The function is SplitMix64's output mix
+    (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), applied to
+    the seed, then to the sum of that and the position times the golden gamma, so that neighbouring
+    seeds and neighbouring positions are both unrelated.
     """
     streams = _mix(seeds + _GAMMA)
     bits = _mix(streams + positions.astype(np.uint64) * _GAMMA)
@@ -46,10 +46,10 @@ def _mix(z: UIntArray) -> UIntArray:
 _CHUNK = 128
 """Tokens per chunk; divides the vocabularies of most models."""
 _CACHED_BYTES = 1 << 20
-"""Weights that each thread of a CPU holds at once: what fits into a core's second-level cache."""
+"""Bytes of weights that each CPU thread processes at once; fits a core's second-level cache."""
 _SAFE = 32.0
-"""Rows whose largest logit over temperature is no further from zero are exponentiated as they are:
-their sums do not overflow, and every weight that a draw can meet is a normal number."""
+"""Rows whose largest logit over temperature is at most this in magnitude need no shift: their sums
+do not overflow, and every weight that can be sampled is a normal number."""
 
 
 class DrawFromLogits(Protocol):
@@ -63,13 +63,13 @@ class DrawFromLogits(Protocol):
         *,
         consume: bool = False,
     ) -> Tensor:
-        """Draw a token of each row."""
+        """Sample a token per row."""
 
 
 def draw_from_logits(
     logits: Tensor, temperature: FloatArray, uniforms: FloatArray, *, consume: bool = False
 ) -> Tensor:
-    """Draw from softmax(logits / temperature).
+    """Sample from softmax(logits / temperature).
 
     Args:
         logits: [rows, vocab], of which some may be -inf
@@ -92,7 +92,7 @@ def draw_from_logits(
     if (temperature != 1.0).any():
         scale = _on_device(temperature.astype(np.float32), logits).unsqueeze(1)
     mass = logits.new_empty(rows, num_chunks, dtype=torch.float32)
-    if not in_place:  # what is beyond the vocabulary stays zero
+    if not in_place:  # padding beyond the vocabulary stays zero
         held = logits.new_zeros(at_once, num_chunks * _CHUNK, dtype=torch.float32)
     for first in range(0, rows, at_once):
         part = slice(first, min(first + at_once, rows))
@@ -116,8 +116,8 @@ def draw_from_logits(
 
 
 def _exponentiate(logits: Tensor, shift: Tensor, scale: Tensor | None) -> Tensor:
-    """Turn float32 logits into weights, in place; rows that need no shift have zero there."""
-    if logits.device.type != "cpu" or bool(shift.any()):  # asking would stall a GPU
+    """Turn float32 logits into weights, in place; `shift` is zero for rows that need none."""
+    if logits.device.type != "cpu" or bool(shift.any()):  # the check would stall a GPU
         logits -= shift
     if scale is not None:
         logits /= scale
@@ -144,7 +144,7 @@ def draw_from_weights(weights: Tensor, uniforms: FloatArray) -> Tensor:
 
 
 def _search(mass: Tensor, weights_of: Callable[[Tensor], Tensor], uniforms: FloatArray) -> Tensor:
-    """Find the chunk, then the token in it; `weights_of` returns [rows, chunk] for [rows, 1]."""
+    """Find the chunk, then the token in it; `weights_of` maps [rows, 1] to [rows, chunk]."""
     upto = mass.cumsum(dim=-1, dtype=torch.float64)
     target = upto[:, -1:] * _on_device(uniforms, mass).unsqueeze(1)
     chunk = _first_above(upto, target)
@@ -154,10 +154,10 @@ def _search(mass: Tensor, weights_of: Callable[[Tensor], Tensor], uniforms: Floa
 
 
 def _first_above(upto: Tensor, target: Tensor) -> Tensor:
-    """Return [rows, 1]: the first index whose sum is above, else the last that adds anything.
+    """Return [rows, 1]: the first index whose sum is above the target, else the last nonzero one.
 
-    A row of which nothing may be drawn has no sums, or such as are no numbers; any index is as good
-    there, but those of padding are outside of the vocabulary.
+    The sums of a row without allowed tokens are zero or NaN; any index is acceptable there, but
+    those of padding are outside of the vocabulary.
     """
     last = torch.searchsorted(upto, upto[:, -1:].contiguous()).clamp_(max=upto.shape[1] - 1)
     return torch.minimum(torch.searchsorted(upto, target, right=True), last)

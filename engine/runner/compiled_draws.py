@@ -1,4 +1,4 @@
-"""Draws from the logits of a model in bfloat16 on a CPU, by kernels."""
+"""Sampling from bfloat16 logits on a CPU with compiled kernels."""
 
 from functools import cache
 from typing import Any
@@ -13,15 +13,15 @@ from engine.runner.filters import WITH_TORCH, Drawing, Filters, draw_filtered
 from engine.runner.slots import FloatArray
 
 _LINE = 16
-"""Values of float32 in a cache line."""
+"""Float32 values per cache line."""
 
 
 @cache
 def drawing_for(dtype: torch.dtype, device: torch.device) -> Drawing:
-    """Return what draws from the logits of a model of this type on this device.
+    """Return the sampling functions for a model's dtype and device.
 
-    Whatever it returns draws from float32 in the same way, to which logits are copied before they
-    are adjusted.
+    All of them also sample from float32 in the same way, since adjusted logits are copied to
+    float32.
     """
     return compiled_for_cpu(
         WITH_TORCH, _by_kernels, _agree, "draws from logits", dtype=dtype, device=device
@@ -65,7 +65,7 @@ def _by_kernels() -> Drawing:
         stride = _whole_lines(filtered_draws.scratch_size(vocab))
         scratch = torch.empty(shares, stride, dtype=torch.float32)
         drawn = torch.empty(rows, dtype=torch.int64)
-        with np.errstate(divide="ignore"):  # without min-p a logit may be as low as it likes
+        with np.errstate(divide="ignore"):  # without min-p the minimum logit is -inf
             depths = -temperature * np.log(filters.min_p)
         arrays: tuple[npt.NDArray[Any], ...] = (
             (1 / temperature).astype(np.float32),
@@ -97,12 +97,12 @@ def _by_kernels() -> Drawing:
 
 
 def _whole_lines(values: int) -> int:
-    """Round up to cache lines, so that no two threads share one."""
+    """Round up to whole cache lines, to avoid false sharing between threads."""
     return -(-values // _LINE) * _LINE
 
 
 def _agree(drawing: Drawing) -> bool:
-    """Compare draws of both types, few enough that none falls between two tokens by rounding."""
+    """Compare samples for both dtypes; inputs are chosen so that rounding does not matter."""
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(3, 300, generator=generator).bfloat16()
     temperature, uniforms = np.array([0.5, 1.0, 2.0]), np.array([0.2, 0.5, 0.8])

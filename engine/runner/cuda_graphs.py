@@ -23,7 +23,7 @@ _LARGEST = 256
 
 
 class PaddedDecode(msgspec.Struct, frozen=True):
-    """The arrays of a decode step, padded with rows that read and write a block of their own."""
+    """The arrays of a decode step, padded with rows that access a dedicated scratch block."""
 
     token_ids: IntArray
     positions: IntArray
@@ -34,14 +34,14 @@ class PaddedDecode(msgspec.Struct, frozen=True):
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the numbers of rows to record: few while small, then every eighth."""
+    """Return the batch sizes to record: few small ones, then every eighth."""
     largest = min(max_num_seqs, _LARGEST)
     sizes = {size for size in _SMALL_SIZES if size < largest}
     return (*sorted(sizes | set(range(_STRIDE, largest, _STRIDE))), largest)
 
 
 def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
-    """Return the smallest size with room for so many rows; None if all are too small."""
+    """Return the smallest size of at least `num_rows`; None if all are smaller."""
     index = bisect_left(sizes, num_rows)
     return sizes[index] if index < len(sizes) else None
 
@@ -52,11 +52,11 @@ def pad_decode(
     """Pad a step of one-token rows to `size` rows and `width` blocks.
 
     Args:
-        rows: what is computed.
+        rows: the rows to compute.
         shape: the same for attention, one row per token.
-        size: rows of the recorded step, at least as many as there are.
+        size: rows of the recorded step, at least the number of rows.
         width: blocks of its block tables.
-        scratch_block: what padding reads and writes.
+        scratch_block: block that padding rows read and write.
     """
     count = len(rows.token_ids)
     padding = size - count
@@ -75,11 +75,11 @@ def pad_decode(
 logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
-"""Runs before a recording, in which libraries choose algorithms and allocate work space."""
+"""Runs before a recording, in which libraries choose algorithms and allocate workspaces."""
 
 
 class _Graph(msgspec.Struct, frozen=True):
-    """A recorded step: what it reads, and where it leaves the states."""
+    """A recorded step with its input and output tensors."""
 
     graph: torch.cuda.CUDAGraph
     step: StepTokens
@@ -88,7 +88,7 @@ class _Graph(msgspec.Struct, frozen=True):
 
 
 def recordable_attention(model: Decoder, block_size: int) -> KernelAttention | None:
-    """Return what attends, if decode steps can be replayed; stock attention depends on lengths."""
+    """Return the attention if steps can be recorded; stock attention depends on lengths."""
     attention = model.attention
     if not isinstance(attention, CudaAttention):
         return None
@@ -99,7 +99,7 @@ def recordable_attention(model: Decoder, block_size: int) -> KernelAttention | N
 
 
 class DecodeGraphs:
-    """Decode steps recorded at each size when it is first needed."""
+    """Decode steps, recorded per size on first use."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class DecodeGraphs:
         max_model_len: int,
         scratch_block: int,
     ) -> None:
-        """Prepare to record; the cache has a block that no sequence uses."""
+        """Prepare to record; `scratch_block` is a block of the cache that no sequence uses."""
         self._model = model
         self._attention = attention
         self._cache = cache
@@ -123,10 +123,10 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
-        """Recordings need one beside the current stream."""
+        """Recording requires a stream other than the current one."""
 
     def run(self, rows: BatchRows, shape: AttentionRows) -> Tensor | None:
-        """Return the final states [tokens, hidden] of a step, None if it is no recorded kind."""
+        """Return the final states [tokens, hidden] of a step, None if it cannot be replayed."""
         count = len(rows.token_ids)
         size = padded_size(count, self._sizes)
         if size is None or len(shape.counts) != count:
@@ -150,11 +150,11 @@ class DecodeGraphs:
         current = torch.cuda.current_stream(self._model.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):  # writes what the replay will write again
+            for _ in range(_WARM_UPS):  # cache writes are repeated by the replay
                 self._model(step, self._cache)
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Graphs run one after the other, so they share their work space.
+        # Graphs run sequentially, so they share their memory pool.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -163,7 +163,7 @@ class DecodeGraphs:
         return _Graph(graph, step, plan, hidden)
 
     def _inputs(self, padded: PaddedDecode, shape: AttentionRows) -> tuple[StepTokens, TilePlan]:
-        """Return the tensors that the recording will read at every replay."""
+        """Return the tensors that the recording reads at every replay."""
         device = self._model.device
         plan = self._attention.plan_decodes(
             padded.num_keys, padded.block_tables, self._max_model_len

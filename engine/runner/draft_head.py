@@ -1,4 +1,4 @@
-"""A draft head beside the model that is served: it drafts from states that this one computed."""
+"""A draft head on top of the served model: drafts tokens from the model's hidden states."""
 
 import msgspec
 import numpy as np
@@ -26,22 +26,22 @@ from engine.runner.slots import IntArray, SlotTable
 
 
 class HeadDrafts:
-    """Proposes tokens for the rows of a plan, and learns from what the model makes of them.
+    """Proposes tokens for the rows of a plan, and updates its cache from the verified step.
 
-    The head computes each token together with the model's state before it, and keeps what attends
-    to both at the token's position: in blocks of the same numbers as the model's, so that whatever
-    the scheduler decides about a block holds for both, and of tokens up to there alone, so that it
-    is right for every sequence which begins with these. The first position of a sequence has no
-    state before it and holds nothing.
+    The head computes each token together with the model's state before it, and stores keys and
+    values for both at the token's position: in blocks with the same numbers as the model's, so that
+    the scheduler's decisions about a block hold for both; they depend only on tokens up to that
+    position, so they are valid for every sequence with this prefix. The first position of a
+    sequence has no state before it and stores nothing.
 
-    A sequence that begins with cached blocks was not computed here, and the state before its first
-    token not either: so the state of each block's last token is kept with the block.
+    A sequence that starts with cached blocks was not computed here, nor was the state before its
+    first new token: so the state of each block's last token is stored with the block.
     """
 
     def __init__(
         self, head: DraftHead, table: SlotTable, num_kv_blocks: int, drawing: Drawing
     ) -> None:
-        """Allocate its KV cache; `table` is that of the model that is served."""
+        """Allocate the KV cache; `table` is the served model's."""
         self._head = head
         self._table = table
         block, spec = head.block, head.spec
@@ -51,13 +51,13 @@ class HeadDrafts:
         )
         max_num_seqs = len(table.block_tables)
         self._last = self._new_states(max_num_seqs)
-        """For each slot the state before its first position that is not computed."""
+        """[slots, hidden] state before each slot's first position that is not computed."""
         self._of_blocks = self._new_states(num_kv_blocks)
-        """For each block that is full the state of its last token."""
+        """[blocks, hidden] state of each full block's last token."""
         self._is_new = np.zeros(max_num_seqs, np.bool_)
         """Slots whose sequence has had no step yet."""
         self._found: Tensor | None = None
-        """[tokens, width] what the head takes of each token of the step that is computed."""
+        """[tokens, width] the head's input states from the step that is being computed."""
 
     def _new_states(self, count: int) -> Tensor:
         block, shape = self._head.block, (count, self._head.spec.hidden_size)
@@ -67,22 +67,22 @@ class HeadDrafts:
 
     @property
     def needs_final(self) -> bool:
-        """Whether it takes the states of all tokens after the last layer."""
+        """Whether it needs the final states of all tokens."""
         return not self._head.is_tapping
 
     def new_taps(self) -> Taps:
-        """Return what collects the model's states in one step."""
+        """Return the collector of the model's states in one step."""
         return self._head.new_taps()
 
     def take(self, hidden: Tensor, taps: Taps) -> None:
-        """Keep what the head needs of a step until its tokens are known: final states
-        [tokens, hidden], of all tokens if these are needed, or states between layers."""
+        """Store the head's inputs until the step's tokens are known: final states
+        [tokens, hidden], of all tokens if `needs_final`, or states between layers."""
         self._found = taps.states() if self._head.is_tapping else hidden
 
     def propose(self, plan: BatchPlan) -> BatchPlan:
-        """Return the plan with tokens in place of `TO_BE_DRAFTED`, and write them to the table.
+        """Return the plan with `TO_BE_DRAFTED` replaced by tokens, and write these to the table.
 
-        The table has the starts and blocks of the plan already.
+        The plan's starts and blocks are already in the table.
         """
         for start in plan.starting:
             self._is_new[start.slot] = True
@@ -114,16 +114,16 @@ class HeadDrafts:
         return msgspec.structs.replace(plan, proposed=drafted)
 
     def learn(self, plan: BatchPlan, rows: BatchRows, accepted: dict[int, int]) -> None:
-        """Take what was found in a step whose tokens are known now.
+        """Update the cache from a step whose tokens are known now.
 
-        `accepted`: how many drafts of each row that has some were right.
+        `accepted`: number of accepted drafts per row with drafts.
         """
         assert self._found is not None, "the model has computed the step"
         states, self._found = self._head.project(self._found), None
         counts = rows.counts.copy()
         for row, right in accepted.items():
             counts[row] = 1 + right
-        # What a row begins with was computed to draft, with the state that it has here.
+        # The first token of a drafting row was computed while drafting, from the same state.
         begins = rows.starts.copy()
         begins[list(plan.proposed)] += 1
         begins = np.maximum(begins, 1)
@@ -131,7 +131,7 @@ class HeadDrafts:
         self._keep(rows, counts, states)
 
     def _recall(self, slots: IntArray, starts: IntArray) -> None:
-        """Find the states before sequences that begin with cached blocks."""
+        """Load the states before sequences that start with cached blocks."""
         new = self._is_new[slots]
         if not new.any():
             return
@@ -147,7 +147,7 @@ class HeadDrafts:
         chosen = np.flatnonzero(counts > 0)
         if not len(chosen):
             return
-        # Executors may rely on rows of one token coming before all others.
+        # One-token rows come first, as executors may require.
         chosen = chosen[np.argsort(counts[chosen] > 1, kind="stable")]
         counts, begins = counts[chosen], begins[chosen]
         row = np.repeat(chosen, counts)
@@ -155,14 +155,14 @@ class HeadDrafts:
         positions = np.repeat(begins, counts) + np.arange(last[-1])
         positions -= np.repeat(last - counts, counts)
         offsets = positions - rows.starts[row]
-        # States before a row's first token are of the step before.
+        # The state before a row's first token comes from the previous step.
         before = np.where(offsets > 0, rows.first_token[row] + offsets - 1, len(states) + row)
         known = torch.cat((states, self._last[self._tensor(rows.slots)]))
         given = known.index_select(0, self._tensor(before))
         self._run(rows.slots[chosen], begins, counts, given, wants_draws=False)
 
     def _keep(self, rows: BatchRows, counts: IntArray, states: Tensor) -> None:
-        """Remember the last state of each row, and of each block that is full now."""
+        """Store the last state of each row, and of each block that is full now."""
         last = rows.first_token + counts - 1
         self._last[self._tensor(rows.slots)] = states.index_select(0, self._tensor(last))
         row = np.repeat(np.arange(len(rows.counts)), rows.counts)
@@ -182,9 +182,9 @@ class HeadDrafts:
         *,
         wants_draws: bool,
     ) -> Tensor:
-        """Compute some positions of slots with the states before them.
+        """Compute some positions of slots, given the states before them.
 
-        Without draws nothing is computed but what the cache keeps.
+        Without draws, computes only what the cache stores.
         """
         plan = plain_plan(slots, starts, counts, np.full(len(slots), wants_draws))
         rows = batch_rows(plan, self._table)

@@ -1,4 +1,4 @@
-"""A smaller model beside the one that is served: it drafts the tokens that this one verifies."""
+"""A smaller model that drafts tokens for the served model to verify."""
 
 import msgspec
 import numpy as np
@@ -15,24 +15,24 @@ from engine.runner.slots import IntArray, SlotTable
 _UNKNOWN = -1
 
 _MOST_LEFT = 16
-"""Tokens of a sequence that are left to be computed at once when nothing is drafted for it."""
+"""Maximum uncomputed tokens of a sequence without drafts before they are computed at once."""
 
 
 class DraftModel:
-    """Proposes tokens for the rows of a plan, from keys and values of its own.
+    """Proposes tokens for the rows of a plan, with a separate KV cache.
 
-    These lie in blocks of the same numbers as those of the model that is served, so that whatever
-    the scheduler decides about a block (shared, freed, taken back) holds for both. The tokens of a
-    sequence that gets no draft are left for later, as that is cheaper for several at once, but not
-    beyond the step that fills their block, so that a cached prefix is one for both. Only the last
-    of accepted drafts is computed here with the next step: where its sequence ends before, a
-    cached block has a position that was not, which can make a draft wrong and nothing else.
+    Its blocks have the same numbers as the served model's, so that the scheduler's decisions about
+    a block (shared, freed, reclaimed) hold for both. Tokens of a sequence without drafts are
+    deferred, as computing several at once is cheaper, but not beyond the step that fills their
+    block, so that a cached prefix is valid for both. Only the last of accepted drafts is computed
+    with the next step: if the sequence ends before, a cached block has one stale position, which
+    can only make a draft wrong.
     """
 
     def __init__(
         self, model: Decoder, table: SlotTable, num_kv_blocks: int, drawing: Drawing
     ) -> None:
-        """Allocate its KV cache; `table` is that of the model that is served."""
+        """Allocate the KV cache; `table` is the served model's."""
         self._model = model
         self._table = table
         self._drawing = drawing
@@ -40,12 +40,12 @@ class DraftModel:
             model.spec, num_kv_blocks, table.block_size, model.kv_format, model.device
         )
         self._computed = np.full(len(table.block_tables), _UNKNOWN, np.int64)
-        """For each slot how many positions have been computed; drafts among them may be wrong."""
+        """Number of computed positions per slot; those of rejected drafts are stale."""
 
     def propose(self, plan: BatchPlan) -> BatchPlan:
-        """Return the plan with tokens in place of `TO_BE_DRAFTED`, and write them to the table.
+        """Return the plan with `TO_BE_DRAFTED` replaced by tokens, and write these to the table.
 
-        The table has the starts and blocks of the plan already.
+        The plan's starts and blocks are already in the table.
         """
         for start in plan.starting:
             self._computed[start.slot] = _UNKNOWN
@@ -71,28 +71,28 @@ class DraftModel:
         return msgspec.structs.replace(plan, proposed=drafted)
 
     def _compute_new(self, plan: BatchPlan, drafts: IntArray) -> tuple[IntArray, IntArray]:
-        """Compute the tokens of the plan that are known and have not been computed here.
+        """Compute the plan's known tokens that have not been computed here.
 
         Args:
             plan: the step.
-            drafts: [rows] how many tokens each row has to be given.
+            drafts: [rows] number of tokens to draft per row.
 
         Returns:
-            The end of each row without drafts, and the first draft of each row that gets some.
+            The end of each row without drafts, and the first draft of each drafting row.
         """
         slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
         known = np.array(plan.counts, np.int64) - drafts
         ends = starts + known
-        # What was computed behind the newest token were drafts. Those before it were accepted, and
-        # the last of them, if all were, has not been computed.
+        # Positions computed beyond the newest token were drafts. Those before it were accepted; if
+        # all were, the last one has not been computed.
         computed = self._computed[slots]
         begins = np.where(computed == _UNKNOWN, starts, np.minimum(computed, starts))
-        # What decodes can be left for later while its newest block is not full.
+        # A decoding row can be deferred while its newest block is not full.
         fills = ends // self._table.block_size > begins // self._table.block_size
         due = fills | (known > 1) | (ends - begins >= _MOST_LEFT) | (drafts > 0)
         self._computed[slots] = np.where(due, ends, begins)
         counts = ends - begins
-        # Two tokens of a sequence that decodes attend as two rows: it is cheaper.
+        # Two tokens of a decoding sequence attend as two rows, which is cheaper.
         split = (known == 1) & (counts == 2)
         order = np.argsort(np.where(counts == 1, 0, np.where(split, 1, 2)), kind="stable")
         order = order[due[order]]
@@ -112,7 +112,7 @@ class DraftModel:
         return ends, drawn[drafts > 0]
 
     def _run(self, plan: BatchPlan) -> IntArray:
-        """Compute the rows of a plan; return a draw for each that samples."""
+        """Compute the rows of a plan; return a sample for each row that samples."""
         rows = batch_rows(plan, self._table)
         draws = draws_of(plan, rows)
         some = len(draws.tokens) < len(rows.token_ids)

@@ -1,4 +1,4 @@
-"""Turns batch plans into vectors with a model that computes whole sequences and keeps nothing."""
+"""Runs batch plans of an encoder, which computes whole sequences and keeps no state."""
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ class EncoderRunner:
 
     @torch.inference_mode()
     def run(self, plan: BatchPlan) -> BatchResult:
-        """Compute the plan's sequences, each of which starts in it and is all there."""
+        """Compute the plan's sequences, each of which starts, complete, in this plan."""
         starts = {start.slot: start for start in plan.starting}
-        # The shortest first: those of equal length are computed together.
+        # Sorted by length, as sequences of equal length are computed together.
         rows = sorted(range(len(plan.slots)), key=plan.counts.__getitem__)
         if not rows:
             return BatchResult([])

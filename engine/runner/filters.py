@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p: which tokens of a row they leave, and draws among those.
+"""Top-k, top-p and min-p filters, and sampling from the remaining tokens.
 
 Every operation treats rows independently, as in `engine.runner.categorical`.
 """
@@ -20,16 +20,16 @@ from engine.runner.categorical import (
 from engine.runner.slots import FloatArray, IntArray
 
 _CANDIDATES = (256, 4096)
-"""How many of the largest probabilities are tried before a whole row is sorted."""
+"""Numbers of largest probabilities to try before sorting a whole row."""
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class Filters(NamedTuple):
-    """What filters rows, each an array [rows].
+    """Filter parameters, each an array [rows].
 
-    Min-p keeps tokens of at least that share of the largest probability, then top-k the k
-    largest (0: all), then top-p the fewest that together have that share of what is left.
+    Min-p keeps tokens of at least that share of the largest probability, then top-k the k largest
+    (0: all), then top-p the fewest whose total reaches that share of the remaining probability.
     """
 
     top_k: IntArray
@@ -42,13 +42,13 @@ class Filters(NamedTuple):
 
 
 DrawFiltered = Callable[[Tensor, FloatArray, Filters, FloatArray], Tensor]
-"""As `draw_filtered`."""
+"""Signature of `draw_filtered`."""
 
 
 def draw_filtered(
     logits: Tensor, temperature: FloatArray, filters: Filters, uniforms: FloatArray
 ) -> Tensor:
-    """Draw from what filters leave of softmax(logits / temperature).
+    """Sample from softmax(logits / temperature) after filtering.
 
     Args:
         logits: [rows, vocab], of which some may be -inf
@@ -61,8 +61,8 @@ def draw_filtered(
     """
     weights = _probabilities(logits, temperature)
     cut = smallest_kept(weights, filters)
-    # A threshold at one is a single pass without a mask, and x / x is exactly one. The scale
-    # that is left on the row does not matter to the draw.
+    # A threshold at one is a single pass without a mask, and x / x is exactly one. The row's
+    # remaining scale does not affect sampling.
     weights /= _column(np.maximum(cut, _SMALLEST), weights)
     weights = F.threshold(weights, _BELOW_ONE, 0.0, inplace=True)
     return draw_from_weights(weights, uniforms)
@@ -78,7 +78,7 @@ def _probabilities(logits: Tensor, temperature: FloatArray) -> Tensor:
 
 
 def smallest_kept(probabilities: Tensor, filters: Filters) -> FloatArray:
-    """Return each row's smallest probability that the filters keep; equal ones are all kept."""
+    """Return each row's smallest kept probability; all tokens that equal it are kept."""
     rows, vocab = probabilities.shape
     cut = np.zeros(rows)
     pending = np.arange(rows)
@@ -99,12 +99,12 @@ def smallest_kept(probabilities: Tensor, filters: Filters) -> FloatArray:
 def _cut_among(
     largest: npt.NDArray[np.float32], filters: Filters, *, whole: bool
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """Find the cut among the largest probabilities, and whether they are enough to know it.
+    """Find the cutoff among the largest probabilities, and whether they suffice to determine it.
 
     Args:
-        largest: [rows, count], largest first
+        largest: [rows, count], descending
         filters: [rows] of each
-        whole: whether there are no others
+        whole: whether these are all probabilities
     """
     top_k, top_p, min_p = filters
     rows, count = largest.shape
@@ -120,13 +120,13 @@ def _cut_among(
     is_nucleus = top_p < 1.0
     smallest = largest[each, np.minimum(inside, kept - 1)]
     cut = np.where(is_nucleus, np.maximum(base, smallest), base)
-    # Not known if tokens beyond these belong to the total, or to the nucleus itself.
+    # Unknown if tokens beyond these belong to the total, or to the nucleus itself.
     known = ~is_nucleus | whole | np.where(has_base, kept < count, inside < count)
     return cut, known
 
 
 def _descending(values: Tensor, count: int) -> npt.NDArray[np.float32]:
-    """Return the `count` largest values of each row, largest first.
+    """Return the `count` largest values of each row, descending.
 
     On a CPU numpy's vectorized partition and sort are several times faster than torch's.
     """
@@ -143,11 +143,11 @@ def _column(values: FloatArray, like: Tensor) -> Tensor:
 
 
 class Drawing(NamedTuple):
-    """Draws a token of each row; all functions treat rows independently."""
+    """Functions that sample a token per row; all treat rows independently."""
 
     unfiltered: DrawFromLogits
     filtered: DrawFiltered
 
 
 WITH_TORCH = Drawing(draw_from_logits, draw_filtered)
-"""With torch's operators, on any device."""
+"""Implementation with torch's operators, for any device."""

@@ -1,9 +1,9 @@
-"""Runs the widest product of a step with more threads than the rest of it.
+"""Runs the LM head of large batches with more threads than the other layers.
 
 Engines of small models compute with fewer threads than there are cores, because their many short
-operations would wait for cores that front ends use (benchmarks/results/measurements.md). The LM
-head and the draws of a large batch are the exception: they take half of a step in one piece, while
-the front ends have long sent the tokens of the step before.
+operations would contend with the front ends (benchmarks/results/measurements.md). The LM head and
+the sampling of a large batch are the exception: they take half of a step in one piece, when the
+front ends have long since sent the previous step's tokens.
 """
 
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from engine.models.decoder import Decoder
 from engine.models.products.row_blocks import probe_rows
 
 _WORTH_SHARING = 1 << 26
-"""Multiplications of an LM head from which on more threads pay: about a millisecond of a core."""
+"""Multiplications of an LM head from which more threads pay off: about 1 ms on one core."""
 
 
 _PROBED_ROWS = (1, 4, 24, 64, 130)
 _WHOLE_VALUES = 64
-"""Values of which whole vectors have a multiple: each thread takes a part of a step's logits, and
-rounds what is left over of a vector in its own way."""
+"""Multiple of the vector width in values: each thread computes a part of the logits, and the
+remainder of a vector is rounded differently."""
 
 
 @torch.inference_mode()
 def keeps_bits(model: Decoder, max_threads: int) -> bool:
-    """Whether float32 logits have the same bits with this many threads as with the usual number."""
+    """Return whether float32 logits are bitwise equal with this many threads and the default."""
     usual = torch.get_num_threads()
     if max_threads <= usual:
         return True
@@ -47,7 +47,7 @@ def keeps_bits(model: Decoder, max_threads: int) -> bool:
 
 @contextmanager
 def head_threads(max_threads: int, multiplications: int) -> Iterator[None]:
-    """Compute what follows with up to `max_threads` threads if its products are this large."""
+    """Use up to `max_threads` threads inside the context if its products are large enough."""
     usual = torch.get_num_threads()
     if max_threads <= usual or multiplications < _WORTH_SHARING:
         yield

@@ -1,4 +1,4 @@
-"""How the process takes memory from the operating system."""
+"""Tuning of the process's memory allocator, and lazily committed buffers."""
 
 import ctypes
 import gc
@@ -17,12 +17,12 @@ _M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep up to 256 MiB that were freed, for the next allocation.
+    """Make the C library retain up to 256 MiB of freed memory for later allocations.
 
-    By default glibc gives large buffers back at once, and every step of a model pays again for
-    the page faults of its activations: with sampling over a large vocabulary that is more time
-    than the computation. From here on large buffers come from the heap, too, so call this after
-    whatever relies on fresh zero pages. Other C libraries are left as they are.
+    By default glibc returns large buffers to the system immediately, and every step pays again for
+    the page faults of its activations: with sampling over a large vocabulary these take longer than
+    the computation. Afterwards large buffers come from the heap too, so call this after whatever
+    relies on fresh zero pages. Does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory(device: torch.device) -> None:
-    """Return all that was freed, here and on the device, also what would have been kept."""
+    """Return all freed memory to the system, on host and device, including retained memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -43,7 +43,7 @@ def give_back_freed_memory(device: torch.device) -> None:
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros on the CPU whose pages become resident only when they are used."""
+    """Return zeros on the CPU whose pages become resident on first use."""
     size = int(np.prod(shape)) * dtype.itemsize
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -1,4 +1,4 @@
-"""What a runner keeps of encoded images, and which tokens of a step stand for them."""
+"""Embeddings of encoded images, and their placement among a step's tokens."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from engine.runner.slots import IntArray, SlotTable
 
 
 class ImageEmbeddings:
-    """Encodes images as plans say, and keeps what came of them as long as plans say."""
+    """Encodes images and caches their embeddings as plans direct."""
 
     def __init__(self, encoder: VisionEncoder, model: Decoder) -> None:
         """Encode with `encoder` for `model`."""
@@ -27,14 +27,14 @@ class ImageEmbeddings:
         self._has_grid = any(rope.sections for rope in model.spec.distinct_ropes)
         self._kept: dict[bytes, Tensor] = {}
         self._images: dict[int, list[SlotImage]] = {}
-        """Of the sequences that have some, by slot."""
+        """Images of sequences that have any, by slot."""
         self._saved_by_all: dict[int, int] = {}
-        """How many positions less than tokens all of these take."""
+        """By slot: number of tokens minus number of positions of all its images."""
 
     def update(self, plan: BatchPlan) -> None:
-        """Take the sequences that start, and encode what is to be encoded.
+        """Process starting sequences, encode new images and drop forgotten ones.
 
-        A plan may come again that was not carried out to its end.
+        Idempotent, as a plan that was not completed can be repeated.
         """
         for start in plan.starting:
             self._images.pop(start.slot, None)
@@ -49,7 +49,7 @@ class ImageEmbeddings:
                 self._kept[each.digest] = embeddings
 
     def place(self, rows: BatchRows) -> BatchRows:
-        """Return the rows of a step with the positions that queries and keys are turned by."""
+        """Return the rows with the rotary positions of their tokens."""
         if not self._has_grid or not self._images:
             return rows
         turns = np.tile(rows.positions, (3, 1))
@@ -67,13 +67,13 @@ class ImageEmbeddings:
         return msgspec.structs.replace(rows, turns=turns[0] if is_text else turns)
 
     def _count_grids(self, positions: IntArray, images: Sequence[SlotImage], start: int) -> None:
-        """Write the times, rows and columns [3, tokens] of a sequence's tokens from `start` on.
+        """Write the (time, row, column) positions [3, tokens] of tokens from `start` on.
 
-        An image takes as many positions as it has rows or columns, whichever are more. Its tokens
-        have its first as their time, and count rows and columns from there.
+        An image advances the position by the larger of its rows and columns. Its tokens have its
+        first position as their time, and count rows and columns from there.
 
         Args:
-            positions: the same of text alone; changed.
+            positions: initially those of text alone; modified.
         """
         end, saved = start + positions.shape[1], 0
         for image in images:
@@ -89,15 +89,15 @@ class ImageEmbeddings:
         return self._encoder.spec.grid(image.height, image.width)
 
     def _saved(self, image: SlotImage) -> int:
-        """Return how many positions less than tokens an image takes."""
+        """Return the number of tokens minus the number of positions of an image."""
         return image.num_tokens - max(self._grid(image))
 
     def of_step(self, rows: BatchRows, table: SlotTable) -> ImageTokens | None:
-        """Return the tokens of a step that stand for images; `table` has the slots of the rows."""
+        """Return the image tokens of a step; `table` has the slots of the rows."""
         if not self._images:
             return None
         shown: list[tuple[SlotImage, int, int]] = []
-        """Images with the slot of their sequence, and where in the step its first token would be.
+        """Images with their sequence's slot and the step index at which its first token would be.
         """
         tokens: list[IntArray] = []
         embeddings: list[Tensor] = []
@@ -126,11 +126,11 @@ class ImageEmbeddings:
     ) -> WholeImages:
         """Return how tokens attend to all of their image.
 
-        An image's first tokens may have been computed before. Others get the same bits if they are
-        computed with any in their place.
+        An image's first tokens may have been computed in an earlier step; substituting others in
+        their place does not change the bits of the rest.
 
         Args:
-            shown: the images, the slots of their sequences, and where their first token would be.
+            shown: the images, their sequences' slots, and where the first token would be.
             tokens: of each image, up to its last.
         """
         slots = np.array([slot for _, slot, _ in shown])

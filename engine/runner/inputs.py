@@ -1,4 +1,4 @@
-"""From a batch plan to the tensors that a decoder takes."""
+"""Conversion of a batch plan to a decoder's input tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ from engine.runner.slots import IntArray, SlotTable
 
 
 class BatchRows(msgspec.Struct, frozen=True):
-    """The rows of a plan and their tokens, one row after the other."""
+    """The rows of a plan and their tokens, concatenated."""
 
     slots: IntArray
     starts: IntArray
@@ -34,19 +34,19 @@ class BatchRows(msgspec.Struct, frozen=True):
     first_token: IntArray
     """Index of each row's first token."""
     samples: IntArray
-    """The rows that draw a token."""
+    """Rows that sample a token."""
     proposing: IntArray
-    """The rows with draft tokens."""
+    """Rows with draft tokens."""
     token_ids: IntArray
     positions: IntArray
-    """Of each token in its sequence."""
+    """Position of each token in its sequence."""
     turns: IntArray
-    """The same, or what queries and keys are turned by in its place, [tokens] or [3, tokens]: see
+    """Rotary positions, [tokens] or [3, tokens], equal to `positions` unless there are images: see
     `StepTokens.positions`."""
     adapters: IntArray
-    """Slot of each token's adapter; -1 for none."""
+    """Adapter slot of each token; -1 for none."""
     cache_slots: IntArray
-    """Flat place of each token in a layer's cache, for layers of the first group."""
+    """Flat index of each token in a layer's cache, for layers of the first group."""
     other_slots: tuple[IntArray, ...] = ()
     """The same for the other groups."""
 
@@ -57,7 +57,7 @@ class BatchRows(msgspec.Struct, frozen=True):
 
     @property
     def next_positions(self) -> IntArray:
-        """Position of the token that follows each row."""
+        """Position of the token after each row."""
         return self.starts + self.counts
 
 
@@ -68,7 +68,7 @@ def plain_plan(
     samples: npt.NDArray[np.bool_],
     proposed: dict[int, list[int]] | None = None,
 ) -> BatchPlan:
-    """Return a plan of these rows, whose sequences have started with all their blocks."""
+    """Return a plan of these rows, whose sequences and blocks are already in the table."""
     return BatchPlan(
         step=0,
         starting=[],
@@ -82,7 +82,7 @@ def plain_plan(
 
 
 def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
-    """Look up everything that the plan's rows refer to."""
+    """Gather everything that the plan's rows refer to."""
     slots = np.array(plan.slots, np.int64)
     starts = np.array(plan.starts, np.int64)
     counts = np.array(plan.counts, np.int64)
@@ -116,10 +116,10 @@ def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
 
 
 def attention_rows(rows: BatchRows, table: SlotTable) -> AttentionRows:
-    """Return the part of the batch that attention plans by.
+    """Return the rows' layout for attention.
 
-    Each token of a row with proposed tokens is a row of its own, so that it is computed in the
-    same way as if it were decoded alone, and rounded alike.
+    Each token of a row with proposed tokens is a separate row, so that it is computed, and rounded,
+    exactly as if it were decoded alone.
     """
     longest = int(rows.next_positions.max())
     width = -(-longest // table.block_size)
@@ -142,22 +142,22 @@ def attention_rows(rows: BatchRows, table: SlotTable) -> AttentionRows:
 
 
 class Draws(msgspec.Struct, frozen=True):
-    """The tokens of a step that another token is drawn after, in order of rows."""
+    """The step's tokens after which a token is sampled, in row order."""
 
     tokens: IntArray
-    """Index among the tokens of the step."""
+    """Index among the step's tokens."""
     slots: IntArray
     positions: IntArray
-    """Position of the token to be drawn."""
+    """Position of the token to sample."""
     first: dict[int, int]
-    """For each row with proposed tokens the index of its first draw."""
+    """Index of the first sample of each row with proposed tokens."""
 
 
 def write_proposed(plan: BatchPlan, table: SlotTable) -> None:
-    """Put proposed tokens where their sequence will have them if they are accepted.
+    """Write proposed tokens at the positions that they get if accepted.
 
-    So all that depends on a sequence's tokens (input, penalties) is right for every draw that is
-    kept. Whatever stays there of others is overwritten before it counts.
+    So everything that depends on a sequence's tokens (input, penalties) is correct for every sample
+    that is kept. Rejected tokens are overwritten before they matter.
     """
     for row, proposed in plan.proposed.items():
         first = plan.starts[row] + 1
@@ -165,7 +165,7 @@ def write_proposed(plan: BatchPlan, table: SlotTable) -> None:
 
 
 def draws_of(plan: BatchPlan, rows: BatchRows) -> Draws:
-    """Return one draw for each row that samples, and one more for each proposed token."""
+    """Return one sample per row that samples, plus one per proposed token."""
     samples = rows.samples
     if not any(plan.proposed.values()):
         last, positions = rows.last_tokens[samples], rows.next_positions[samples]
@@ -173,7 +173,7 @@ def draws_of(plan: BatchPlan, rows: BatchRows) -> Draws:
     counts = np.array([1 + len(plan.proposed.get(row, ())) for row in samples.tolist()])
     ends = np.cumsum(counts)
     repeated = np.repeat(samples, counts)
-    # Counted back from the row's last token and the position after it.
+    # Offset back from the row's last token and next position.
     back = np.repeat(ends, counts) - np.arange(ends[-1]) - 1
     return Draws(
         tokens=rows.last_tokens[repeated] - back,
@@ -188,7 +188,7 @@ def draws_of(plan: BatchPlan, rows: BatchRows) -> Draws:
 
 
 def draw_rows(draws: Draws, table: SlotTable) -> AttentionRows:
-    """Return each token that is drawn after as a row of its own."""
+    """Return each token to sample after as a separate row."""
     width = -(-int(draws.positions.max(initial=1)) // table.block_size)
     return AttentionRows(
         starts=draws.positions - 1,
@@ -211,10 +211,10 @@ def step_tokens(
     taps: Taps = NO_TAPS,
     images: ImageTokens | None = None,
 ) -> StepTokens:
-    """Return what the model computes of the rows, which have this shape for attention.
+    """Return the model's input for these rows.
 
-    `draws` are the only states that are needed; None for those of all tokens. States between layers
-    are given to `taps`.
+    Final states are computed only for `draws`; None for all tokens. States between layers are
+    passed to `taps`.
     """
     device, final = model.device, None
     if draws is not None:
@@ -236,7 +236,7 @@ def step_tokens(
 
 
 def plans_of(model: Decoder, shape: AttentionRows, group: int) -> dict[int | None, Any]:
-    """Return how the layers of a group attend, by their windows."""
+    """Return the attention plans of a group's layers, by window."""
     rows = shape.of_group(group)
     return {window: model.attention.plan(rows, window) for window in model.windows[group]}
 
@@ -244,7 +244,7 @@ def plans_of(model: Decoder, shape: AttentionRows, group: int) -> dict[int | Non
 def whole_images(
     model: Decoder, rows: AttentionRows, queries: Tensor, computed: Tensor
 ) -> WholeImages:
-    """Return how tokens of images, a row for each image, attend in the layers that are here."""
+    """Return the attention plans of image tokens, one row per image, in this process's layers."""
     attention = model.image_attention
     assert attention is not None, "tokens of the model's images attend as others do"
     plans = tuple(
@@ -257,7 +257,7 @@ def whole_images(
 def other_groups(
     model: Decoder, shape: AttentionRows, slots: Sequence[Tensor]
 ) -> tuple[GroupTokens, ...]:
-    """Return what differs for the groups of layers after the first, whose cache slots are given."""
+    """Return the inputs of the groups of layers after the first, given their cache slots."""
     return tuple(
         GroupTokens(each, plans_of(model, shape, group)) for group, each in enumerate(slots, 1)
     )

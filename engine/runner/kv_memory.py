@@ -1,4 +1,4 @@
-"""How many KV blocks an engine gets, and their memory."""
+"""Sizing and allocation of the KV cache."""
 
 import os
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from engine.shared.config import CacheConfig
 
 _MEMORY_SHARE = 0.5
 """Share of the free memory that all engines of a node take together by default. The rest is for
-activations, for the other processes and for the page cache that holds the checkpoint."""
+activations, other processes and the page cache that holds the checkpoint."""
 _CUDA_SHARE = 0.85
 
 
 class NotEnoughMemory(ValueError):
-    """The KV cache cannot hold even one sequence of the longest length."""
+    """The KV cache cannot hold even one sequence of the maximum length."""
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, kv_format: KvFormat) -> int:
-    """Return the memory of one block: of all layers of a group."""
+    """Return the bytes of one block, over all layers of a group."""
     of_token = prod(kv_format.row(spec.kv_shape)) * kv_format.stored.itemsize
     return _layers_of_block(spec) * block_size * of_token
 
@@ -44,8 +44,8 @@ def count_blocks(
     """Return the number of KV blocks of one engine.
 
     Args:
-        shape: what sequences need; without it, blocks for all of their tokens.
-        available_bytes: memory for the cache when the settings name neither blocks nor bytes.
+        shape: the sequences' needs; default: blocks for all of their tokens.
+        available_bytes: memory for the cache if the settings specify neither blocks nor bytes.
 
     Raises:
         NotEnoughMemory: the blocks do not hold one sequence of `max_model_len`.
@@ -71,7 +71,7 @@ def count_blocks(
 
 
 def available_memory(device: torch.device, engines_on_node: int) -> int:
-    """Return the bytes that one of so many engines may take for its KV cache."""
+    """Return the bytes that one of `engines_on_node` engines can use for its KV cache."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _CUDA_SHARE)
@@ -87,7 +87,7 @@ def _free_host_memory() -> int:
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
     group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # no control group of version 2 bounds this process
+    with suppress(OSError, ValueError):  # not limited by a version 2 control group
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
         if limit != "max":
@@ -98,10 +98,10 @@ def _free_host_memory() -> int:
 def allocate_cache(
     spec: ModelSpec, num_blocks: int, block_size: int, kv_format: KvFormat, device: torch.device
 ) -> list[Tensor]:
-    """Return the zeroed tensor of each layer: [num_blocks, block_size, ...], as the format has it.
+    """Return a zeroed tensor per layer, [num_blocks, block_size, ...] in the format's layout.
 
-    Layers of different groups share one, in blocks of their own.
-    On the CPU resident memory grows only as blocks are used.
+    Layers of different groups share one, in separate blocks. On the CPU resident memory grows only
+    as blocks are used.
     """
     shape, dtype = (num_blocks, block_size, *kv_format.row(spec.kv_shape)), kv_format.stored
     count = _layers_of_block(spec)
@@ -113,18 +113,18 @@ def allocate_cache(
 
 
 def as_bytes(cache: Sequence[Tensor]) -> list[Tensor]:
-    """Return a cache on the CPU as bytes [num_blocks, block_size, ...], of each tensor once."""
+    """Return a CPU cache as bytes [num_blocks, block_size, ...], without duplicate tensors."""
     different = {each.data_ptr(): each for each in cache}  # groups of layers share tensors
     return [each.view(torch.uint8) for each in different.values()]
 
 
 def read_block(cache: Sequence[Tensor], block_id: int) -> bytes:
-    """Return what a block of a cache `as_bytes` holds, of all layers; no step may write to it."""
+    """Return a block's content over all layers of a cache from `as_bytes`; no step may write it."""
     return b"".join([each[block_id].numpy().data for each in cache])
 
 
 def write_block(cache: Sequence[Tensor], block_id: int, content: bytes) -> None:
-    """Replace what a block of a cache `as_bytes` holds; no step may use it."""
+    """Replace a block's content in a cache from `as_bytes`; no step may use it."""
     source, start = np.frombuffer(content, np.uint8), 0
     for each in cache:
         target = each[block_id].numpy()
@@ -133,5 +133,5 @@ def write_block(cache: Sequence[Tensor], block_id: int, content: bytes) -> None:
 
 
 def _layers_of_block(spec: ModelSpec) -> int:
-    """Return how many of the layers that are here a block holds at most."""
+    """Return the maximum number of this process's layers per block."""
     return 1 + max(spec.cache_groups.places(spec.num_layers), default=-1)

@@ -10,8 +10,8 @@ from engine.runner.slots import IntArray
 from engine.shared.messages import TokenLogprob
 
 _CACHED_VALUES = 1 << 20
-"""Logits that a CPU computes with at once: what is made of more does not stay in its caches, and
-memory for it is taken from the system anew each time."""
+"""Maximum logits that a CPU processes at once; more would exceed its caches, and be allocated
+from the system each time."""
 
 
 def token_logprobs(
@@ -20,10 +20,10 @@ def token_logprobs(
     """Return one entry per row.
 
     Args:
-        logits: [rows, vocab] as the model gave them, of any floating-point type
+        logits: [rows, vocab] as computed by the model, of any floating-point dtype
         chosen: [rows] the token to report
-        alternatives: [rows] how many of the most likely tokens to list
-        named: [rows] the tokens to list instead, in their order, where there are any
+        alternatives: [rows] number of most likely tokens to list
+        named: [rows] tokens to list instead, in this order, for rows that have any
 
     Equally likely tokens are listed by id, lowest first.
     """
@@ -69,13 +69,13 @@ def _listed(
 def _top(logprobs: Tensor, counts: IntArray) -> list[tuple[list[int], list[float]]]:
     """Return the ids and values of each row's largest entries, ties by id.
 
-    `topk` leaves open which of equal values it takes, so it only says how small a value can be.
+    `topk` breaks ties arbitrarily, so it is used only to find the smallest listed value.
     """
     count = min(int(counts.max()), logprobs.shape[1])
     if count == 0:
         return [([], [])] * len(counts)
     smallest = logprobs.topk(count, dim=-1).values[:, -1:]
-    found = (logprobs >= smallest).nonzero()  # in order of rows, then ids
+    found = (logprobs >= smallest).nonzero()  # sorted by row, then id
     values = logprobs[found[:, 0], found[:, 1]].cpu().numpy()
     rows, ids = found.cpu().numpy().T
     order = np.lexsort((ids, -values, rows))

@@ -1,4 +1,4 @@
-"""The most memory that a step takes, found by running the largest one."""
+"""Measures the peak memory of a step by running the largest one."""
 
 from collections.abc import Callable
 
@@ -20,9 +20,9 @@ def heaviest_plan(
     block_size: int,
     vocab_size: int = 1,
 ) -> tuple[BatchPlan, int]:
-    """Return a step with all the tokens and draws that there can be, and the KV blocks it needs.
+    """Return a step with the maximum tokens and samples, and the number of KV blocks it needs.
 
-    It has all kinds of tokens, so that they go to different experts.
+    Its token ids vary, so that they are routed to different experts.
     """
     rows = min(max_num_seqs, max_num_batched_tokens)
     share, rest = divmod(max_num_batched_tokens, rows)
@@ -53,17 +53,17 @@ def free_for_cache(*, total: int, utilization: float, peak: int, others: int) ->
     Args:
         total: memory of the device.
         utilization: share of it that this engine may use.
-        peak: maximum that weights and the largest step took.
-        others: what is taken outside of that, as by the driver and by other processes.
+        peak: peak of weights and the largest step.
+        others: other usage, e.g. by the driver and other processes.
     """
     return max(0, int(total * utilization) - peak - others)
 
 
 class MemoryTrial:
-    """One process's memory around the largest step; on a CPU what is free, the step aside."""
+    """Measures one process's memory around the largest step; on a CPU only free memory."""
 
     def __init__(self, device: torch.device, processes: int) -> None:
-        """Begin; `processes` share the node's memory."""
+        """Start measuring; `processes` share the node's memory."""
         self._device = device
         self._processes = processes
         if device.type == "cuda":
@@ -71,14 +71,14 @@ class MemoryTrial:
             torch.cuda.reset_peak_memory_stats(device)
 
     def peak(self, own_cache: int) -> int:
-        """Return the peak of bytes taken since, without the KV cache of the trial."""
+        """Return the peak of allocated bytes since the start, without the trial's KV cache."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device) - own_cache
 
     def left(self, peak: int, utilization: float) -> int:
-        """Return the bytes left for a KV cache; that of the trial has been freed."""
+        """Return the bytes left for a KV cache; call once the trial's has been freed."""
         if self._device.type != "cuda":
             return available_memory(self._device, self._processes)
         torch.cuda.empty_cache()
@@ -100,10 +100,10 @@ def profiled_memory(
     """Return the bytes that the largest step leaves for this process's KV cache.
 
     Args:
-        processes: how many compute on this node.
-        prepare: has the processes that hold other parts of the model allocate a KV cache of so many
-            blocks for the step.
-        earlier: the pipeline stages before this one, if there are any.
+        processes: number of computing processes on this node.
+        prepare: makes the processes with other parts of the model allocate a KV cache of the given
+            number of blocks for the step.
+        earlier: the previous pipeline stages, if any.
     """
     plan, num_blocks = heaviest_plan(
         max_num_seqs=scheduling.max_num_seqs,
@@ -125,7 +125,7 @@ def profiled_memory(
     )
     if model.spec.num_outputs is None:
         runner.run(plan)
-    else:  # tokens are not drawn
+    else:  # nothing is sampled
         runner.hidden_states(plan)
     block_bytes = bytes_per_block(model.spec, cache.block_size, model.kv_format)
     peak = trial.peak((num_blocks + 1) * block_bytes)

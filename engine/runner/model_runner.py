@@ -1,4 +1,4 @@
-"""Turns batch plans into tokens; owner of the KV cache and of all per-slot state."""
+"""Runs batch plans on the model; owns the KV cache and all per-slot state."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -43,21 +43,21 @@ from engine.runner.slots import NO_LOGPROBS, SlotTable
 from engine.shared.messages import PoolingParams, TokenLogprob
 
 _PROMPT_LOGPROB_ROWS = 256
-"""Prompt positions whose full logits are held at once."""
+"""Maximum prompt positions whose full logits are held at once."""
 
 
 class EarlierStages(Protocol):
-    """The processes that have the layers before those of this process."""
+    """The processes that have the layers before this process's."""
 
     def begin(self, rows: BatchRows, shape: AttentionRows, images: ImageTokens | None) -> Transfer:
-        """Have them compute these tokens, after those of all steps begun before."""
+        """Start computing these tokens there, after all steps started before."""
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        """Have them put their part of an adapter into a slot, after all steps begun before."""
+        """Load their part of an adapter into a slot, after all steps started before."""
 
 
 class BegunStep(NamedTuple):
-    """A step whose tokens have been looked up, and which earlier stages compute already."""
+    """A step whose inputs have been gathered, and which earlier stages already compute."""
 
     plan: BatchPlan
     rows: BatchRows
@@ -65,17 +65,17 @@ class BegunStep(NamedTuple):
     draws: Draws
     adapters: AdapterRows | None
     placed: dict[int, AdapterWeights]
-    """What slots of adapters get before it is computed here: steps before it need what they had."""
+    """Adapters to load into slots before the step is computed: earlier steps need the old ones."""
     incoming: Transfer | None
-    """States that are on their way from the previous pipeline stage."""
+    """States to be received from the previous pipeline stage."""
     images: ImageTokens | None = None
 
 
 class ModelRunner:
     """Runs the plans of one engine, in order, on one model replica.
 
-    Where other processes have the earlier layers, several steps can be on their way: each is begun
-    as soon as all of its tokens are drawn, and finished after the one before.
+    With pipeline stages, several steps can be in flight: each begins once all of its tokens are
+    sampled, and finishes after the one before.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class ModelRunner:
         draft: Decoder | DraftHead | None = None,
         vision: VisionEncoder | None = None,
     ) -> None:
-        """Allocate the KV cache. Unless told not to, record decode steps on CUDA as graphs, draw
-        by a kernel on a CPU.
+        """Allocate the KV cache. Unless `enforce_eager`, record CUDA decode steps as graphs, and
+        sample with kernels on a CPU.
 
-        `max_head_threads` is how many the LM head of a large batch may have, should that be more
-        than the layers have. A `pooler` makes vectors of sequences in place of tokens. `adapters`
-        has those that plans may name, by their versions. `draft` chooses tokens that plans leave
-        to it. `vision` encodes the images that plans show.
+        `max_head_threads` is the number of threads for the LM head of a large batch, if more than
+        the layers have. A `pooler` computes vectors of sequences instead of tokens. `adapters` are
+        those that plans can refer to, by version. `draft` fills in plans' draft tokens. `vision`
+        encodes the images of plans.
         """
         self.model = model
         self._images = None if vision is None else ImageEmbeddings(vision, model)
@@ -111,15 +111,15 @@ class ModelRunner:
         self._grammars = grammars
         self._adapters = {} if adapters is None else adapters
         self._placed: dict[int, AdapterWeights] = {}
-        """What slots of adapters get with the next step."""
+        """Adapters to load into slots with the next step."""
         self._earlier = earlier
         on_cuda = model.device.type == "cuda"
-        # Padding of recorded steps gets a block of its own, behind those of sequences.
+        # Padding of recorded steps gets a dedicated block after those of sequences.
         self._cache = allocate_cache(
             model.spec, num_kv_blocks + on_cuda, block_size, model.kv_format, model.device
         )
         self._blocks = [] if on_cuda else as_bytes(self._cache)
-        """The same as bytes, where the CPU can read them."""
+        """The cache as bytes, if the CPU can access it."""
         self._table = SlotTable(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -129,7 +129,7 @@ class ModelRunner:
             num_groups=len(model.spec.cache_groups.windows),
         )
         is_stock = enforce_eager or not kernels_are_faster(model.device)
-        draws_plainly = is_stock or pooler is not None  # a pooler's model draws nothing
+        draws_plainly = is_stock or pooler is not None  # a pooling model samples nothing
 
         def drawing_of(each: Decoder) -> Drawing:
             return WITH_TORCH if draws_plainly else drawing_for(each.dtype, each.device)
@@ -142,7 +142,7 @@ class ModelRunner:
         elif draft is not None:
             self._draft = DraftModel(draft, self._table, num_kv_blocks, drawing_of(draft))
         self._graphs: DecodeGraphs | None = None
-        # A draft head needs states that recorded steps do not give.
+        # A draft head needs states that recorded steps do not return.
         records = not enforce_eager and self._head is None
         attention = recordable_attention(model, block_size) if on_cuda and records else None
         if attention is not None:
@@ -156,7 +156,7 @@ class ModelRunner:
             )
 
     def run(self, plan: BatchPlan) -> BatchResult:
-        """Compute the plan's rows, draw tokens and append them to their slots.
+        """Compute the plan's rows, sample tokens and append them to their slots.
 
         Raises:
             ValueError: a starting sequence does not fit the model.
@@ -165,10 +165,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def begin(self, plan: BatchPlan) -> BegunStep | None:
-        """Apply the plan's changes, and have earlier stages compute its rows; None without rows.
+        """Apply the plan's changes and start its rows on earlier stages; return None without rows.
 
-        All tokens of these have to be drawn. Steps may be finished meanwhile, in another thread:
-        those have rows of other slots, or draw no tokens.
+        All of the rows' tokens have to be sampled already. Another thread may finish steps
+        meanwhile, if these have rows of other slots or sample no tokens.
 
         Raises:
             ValueError: a starting sequence does not fit the model.
@@ -194,7 +194,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def finish(self, begun: BegunStep | None) -> BatchResult:
-        """Compute what is left of the step that was begun after the one finished last."""
+        """Compute the rest of the step that was begun after the last finished one."""
         if begun is None:
             self.model.dummy_step()
             return BatchResult(token_ids=[])
@@ -239,13 +239,13 @@ class ModelRunner:
         )
 
     def _pooled(self, pooler: Pooler, begun: BegunStep) -> BatchResult:
-        """Make a vector of each sequence whose last token is computed in this step."""
+        """Return a vector for each sequence whose last token is computed in this step."""
         plan, rows = begun.plan, begun.rows
         self._params |= {each.slot: each.pooling or PoolingParams() for each in plan.starting}
         ended = rows.samples
         if pooler.sees_last:
             hidden, _ = self._states(begun)
-            token_ids = np.zeros(len(ended), np.int64)  # they are for vectors of each token
+            token_ids = np.zeros(len(ended), np.int64)  # used only for per-token vectors
             firsts, counts = np.arange(len(ended)), np.ones(len(ended), np.int64)
         else:
             hidden = self._compute(begun, None)
@@ -258,7 +258,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden_states(self, plan: BatchPlan) -> Tensor:
-        """Do all of a step but the sampling; return the final states [tokens, hidden]."""
+        """Compute a step without sampling; return the final states [tokens, hidden]."""
         begun = self.begin(plan)
         assert begun is not None, "a plan without rows"
         return self._compute(begun, None)
@@ -273,7 +273,7 @@ class ModelRunner:
         return adapters.select(self._tensor(tokens))
 
     def _update(self, plan: BatchPlan) -> BatchPlan:
-        """Apply the changes of a plan; return it with all proposed tokens."""
+        """Apply the changes of a plan; return it with all draft tokens filled in."""
         for adapter_slot, version in plan.adapters.items():
             self._placed[adapter_slot] = self._adapters[version]
         for start in plan.starting:
@@ -290,7 +290,8 @@ class ModelRunner:
         return plan
 
     def _states(self, begun: BegunStep) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
-        """Return the final states [draws, hidden], and what is to be reported of prompts."""
+        """Return the final states [draws, hidden], and log probabilities of prompt tokens by
+        row."""
         rows, draws = begun.rows, begun.draws
         reporting = np.flatnonzero(self._table.sampling.prompt_logprobs[rows.slots] != NO_LOGPROBS)
         others = len(draws.tokens) < len(rows.token_ids)
@@ -304,21 +305,21 @@ class ModelRunner:
         return hidden, prompt_logprobs
 
     def read_block(self, block_id: int) -> bytes:
-        """Return what a block of the KV cache holds, of all layers; no step may write to it."""
+        """Return a KV block's content over all layers; no step may write it."""
         return read_block(self._blocks, block_id)
 
     def write_block(self, block_id: int, content: bytes) -> None:
-        """Replace what a block holds by what another one held; no step may use it."""
+        """Replace a block's content with one from `read_block`; no step may use it."""
         write_block(self._blocks, block_id, content)
 
     @property
     def block_format(self) -> str:
-        """Shape and type of what a block holds."""
+        """Shape and dtype of a block's content."""
         first = self._cache[0]
         return f"{len(self._blocks)} x {tuple(first.shape[1:])} {first.dtype}"
 
     def _compute(self, begun: BegunStep, draws: Draws | None) -> Tensor:
-        """Return the states of all tokens; with `draws`, where they can be told apart, of those."""
+        """Return the states of all tokens, or only those of `draws` if given and supported."""
         model, rows, shape = self.model, begun.rows, begun.shape
         for adapter_slot, weights in begun.placed.items():
             model.load_adapter(adapter_slot, weights)
@@ -346,7 +347,7 @@ class ModelRunner:
     def _prompt_logprobs(
         self, begun: BegunStep, reporting: npt.NDArray[np.int64], hidden: Tensor
     ) -> dict[int, list[TokenLogprob]]:
-        """Report each prompt token that follows a computed one."""
+        """Return the log probability of each prompt token that follows a computed one, by row."""
         rows, adapters = begun.rows, begun.adapters
         wanted = self._table.sampling.prompt_logprobs[rows.slots]
         result: dict[int, list[TokenLogprob]] = {}
@@ -378,9 +379,9 @@ def _verified(
     prompt_logprobs: dict[int, list[TokenLogprob]],
     grammars: GrammarTable | None,
 ) -> BatchResult:
-    """Return the result of a step with only those draws that are kept.
+    """Return a step's result with only the samples that are kept.
 
-    They are as long as every proposed token before them was drawn as well, and no grammar ended.
+    A sample is kept if all proposed tokens before it were sampled as well, and no grammar ended.
     """
     token_ids, logprobs = sampled.token_ids, sampled.logprobs
     kept = np.ones(len(token_ids), np.bool_)

@@ -1,6 +1,6 @@
-"""Changes to logits before the draw: bias, minimum length, penalties, forbidden tokens.
+"""Adjustments of logits before sampling: bias, minimum length, penalties, forbidden tokens.
 
-All functions work in place on float32 logits [rows, vocab] and touch only the tokens concerned.
+All functions work in place on float32 logits [rows, vocab] and touch only the affected tokens.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ def adjust(
     rows: IntArray,
     masks: TokenMasks | None = None,
 ) -> None:
-    """Apply everything that the slots' parameters ask for.
+    """Apply all adjustments of the slots' parameters.
 
     Args:
         logits: [rows, vocab] float32
-        slots, positions: of each row: its slot and the position to be drawn
+        slots, positions: slot of each row, and the position to sample
         rows: from `adjusted_rows`
-        masks: tokens that rows with a grammar may draw; rows with only ends left may end early
+        masks: allowed tokens of rows with a grammar; rows that allow only end tokens can end early
     """
     sampling = table.sampling
     num_output = positions - table.num_prompt_tokens[slots]
@@ -51,7 +51,7 @@ def adjust(
 
 
 def forbid_endings(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntArray) -> None:
-    """Rule out the tokens that would end these rows."""
+    """Mask the tokens that would end these rows."""
     if len(rows):
         tokens = [table.ending[slot] for slot in slots[rows]]
         index = _index(rows, tokens, logits.device)
@@ -59,7 +59,7 @@ def forbid_endings(logits: Tensor, table: SamplingTable, slots: IntArray, rows: 
 
 
 def forbid_others(logits: Tensor, masks: TokenMasks) -> None:
-    """Rule out the tokens that the rows' grammars do not allow."""
+    """Mask the tokens that the rows' grammars do not allow."""
     for row, token_id in masks.endings.items() if masks.eos_token_ids else ():
         most = logits[row, list(masks.eos_token_ids)].max()
         logits[row, token_id] = torch.maximum(logits[row, token_id], most)
@@ -70,7 +70,7 @@ def forbid_others(logits: Tensor, masks: TokenMasks) -> None:
 
 
 def forbid_on_device(logits: Tensor, masks: TokenMasks) -> None:
-    """The same where the masks have to be unpacked on the device of the logits."""
+    """Like `forbid_others`, unpacking the masks on the logits' device."""
     bits = torch.from_numpy(masks.bits).to(logits.device)
     places = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
     allowed = (bits.unsqueeze(-1) >> places).bitwise_and_(1).view(len(bits), -1)
@@ -80,10 +80,10 @@ def forbid_on_device(logits: Tensor, masks: TokenMasks) -> None:
 
 
 def _forbid_on_cpu(logits: npt.NDArray[np.float32], masks: TokenMasks) -> None:
-    """Lower each logit to infinity or minus infinity, looked up for eight tokens at a time.
+    """Clamp each logit to plus or minus infinity, looked up for eight tokens at a time.
 
-    The time does not depend on the masks, unlike that of fills under a condition, which take many
-    times as long when it is hard to predict.
+    The time does not depend on the masks, unlike that of conditional fills, which are many times
+    slower when the condition is hard to predict.
     """
     most = np.empty((masks.bits.shape[1] * masks.bits.itemsize, 8), np.float32)
     for row, octets in zip(masks.rows.tolist(), masks.bits.view(np.uint8), strict=True):
@@ -96,13 +96,13 @@ _MAX = np.where(
     np.float32(np.inf),
     np.float32(-np.inf),
 )
-"""[256, 8] the maximum of each logit, by a mask's byte."""
+"""[256, 8] upper bound of each logit, by mask byte."""
 
 
 def forbid_bad_words(
     logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArray, rows: IntArray
 ) -> None:
-    """Rule out the tokens that would complete a sequence that must not be in the output."""
+    """Mask the tokens that would complete a bad word."""
     if not len(rows):
         return
     tokens = []
@@ -114,9 +114,9 @@ def forbid_bad_words(
 
 
 def allow_only(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntArray) -> None:
-    """Rule out all tokens but those that these rows may draw.
+    """Mask all tokens but the allowed ones of these rows.
 
-    A row of which nothing would be left may draw any of them, whatever else was asked for.
+    If other adjustments mask all of a row's allowed tokens, they are all allowed again.
     """
     if not len(rows):
         return
@@ -131,7 +131,7 @@ def allow_only(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntA
 
 
 def add_bias(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntArray) -> None:
-    """Add the requested bias to single tokens."""
+    """Add the requested bias to individual tokens."""
     if len(rows):
         pairs = [table.bias[slot] for slot in slots[rows]]
         index = _index(rows, [tokens for tokens, _ in pairs], logits.device)
@@ -142,10 +142,10 @@ def add_bias(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntArr
 def penalize(
     logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArray, rows: IntArray
 ) -> None:
-    """Repetition penalty over prompt and output, presence and frequency over output only.
+    """Apply the repetition penalty over prompt and output, presence and frequency over output only.
 
-    Tokens that occur several times appear several times in the index. For the first two that is
-    harmless, as the same value is written again; frequency accumulates once per occurrence.
+    Repeated tokens appear repeatedly in the index. For the first two that is harmless, as the same
+    value is written again; frequency accumulates once per occurrence.
     """
     if not len(rows):
         return

@@ -1,4 +1,4 @@
-"""From the states of sequences, or of their tokens, to embeddings or scores of labels."""
+"""Converts states of sequences, or of their tokens, to embeddings or classification scores."""
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Pooler:
-    """Pools as a model's files say; all of it in float32."""
+    """Pools according to the model's files; computes in float32."""
 
     def __init__(self, spec: PoolingSpec, head: Rows | None) -> None:
         """`head` maps pooled states [rows, hidden] to a classifier's outputs [rows, labels]."""
@@ -24,7 +24,7 @@ class Pooler:
 
     @property
     def sees_last(self) -> bool:
-        """Whether a sequence's last state is all that is needed."""
+        """Whether only a sequence's last state is needed."""
         return not self._spec.in_one_step
 
     def vectors(
@@ -35,13 +35,13 @@ class Pooler:
         counts: IntArray,
         params: list[PoolingParams],
     ) -> list[bytes]:
-        """Return the vector of each sequence, or those of its tokens, as float32 numbers.
+        """Return each sequence's vector, or the vectors of its tokens, as float32 bytes.
 
         Args:
             states: [tokens, hidden]
-            token_ids: what each state is of.
-            firsts, counts: where in `states` each sequence begins, and how many it has.
-            params: one of each sequence.
+            token_ids: [tokens]
+            firsts, counts: index of each sequence's first state, and number of its states.
+            params: one per sequence.
         """
         pooled = self._pooled(states, firsts, counts)
         if self._spec.task == "embed":
@@ -55,7 +55,7 @@ class Pooler:
         return [row.tobytes() for row in rows]
 
     def _of_tokens(self, states: Tensor, token_ids: IntArray, params: PoolingParams) -> Floats:
-        """Return [tokens, numbers] of one sequence."""
+        """Return the vectors of one sequence's tokens, [tokens, size]."""
         spec = self._spec
         if spec.tokens is not None and spec.tokens.step_tag_id is not None:
             (steps,) = np.nonzero(token_ids == spec.tokens.step_tag_id)

@@ -1,8 +1,8 @@
-"""From logits to tokens, for all rows of a batch at once.
+"""Samples tokens from logits, for all rows of a batch at once.
 
-A draw takes one uniform number per row, which is a function of (seed, position) alone. Every
+Sampling uses one uniform number per row, which is a function of (seed, position) alone. Every
 operation treats rows independently, so a row's token does not depend on its neighbours or on its
-place in the batch.
+index in the batch.
 """
 
 import msgspec
@@ -19,11 +19,11 @@ from engine.runner.slots import NO_LOGPROBS, IntArray, SamplingTable, SlotTable
 from engine.shared.messages import TokenLogprob
 
 _COLDEST = 1e-6
-"""Lower temperatures are raised to this, at which the most likely token is certain anyway."""
+"""Minimum temperature, at which the most likely token is practically certain."""
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """Tokens in row order, and the log probabilities that were asked for."""
+    """Tokens in row order, and the requested log probabilities."""
 
     token_ids: IntArray
     logprobs: list[TokenLogprob | None] | None
@@ -38,14 +38,14 @@ def sample(
     *,
     drawing: Drawing = WITH_TORCH,
 ) -> Sampled:
-    """Draw one token per row.
+    """Sample one token per row.
 
     Args:
         logits: [rows, vocab]; overwritten
         slots: [rows] whose parameters apply
-        positions: [rows] position in its sequence of the token to draw
-        masks: the tokens that rows with a grammar may draw
-        drawing: the functions that draw, made for the type and device of the logits
+        positions: [rows] position of the token to sample in its sequence
+        masks: allowed tokens of rows with a grammar
+        drawing: sampling functions for the dtype and device of the logits
     """
     params = table.sampling
     if masks is None and bool(params.plain_greedy[slots].all()):
@@ -66,10 +66,10 @@ def draft(
     *,
     drawing: Drawing = WITH_TORCH,
 ) -> IntArray:
-    """Draw one token per row as `sample` does, without grammars, and report nothing of it.
+    """Sample one token per row as `sample` does, without grammars and log probabilities.
 
-    With the same number from (seed, position) as the draw that it predicts, it comes to the same
-    token as far as the distributions are alike. The arguments are those of `sample`.
+    It uses the same number from (seed, position) as the sample that it predicts, so it yields the
+    same token as far as the distributions agree. The arguments are those of `sample`.
     """
     if bool(table.sampling.plain_greedy[slots].all()):
         return most_likely(logits)
@@ -84,7 +84,7 @@ def _adjusted(
     positions: IntArray,
     masks: TokenMasks | None,
 ) -> Tensor:
-    """Return the logits with all changes that parameters and grammars ask for; a copy if any."""
+    """Return the logits adjusted by parameters and grammars; a copy if anything changes."""
     num_output = positions - table.num_prompt_tokens[slots]
     rows = adjusted_rows(table.sampling, slots, num_output)
     if not len(rows) and masks is None:
@@ -98,10 +98,10 @@ def _adjusted(
 
 
 def most_likely(logits: Tensor) -> IntArray:
-    """Return the id of the largest logit of each row, the lowest of equals.
+    """Return the id of each row's largest logit, the lowest of equals.
 
-    On a CPU numpy's search is many times faster than torch's. It knows no 16-bit float of torch,
-    but the bits of positive floats order like integers, above those of all negative ones.
+    On a CPU numpy's argmax is many times faster than torch's. It does not support torch's 16-bit
+    floats, but the bits of positive floats order like integers, above those of all negative ones.
     """
     if logits.device.type != "cpu":
         return _on_host(logits.argmax(dim=-1))
@@ -121,7 +121,7 @@ def _choose(
     positions: IntArray,
     drawing: Drawing,
 ) -> IntArray:
-    """Draw each row in the cheapest way that its parameters allow."""
+    """Sample each row with the cheapest method that its parameters allow."""
     drawn, filtered = params.temperature[slots] > 0, params.filtered[slots]
     token_ids = np.empty(len(slots), np.int64)
     for members, filters in ((~drawn, None), (drawn & ~filtered, False), (drawn & filtered, True)):
@@ -151,7 +151,7 @@ def _choose(
 def _logprobs(
     logits: Tensor, params: SamplingTable, slots: IntArray, token_ids: IntArray, rows: IntArray
 ) -> list[TokenLogprob | None] | None:
-    """Report the rows that asked for it."""
+    """Return log probabilities for the rows that request them."""
     if not len(rows):
         return None
     index = torch.from_numpy(rows).to(logits.device)

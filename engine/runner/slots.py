@@ -1,4 +1,4 @@
-"""What a runner remembers about each slot between steps, in arrays indexed by slot."""
+"""Per-slot state of a runner between steps, in arrays indexed by slot."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,16 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class BadWords:
-    """Sequences that must not be in an output, found by the tokens that come before their last.
+    """Token sequences that must not appear in an output, indexed by their prefixes.
 
-    What a step costs depends on how many different lengths the words have that end alike, and not
-    on how many words there are.
+    The cost of a lookup depends on the number of distinct lengths among prefixes with the same last
+    token, not on the number of words.
     """
 
     __slots__ = ("_alone", "_beginnings", "_lengths", "_longest")
 
     def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
-        """Index words; those whose last token is outside the vocabulary are left out."""
+        """Index words; those whose last token is outside the vocabulary are dropped."""
         found: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             if word and 0 <= word[-1] < vocab_size:
@@ -33,12 +33,12 @@ class BadWords:
         self._beginnings = {
             beginning: np.array(tokens, np.int64) for beginning, tokens in found.items()
         }
-        """Last tokens by what comes before."""
+        """Last tokens by the tokens before them."""
         lengths: dict[int, set[int]] = {}
         for beginning in found:
             lengths.setdefault(beginning[-1], set()).add(len(beginning))
         self._lengths = {token: sorted(each) for token, each in lengths.items()}
-        """Lengths of the beginnings that end with a token."""
+        """Lengths of the prefixes that end with a token."""
         self._longest = max(map(len, found), default=0)
 
     def __bool__(self) -> bool:
@@ -64,7 +64,7 @@ NO_BAD_WORDS = BadWords((), 0)
 
 
 class SamplingTable:
-    """Sampling parameters of every slot, laid out so that a batch reads them by fancy index."""
+    """Sampling parameters of every slot, laid out for fancy indexing by batch."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
@@ -80,26 +80,26 @@ class SamplingTable:
         self.min_tokens = np.zeros(max_num_seqs, np.int64)
         self.logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
         self.named: list[IntArray] = [_NO_TOKENS] * max_num_seqs
-        """Tokens that are reported instead of the most likely."""
+        """Tokens reported instead of the most likely ones."""
         self.prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
         self.penalized = np.zeros(max_num_seqs, np.bool_)
         self.biased = np.zeros(max_num_seqs, np.bool_)
         self.filtered = np.zeros(max_num_seqs, np.bool_)
         """Whether top-k, top-p or min-p exclude anything."""
         self.plain_greedy = np.zeros(max_num_seqs, np.bool_)
-        """Whether the most likely token is all that is asked for."""
+        """Whether plain argmax suffices."""
         self.bias: list[tuple[IntArray, npt.NDArray[np.float32]]] = [_NO_BIAS] * max_num_seqs
         self.restricted = np.zeros(max_num_seqs, np.bool_)
         self.allowed: list[IntArray] = [_NO_TOKENS] * max_num_seqs
-        """The only tokens that may be drawn, where `restricted`."""
+        """The only tokens that can be sampled, where `restricted`."""
         self.has_bad_words = np.zeros(max_num_seqs, np.bool_)
         self.bad_words = [NO_BAD_WORDS] * max_num_seqs
         self._newest_words: tuple[tuple[tuple[int, ...], ...], BadWords] = ((), NO_BAD_WORDS)
         self.ending: list[IntArray] = [_NO_TOKENS] * max_num_seqs
-        """Tokens that may not be drawn before `min_tokens`."""
+        """Tokens that cannot be sampled before `min_tokens`."""
 
     def set(self, slot: int, params: SamplingParams) -> None:
-        """Replace the parameters of a slot. Token ids outside the vocabulary are left out."""
+        """Replace the parameters of a slot. Token ids outside the vocabulary are dropped."""
         self.seed[slot] = params.seed & 0xFFFF_FFFF_FFFF_FFFF
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k
@@ -137,8 +137,8 @@ class SamplingTable:
         )
 
     def _inside(self, token_ids: Sequence[int]) -> IntArray:
-        """Return those of the vocabulary."""
-        if not token_ids:  # as of most requests
+        """Return the token ids inside the vocabulary."""
+        if not token_ids:  # true for most requests
             return _NO_TOKENS
         ids = np.array(token_ids, np.int64)
         return ids[(ids >= 0) & (ids < self._vocab_size)]
@@ -152,7 +152,7 @@ class SamplingTable:
         return token_ids[inside], added[inside]
 
     def _words(self, words: tuple[tuple[int, ...], ...]) -> BadWords:
-        """Return an index of words, the one before if it is of the same: as in one request."""
+        """Return an index of words; reuses the last one, as sequences of a request share words."""
         if not words:
             return NO_BAD_WORDS
         if words != self._newest_words[0]:
@@ -177,13 +177,13 @@ class SlotTable:
         eos_token_ids: tuple[int, ...],
         num_groups: int = 1,
     ) -> None:
-        """Make room; each of the groups of layers has block tables of its own."""
+        """Allocate the arrays; each group of layers has separate block tables."""
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.adapters = np.full(max_num_seqs, -1, np.int64)
-        """Slot of each sequence's adapter; -1 for none."""
+        """Adapter slot of each sequence; -1 for none."""
         blocks = -(-(max_model_len + 1) // block_size)
         tables = [np.zeros((max_num_seqs, blocks), np.int32) for _ in range(num_groups)]
         self.block_tables, *self.other_tables = tables
@@ -191,7 +191,7 @@ class SlotTable:
         self.sampling = SamplingTable(max_num_seqs, vocab_size, eos_token_ids)
 
     def start(self, start: SlotStart) -> None:
-        """Give a slot to a sequence.
+        """Assign a slot to a sequence.
 
         Raises:
             ValueError: a token id is not in the vocabulary, or there are too many tokens.

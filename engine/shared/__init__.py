@@ -1,1 +1,1 @@
-"""What all processes share: messages, transport, membership, settings, logs, health. No torch."""
+"""Shared by all processes: messages, transport, membership, settings, logs, health. No torch."""

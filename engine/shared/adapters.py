@@ -1,11 +1,11 @@
-"""The adapters of a cluster that begins: those of the settings."""
+"""The initial adapters of a cluster, from the settings."""
 
 from engine.shared.config import LoraConfig
 from engine.shared.messages import AdapterEntry, AdapterSheet
 
 
 def configured_adapters(config: LoraConfig) -> AdapterSheet | None:
-    """Return the first sheet of a cluster; None if its engines compute without adapters."""
+    """Return a new cluster's first adapter sheet; None if LoRA is disabled."""
     if not config.enable_lora:
         return None
     entries = [

@@ -1,7 +1,7 @@
-"""HOST:PORT as text, IPv6 addresses in brackets; which family a name means; listening on both.
+"""HOST:PORT parsing (IPv6 in brackets), address family selection and dual-stack listening.
 
-ZeroMQ, given a name, takes an IPv6 address whenever there is one, whether a route leads there or
-not. So which family a socket is for is decided here, in the order of the system's resolver.
+Given a name, ZeroMQ uses an IPv6 address whenever there is one, even without a route to it. So the
+family of a socket is chosen here, in the order of the system's resolver.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ def join_host_port(host: str, port: int | str) -> str:
 
 
 def split_host_port(text: str) -> tuple[str, int]:
-    """Return host, without brackets, and port of HOST:PORT.
+    """Return host (without brackets) and port of HOST:PORT.
 
     Raises:
-        BadAddress: the port is missing, or brackets round an IPv6 address.
+        BadAddress: the port is missing or invalid, or an IPv6 address has no brackets.
     """
     host, _, port = text.rpartition(":")
     bare = bare_host(host)
@@ -47,7 +47,7 @@ def bare_host(host: str) -> str:
 
 
 def is_literal(host: str) -> bool:
-    """Whether a host is an IP address, which needs no name lookup."""
+    """Return whether a host is an IP address, which needs no name lookup."""
     try:
         ipaddress.ip_address(bare_host(host).partition("%")[0])
     except ValueError:
@@ -56,14 +56,14 @@ def is_literal(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is an address that only this machine reaches."""
+    """Return whether a host is an address reachable only from this machine."""
     return is_literal(host) and ipaddress.ip_address(bare_host(host).partition("%")[0]).is_loopback
 
 
 def uses_ipv6(host: str) -> bool:
-    """Whether a socket for a host has to be an IPv6 socket; those can speak IPv4 as well.
+    """Return whether a socket for a host has to be an IPv6 socket; those can use IPv4 as well.
 
-    So a name that cannot be resolved yet counts as one of IPv6.
+    So a name that cannot be resolved yet counts as IPv6.
     """
     if host == "*":
         return True
@@ -76,20 +76,20 @@ def uses_ipv6(host: str) -> bool:
 
 
 def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return family and address of a host, the one that the system prefers.
+    """Return the family and address of a host that the system's resolver prefers.
 
     Raises:
-        OSError: it has none.
+        OSError: the host cannot be resolved.
     """
     found = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM)[0]
     return found[0], (str(found[4][0]), port)
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the way to another, without sending anything.
+    """Return the local address used to reach a host. Sends nothing.
 
     Raises:
-        OSError: there is no way, or no such host.
+        OSError: there is no route, or the host cannot be resolved.
     """
     family, kind, protocol, _, target = socket.getaddrinfo(
         bare_host(host), port, type=socket.SOCK_DGRAM
@@ -101,14 +101,15 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen_unix(path: Path, backlog: int) -> socket.socket:
-    """Return a listening Unix domain socket; a stale file of one is replaced.
+    """Return a listening Unix domain socket; replaces a stale socket file.
 
     Raises:
-        OSError: somebody listens there, there is another file, or no socket can be made.
+        OSError: a process already listens there, the path is another kind of file, or binding
+            fails.
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise FileExistsError(errno.EEXIST, "there is a file that is no socket", str(path))
+            raise FileExistsError(errno.EEXIST, "there is a file that is not a socket", str(path))
         with socket.socket(socket.AF_UNIX) as probe:
             try:
                 probe.connect(str(path))
@@ -127,7 +128,7 @@ def listen_unix(path: Path, backlog: int) -> socket.socket:
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Return a listening TCP socket; `*` and `::` are all interfaces of IPv4 and IPv6.
+    """Return a listening TCP socket; `*` and `::` mean all interfaces, IPv4 and IPv6.
 
     Raises:
         OSError: the port is taken, or the address is not of this machine.
@@ -137,7 +138,7 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in bare else socket.AF_INET
         return socket.create_server((bare, port), family=family, backlog=backlog)
     with contextlib.suppress(OSError):
-        # Where IPv6 is switched off there is IPv4 alone; that a port is taken, it says as well.
+        # Falls back to IPv4 if IPv6 is disabled. A port that is taken fails there as well.
         if socket.has_dualstack_ipv6():
             return socket.create_server(
                 ("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
@@ -149,10 +150,10 @@ _PORTS_TRIED = 400
 
 
 def first_free_ports(host: str, first: int, count: int) -> int:
-    """Return the first of `count` free ports in a row, at `first` or behind it.
+    """Return the first of `count` consecutive free ports, starting at `first`.
 
     Raises:
-        OSError: there are none, or the address is not of this machine.
+        OSError: none were found, or the address is not of this machine.
     """
     address = resolve(host)[1][0]
     for port in range(first, min(first + _PORTS_TRIED, 65536 - count), count):
@@ -165,4 +166,4 @@ def first_free_ports(host: str, first: int, count: int) -> int:
                     continue
                 raise
             return port
-    raise OSError(errno.EADDRINUSE, f"no {count} ports in a row are free on {host} from {first} on")
+    raise OSError(errno.EADDRINUSE, f"no {count} consecutive free ports on {host} from {first} on")

@@ -1,7 +1,8 @@
-"""How full KV blocks are named: the same in every process and on every machine.
+"""Names of full KV blocks, identical in every process and on every machine.
 
-A block's name is a pure function of the sequence's root, its tokens from position 0 on and what
-these show. Engines find prefixes by it, front ends know by it which engine holds them.
+A block's name is a pure function of the sequence's root, its tokens from position 0 on and the
+images that they stand for. Engines look up prefixes by it; front ends track by it which engine
+holds which block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,18 +13,18 @@ from typing import Protocol
 from engine.shared.messages import ROOT_SIZE
 
 ROOT_DIGEST = bytes(ROOT_SIZE)
-"""Parent of the first block of every sequence that has no root of its own."""
+"""Parent of the first block of every sequence without a root."""
 
 SHORT_NAME = 8
-"""Bytes of a name by which front ends follow a block: two blocks of one name cost a cache miss."""
+"""Bytes of a name that front ends use to track a block: a collision costs only a cache miss."""
 
 
 class Shown(Protocol):
-    """Tokens of a sequence that stand for an image."""
+    """The placeholder tokens of an image in a sequence."""
 
     @property
     def position(self) -> int:
-        """Index of the first of them."""
+        """Index of the first token."""
         ...
 
     @property
@@ -31,12 +32,12 @@ class Shown(Protocol):
 
     @property
     def digest(self) -> bytes:
-        """Names what was encoded."""
+        """Digest of the encoded content."""
         ...
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int], shown: Sequence[bytes] = ()) -> bytes:
-    """Return the 16-byte name of a full block after the prefix that `parent` names.
+    """Return the 16-byte name of a full block that follows the prefix named `parent`.
 
     Token ids have to fit in an int32.
     """
@@ -45,15 +46,15 @@ def block_digest(parent: bytes, token_ids: Sequence[int], shown: Sequence[bytes]
 
 
 def short_name(digest: bytes) -> bytes:
-    """Return what front ends know a block by."""
+    """Return the prefix of a name by which front ends track a block."""
     return digest[:SHORT_NAME]
 
 
 def shown_in(images: Iterable[Shown], start: int, end: int) -> list[bytes]:
-    """Return what the tokens from `start` to `end` show: which images, and which part of each.
+    """Return which images, and which part of each, the tokens in [start, end) stand for.
 
-    That is an image's digest, and how many of its tokens come before `start` (or, if negative, of
-    the others from there before it), in 8 bytes.
+    Each entry is an image's digest followed by `start` minus the image's position, as an 8-byte
+    little-endian integer; negative if the image begins after `start`.
     """
     return [
         image.digest + pack("<q", start - image.position)
@@ -63,7 +64,7 @@ def shown_in(images: Iterable[Shown], start: int, end: int) -> list[bytes]:
 
 
 def adapter_root(root: bytes, adapter: str) -> bytes:
-    """Return the root of sequences that are computed with a version of an adapter."""
+    """Return the root of sequences that use a version of an adapter."""
     if not adapter:
         return root
     return blake2b(

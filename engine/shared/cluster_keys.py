@@ -1,9 +1,8 @@
 """The shared secrets of a cluster, from which the keys of its TCP connections are derived.
 
-One secret is for connecting (`--cluster-key-file`). While secrets are exchanged those who bind
-accept another one as well (`--accepted-cluster-key-file`): both files are read again when they
-change, so that processes with the old secret and with the new one reach each other until all have
-been restarted.
+One secret is used to connect (`--cluster-key-file`). During key rotation binding sockets accept a
+second one (`--accepted-cluster-key-file`): both files are read again when they change, so that
+processes with the old and the new secret can reach each other until all have been restarted.
 """
 
 import hashlib
@@ -20,11 +19,11 @@ from engine.shared.watched_file import WatchedFile, any_changed
 logger = logging.getLogger(__name__)
 
 MIN_KEY_BYTES = 16
-"""Minimum length of a shared secret in bytes, without surrounding blanks."""
+"""Minimum length of a shared secret in bytes, without surrounding whitespace."""
 
 
 class InsecureCluster(ValueError):
-    """TCP would be used without a cluster key, or with one that is easy to guess."""
+    """TCP would be used without a cluster key, or with a weak one."""
 
 
 class KeyPair(NamedTuple):
@@ -38,7 +37,7 @@ def cluster_key_pair(shared_secret: bytes) -> KeyPair:
     """Derive the key pair of all binding sockets of a cluster from its shared secret.
 
     Raises:
-        InsecureCluster: the secret is too short to be one.
+        InsecureCluster: the secret is too short.
     """
     material = shared_secret.strip()
     if len(material) < MIN_KEY_BYTES:
@@ -52,23 +51,23 @@ def cluster_key_pair(shared_secret: bytes) -> KeyPair:
 
 
 class ClusterKeys:
-    """The secrets as the files say now.
+    """The current secrets, as read from their files.
 
     Raises:
-        InsecureCluster: a file holds no secret.
+        InsecureCluster: a file does not contain a valid secret.
         OSError: the file of the secret for connecting cannot be read.
     """
 
     def __init__(self, file: str, accepted_file: str | None) -> None:
         self.are_exchanged = accepted_file is not None
-        """Whether another secret may be accepted, now or later."""
+        """Whether a second secret is configured, so that accepted keys can change."""
         self._files = [WatchedFile(each) for each in (file, accepted_file) if each is not None]
         self.connecting, self.accepted = self._read()
 
     def refresh(self) -> list[KeyPair]:
-        """Read the files again if they have changed; return what is accepted from now on as well.
+        """Read the files again if they have changed; return the newly accepted keys.
 
-        Files that cannot be used change nothing.
+        If a file is unusable, the current keys are kept.
         """
         if not any_changed(self._files):
             return []
@@ -102,7 +101,7 @@ def _pair(path: Path) -> KeyPair:
 
 
 def cluster_keys(cluster: ClusterConfig) -> ClusterKeys | None:
-    """Return the secrets of a cluster; None if it has none.
+    """Return the keys of a cluster; None if it has none.
 
     Raises:
         InsecureCluster, OSError: see `ClusterKeys`.

@@ -1,4 +1,4 @@
-"""How many CUDA devices the engines of this machine would see, found without loading torch."""
+"""Counts the visible CUDA devices without loading torch."""
 
 import os
 import re
@@ -12,12 +12,12 @@ _ROOT = Path("/")
 def num_cuda_devices(
     environment: Mapping[str, str] = os.environ, root: Path = _ROOT, *, torch: Path | None = None
 ) -> int:
-    """Return how many there are; 0 also where torch is made for CPUs alone, or missing.
+    """Return the number of CUDA devices; 0 if torch is missing or a CPU-only build.
 
     Args:
-        environment: `CUDA_VISIBLE_DEVICES` may hide some.
-        root: where `/dev` is.
-        torch: its package; None: the installed one.
+        environment: respected for `CUDA_VISIBLE_DEVICES`.
+        root: directory that contains `dev`.
+        torch: torch's package directory; None: the installed one.
     """
     if torch is None and (spec := find_spec("torch")) is not None and spec.origin is not None:
         torch = Path(spec.origin).parent
@@ -33,7 +33,7 @@ def num_cuda_devices(
         return found
     count = 0
     for name in visible.split(","):
-        # CUDA ignores the list from the first name on that is no device's.
+        # CUDA ignores the list from the first invalid entry on.
         is_number = name.strip().isdecimal()
         is_there = int(name) < found if is_number else name.strip().startswith(("GPU-", "MIG-"))
         if not is_there:

@@ -1,4 +1,4 @@
-"""The tokens that end an answer, by all files of a model that name one."""
+"""End-of-answer tokens of a model, collected from all of its files that name any."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 def named_end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """Return the end tokens that the decoded generation_config.json or else config.json names."""
+    """Return the end tokens named by generation_config.json or else config.json (both decoded)."""
     eos = generation.get("eos_token_id")
     eos = config.get("eos_token_id") if eos is None else eos
     return tuple(each for each in (eos if isinstance(eos, list) else [eos]) if each is not None)
@@ -30,10 +30,10 @@ def named_end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> tupl
 def end_token_ids(
     directory: Path, config: dict[str, Any], generation: dict[str, Any]
 ) -> tuple[int, ...]:
-    """Return the end tokens of a model, those of its tokenizer's files among them.
+    """Return a model's end tokens, including the one named by its tokenizer's files.
 
-    The other files of fine-tuned models often name the base model's end only, which these models
-    do not write.
+    The other files of fine-tuned models often name only the base model's end token, which the
+    fine-tuned model does not generate.
     """
     ids = named_end_tokens(config, generation)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -50,14 +50,14 @@ def _ids(path: Path, text: str) -> tuple[int, ...]:
     if tokenizer is None:
         return ()
     vocabulary = tokenizer.model.vocab
-    if isinstance(vocabulary, list):  # of unigram models: pairs of a text and its score
+    if isinstance(vocabulary, list):  # unigram models: (text, score) pairs
         vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary) if entry}
     found = {**vocabulary, **{each.content: each.id for each in tokenizer.added_tokens}}.get(text)
     return () if found is None else (found,)
 
 
 def _decoded(path: Path, type: Any) -> Any:
-    """Return a decoded file, None without one or where it holds something else."""
+    """Return a decoded file, None if it is missing or malformed."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=type)
     except (OSError, msgspec.MsgspecError):

@@ -1,8 +1,8 @@
-"""Turns that tenants take, and threads that they share so, for the work before the engines.
+"""Threads shared fairly between tenants, for the work before requests reach the engines.
 
-Templates, tokenizing, checks of grammars and the encoding of large answers wait here. `FairQueue`
-decides whose turn it is; `FairExecutor` has threads do the work in that order; `FairThreads` is the
-executor of a front end's event loop, so that all that `asyncio.to_thread` runs is shared fairly.
+Templates, tokenization, grammar checks and encoding of large answers queue here. `FairQueue`
+chooses the next tenant; `FairExecutor` runs the work on threads in that order; `FairThreads` is the
+executor of a front end's event loop, so that everything in `asyncio.to_thread` is shared fairly.
 """
 
 import threading
@@ -14,30 +14,30 @@ from contextvars import ContextVar
 from typing import Any, Generic, ParamSpec, TypeVar
 
 tenant_id: ContextVar[int] = ContextVar("tenant_id", default=0)
-"""Tenant of the request that the current task serves; 0: none in particular."""
+"""Tenant of the request that the current task serves; 0: none."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class QueueFull(Exception):
-    """No more work may wait, or no more of this tenant (HTTP 429)."""
+    """The queue, or the tenant's share of it, is full (HTTP 429)."""
 
 
 class _Line(Generic[T]):
-    """What waits for one tenant, and what it has had."""
+    """One tenant's queued items and consumed time."""
 
     def __init__(self, spent: float) -> None:
         self.items: deque[T] = deque()
         self.spent = spent
-        """Seconds of work; whoever comes, or comes again, starts with those who wait."""
+        """Seconds of work; a new tenant starts with the minimum of the present tenants."""
         self.num_running = 0
 
 
 class FairQueue(Generic[T]):
-    """Items of tenants; the next one is of the tenant that has had the least work.
+    """A queue per tenant; the next item is from the tenant with the least consumed time.
 
-    A tenant with nothing in the queue and nothing under way is forgotten.
+    A tenant with no queued and no running items is forgotten.
     """
 
     def __init__(self, max_items: int, max_of_tenant: int) -> None:
@@ -46,16 +46,16 @@ class FairQueue(Generic[T]):
         self._lines: dict[Hashable, _Line[T]] = {}
         self._num_items = 0
         self.num_running = 0
-        """Items that were taken and are not finished."""
+        """Items popped but not finished."""
 
     def __len__(self) -> int:
         return self._num_items
 
     def push(self, tenant: Hashable, item: T) -> None:
-        """Add an item behind those of its tenant.
+        """Append an item to its tenant's queue.
 
         Raises:
-            QueueFull: the queue, or the tenant's part of it, is full.
+            QueueFull: the queue, or the tenant's share of it, is full.
         """
         line = self._lines.get(tenant)
         waiting = 0 if line is None else len(line.items)
@@ -68,9 +68,9 @@ class FairQueue(Generic[T]):
         self._num_items += 1
 
     def pop(self, *, only_idle: bool = False) -> tuple[Hashable, T] | None:
-        """Return the next item with its tenant; `finish` has to follow.
+        """Return the next item with its tenant, None if there is none; `finish` has to follow.
 
-        `only_idle`: not of a tenant one of whose items is under way.
+        `only_idle`: skip tenants that have a running item.
         """
         waiting = [
             (line.spent, tenant)
@@ -87,7 +87,7 @@ class FairQueue(Generic[T]):
         return tenant, line.items.popleft()
 
     def finish(self, tenant: Hashable, seconds: float) -> None:
-        """Charge a tenant for an item that was under way."""
+        """Charge a tenant for a running item that has ended."""
         line = self._lines[tenant]
         line.spent += seconds
         line.num_running -= 1
@@ -97,7 +97,7 @@ class FairQueue(Generic[T]):
 
 
 class FairExecutor:
-    """Has threads do the work of tenants; none of these has all threads while others wait."""
+    """Runs work on threads fairly; no tenant occupies all threads while others wait."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class FairExecutor:
         max_waiting: int = 1024,
         max_of_tenant: int = 512,
     ) -> None:
-        """`start` has one of `count` threads call a function; nothing else uses these threads."""
+        """`start` submits a call to a pool of `count` threads that has no other user."""
         self._start_thread = start
         self._count = count
         self._queue: FairQueue[Callable[[], None]] = FairQueue(max_waiting, max_of_tenant)
@@ -116,10 +116,10 @@ class FairExecutor:
     def submit(
         self, tenant: Hashable, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
-        """Have a thread call a function when it is the tenant's turn.
+        """Queue a call for the tenant and return its future.
 
         Raises:
-            QueueFull: too much waits.
+            QueueFull: the queue, or the tenant's share of it, is full.
         """
         future: Future[T] = Future()
 
@@ -137,7 +137,7 @@ class FairExecutor:
         return future
 
     def _start(self) -> None:
-        """Begin with what may begin; the last free thread is not for who has one already."""
+        """Start queued work; the last free thread is kept for tenants with nothing running."""
         while (free := self._count - self._queue.num_running) > 0:
             found = self._queue.pop(only_idle=free == 1 and self._count > 1)
             if found is None:
@@ -156,9 +156,9 @@ class FairExecutor:
 
 
 class FairThreads(ThreadPoolExecutor):
-    """A thread pool that works for the tenants of the submitting tasks in turns.
+    """A thread pool shared fairly between the tenants of the submitting tasks.
 
-    It is a `ThreadPoolExecutor` because event loops take no other executor.
+    It is a `ThreadPoolExecutor` because event loops accept no other executor.
     """
 
     def __init__(self, max_workers: int, name: str) -> None:
@@ -166,9 +166,9 @@ class FairThreads(ThreadPoolExecutor):
         self._fair = FairExecutor(super().submit, max_workers)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have a thread call a function when it is the tenant's turn.
+        """Queue a call for the current task's tenant and return its future.
 
         Raises:
-            QueueFull: too much waits.
+            QueueFull: the queue, or the tenant's share of it, is full.
         """
         return self._fair.submit(tenant_id.get(), fn, *args, **kwargs)

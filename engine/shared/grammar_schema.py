@@ -1,9 +1,9 @@
-"""JSON schemas as they are compiled: bounded in what they cost, and without dead ends.
+"""Preparation of JSON schemas for compilation: bounds their cost and removes dead ends.
 
-llguidance, which enforces them, refuses keywords that it does not know even where they have no
-effect. It allows a comma for a key that a pattern demands where `properties` has taken all such
-keys: nothing can follow it then. It compares all key patterns of an object with each other, and
-`multipleOf` takes as many states as the number is large.
+llguidance, which enforces them, rejects unknown keywords even where they have no effect. It allows
+a comma for a key that `patternProperties` matches even if `properties` already covers all such
+keys: then nothing can follow the comma. It compares all key patterns of an object pairwise, and
+`multipleOf` takes a number of states proportional to its value.
 """
 
 import math
@@ -15,19 +15,19 @@ from typing import Any
 from engine.shared.matchers import is_enforceable, keys_of
 
 MAX_SCHEMA_DEPTH = 120
-"""Nesting of a schema's objects and arrays; the library reads few more."""
+"""Maximum nesting of a schema's objects and arrays; close to the library's own limit."""
 MAX_MULTIPLE = 100_000
-"""Sum of a schema's `multipleOf`, each without its decimal point, and their least common multiple
-where they may apply to one value."""
+"""Maximum sum of a schema's `multipleOf` values without their decimal points, and maximum least
+common multiple where several can apply to one value."""
 MAX_PATTERNS = 64
-"""Patterns of one `patternProperties`. The library intersects each with all others: 64 take 60 ms,
-256 take 9 s. Of several, the squares of their numbers count together."""
+"""Patterns of one `patternProperties`. The library intersects all pairs: 64 patterns take 60 ms,
+256 take 9 s. For several objects, the sum of the squares is limited."""
 
 ENFORCED_FORMATS = frozenset({
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri",
     "uuid",
 })  # fmt: skip
-"""Formats of strings that the library knows; others are annotations, as JSON Schema has it."""
+"""String formats that the library enforces; others are annotations, as JSON Schema specifies."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = (
@@ -35,24 +35,24 @@ _SCHEMAS = (
     "allOf", "anyOf", "oneOf", "not", "if", "then", "else",
 )  # fmt: skip
 _VALUES = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _COMBINING = ("allOf", "$ref", "patternProperties")
 _ANY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})
-"""Values of `propertyNames` that all keys fit."""
+"""Values of `propertyNames` that every key satisfies."""
 _MAYBE_IRREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9bBk]")
-"""What is in every pattern with look-around, word boundaries or back-references, and in others."""
+"""Matches every pattern with look-around, word boundaries or back-references, and some others."""
 
 
 class BadSchema(ValueError):
-    """The schema asks for more than is enforced; the message says what."""
+    """The schema exceeds what can be enforced; the message says where."""
 
 
 def prepared(schema: Any, *, lenient: bool = False) -> Any:
-    """Return a schema that allows the same values and has no dead ends.
+    """Return an equivalent schema without dead ends.
 
     Args:
         schema: decoded; not modified.
-        lenient: ignore patterns that cannot be enforced instead of refusing them.
+        lenient: ignore patterns that cannot be enforced instead of rejecting them.
 
     Raises:
         BadSchema: it is nested too deeply, its multiples or patterns cost too much, or a pattern
@@ -83,7 +83,7 @@ def prepared(schema: Any, *, lenient: bool = False) -> Any:
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects have only the properties that it lists, where it lists any."""
+    """Return the schema with additionalProperties false wherever `properties` is present."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -100,13 +100,13 @@ def closed(schema: Any) -> Any:
 
 
 class _Preparation:
-    """Rewrites one schema, from the outside in."""
+    """Rewrites one schema, outermost first."""
 
     def __init__(self, lenient: bool) -> None:
         self._lenient = lenient
 
     def schema(self, schema: Any) -> Any:
-        """Return a schema within the one that is rewritten."""
+        """Return a rewritten subschema."""
         if not isinstance(schema, dict):
             return schema
         changed: dict[str, Any] = {}
@@ -122,7 +122,7 @@ class _Preparation:
         if isinstance(changed.get("patternProperties"), dict):
             patterns = changed["patternProperties"]
             kept = {name: each for name, each in patterns.items() if not self._is_ignored(name)}
-            if len(kept) < len(patterns):  # keys of ignored patterns may have any value
+            if len(kept) < len(patterns):  # keys that match ignored patterns can have any value
                 changed |= {"patternProperties": kept, "additionalProperties": True}
             changed = self._without_dead_ends(changed)
         return changed
@@ -134,7 +134,7 @@ class _Preparation:
         return maybe and not is_enforceable(pattern)
 
     def _without_dead_ends(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return an object's schema with only those patterns that other keys may match."""
+        """Apply patterns to the listed keys, and keep only those that can match other keys."""
         if not isinstance(schema.get("properties"), dict):
             return schema
         properties = dict(schema["properties"])
@@ -167,7 +167,7 @@ def _is_needless(keyword: str, value: Any) -> bool:
 
 
 def _objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects within a schema; some of them may be values or maps of schemas."""
+    """Yield all JSON objects in a schema; some may be values or maps of schemas."""
     level, depth = [schema], 0
     while level:
         if depth > MAX_SCHEMA_DEPTH:

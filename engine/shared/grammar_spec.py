@@ -1,8 +1,8 @@
-"""What grammars of requests may say, and their form for the library that enforces them.
+"""Limits on request grammars, and their conversion for llguidance.
 
 Front ends check a grammar here before anything is queued, and engines compile it from the same
-form. Both must do so in a thread of `GrammarThreads`: what clients send may take a while to
-analyse, and nests deeper than an ordinary thread's stack has room for.
+form. Both must do so in a thread of `GrammarThreads`: clients' grammars can take a while to
+analyse, and nest deeper than an ordinary thread's stack allows.
 """
 
 import contextlib
@@ -38,29 +38,29 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_GBNF_SIZE = 32 * 1024
-"""Characters of a grammar in GBNF, whose conversion takes long when it is long."""
+"""Maximum characters of a grammar in GBNF, whose conversion time grows quickly."""
 MAX_RULES = 5000
-"""Rules of a grammar in Lark or GBNF, which is also how deep a chain of them may be: each takes the
-library up to six kilobytes of a stack."""
+"""Maximum rules of a grammar in Lark or GBNF, which also bounds the depth of a chain of rules:
+each takes up to 6 KB of the library's stack."""
 MAX_GROUPS = 10_000
-"""Rules and parentheses of such a grammar; the library's time grows with the square of it."""
+"""Maximum rules plus parentheses; the library's time grows with the square."""
 MAX_MARKER_SIZE = 1024
-"""Characters of the text after which a grammar applies."""
+"""Maximum characters of the text after which a grammar applies."""
 
 SOME_WHITESPACE = r" |\r?\n[ \t]{0,16}"
-"""Between JSON tokens unless the client says otherwise: a space, or a new line with indentation.
-Enough for readable output, too little for a model to get lost in."""
+"""Default whitespace between JSON tokens: a space, or a new line with indentation.
+Enough for readable output, too little for a model to loop on."""
 
 _NICE = 10
 _STACK_BYTES = 256 * 1024 * 1024
-"""Stack of a thread that analyses grammars; only what is used of it takes memory."""
+"""Stack of a thread that analyses grammars; only the touched part takes memory."""
 
-# What follows is matched against texts of clients, so repetitions are possessive: nothing is
-# matched a second time, and a quote that is never closed ends with its line.
+# These match client-supplied text, so repetitions are possessive: there is no backtracking, and
+# an unclosed quote ends with its line.
 _LARK_PART = re.compile(
     r'"(?:[^"\\\n]|\\.)*+"?|/(?![/*])(?:[^/\\\n]|\\.)++/?|//[^\n]*+|(?P<schema>%json\s*+)(?=\{)'
 )
-"""Texts, expressions and comments of a grammar, and what stands before a schema in it."""
+"""Strings, expressions and comments of a grammar, and `%json` in front of a schema."""
 _LARK_RULE = re.compile(r"^[ \t]*+[?!]?[A-Za-z_][\w-]*+[^\n:]{0,200}+:", re.MULTILINE)
 _JSON = json.JSONDecoder()
 _LARK_LINE = re.compile(r"\s*(%llguidance\b|start\s*:(?!:=))")
@@ -71,7 +71,7 @@ class BadGrammar(ValueError):
 
 
 def grammar_size(spec: GrammarSpec) -> int:
-    """Return the characters of a grammar's texts."""
+    """Return the total characters of a grammar's texts."""
     match spec:
         case JsonSchemaGrammar(schema, whitespace):
             return len(schema) + len(whitespace or "")
@@ -86,10 +86,10 @@ def grammar_size(spec: GrammarSpec) -> int:
 
 
 def grammar_text(spec: GrammarSpec) -> str:
-    """Return the grammar in the form that llguidance reads.
+    """Return the grammar in llguidance's format.
 
     Raises:
-        BadGrammar: it is too large, or its parts do not have the right form.
+        BadGrammar: it is too large or malformed.
     """
     from llguidance import LLMatcher
 
@@ -115,7 +115,7 @@ def _regex_grammar(pattern: str) -> str:
 
     if not pattern:
         raise BadGrammar("the expression is empty")
-    # Digits and letters of \d and \w are those of ASCII, as in JSON schemas.
+    # \d and \w match ASCII only, as in JSON schemas.
     return f"start: /{regex_to_lark(pattern, use_ascii='dw')}/"
 
 
@@ -150,10 +150,10 @@ def _prepared(decoded: Any, *, lenient: bool) -> Any:
 
 
 def _checked_lark(lark: str) -> str:
-    """Return a grammar in Lark's syntax with the schemas within it as they are compiled.
+    """Return a Lark grammar with its embedded schemas prepared for compilation.
 
     Raises:
-        BadGrammar: a schema is wrong, or there is more than the library can follow by recursion.
+        BadGrammar: a schema is invalid, or there are too many rules for the library's recursion.
     """
     written, bare = [], []
     schemas: list[Any] = []
@@ -179,7 +179,7 @@ def _checked_lark(lark: str) -> str:
         position = end
     written.append(lark[position:])
     bare.append(lark[position:])
-    _prepared(schemas, lenient=True)  # all of them together
+    _prepared(schemas, lenient=True)  # checks the limits over all schemas together
     without_texts = '""'.join(bare)
     rules = len(_LARK_RULE.findall(without_texts))
     if rules > MAX_RULES:
@@ -192,14 +192,14 @@ def _checked_lark(lark: str) -> str:
 
 
 def check_grammar(spec: GrammarSpec, special_tokens: tuple[str, ...] = ()) -> str | None:
-    """Return why a grammar cannot be enforced, or None when it can.
+    """Return why a grammar cannot be enforced, None if it can.
 
-    Instead of the model's tokenizer one of single bytes and the model's special tokens is used.
-    Takes from microseconds to seconds.
+    Uses a byte tokenizer with the model's special tokens instead of the model's tokenizer. Takes
+    from microseconds to seconds.
     """
     try:
         text = grammar_text(spec)
-    except ValueError as error:  # of the library, too
+    except ValueError as error:  # the library raises it too
         return told_briefly(str(error))
     except RecursionError:
         return "the grammar is nested too deeply"
@@ -207,11 +207,11 @@ def check_grammar(spec: GrammarSpec, special_tokens: tuple[str, ...] = ()) -> st
 
 
 _REPEATED_TWICE = re.compile(r'"(?:\\.|[^"\\])*+"?|/(?:\\.|[^/\\])*+/?|[?*+]{2,}+')
-"""Texts and expressions, which stay as they are, and marks that say twice how often."""
+"""Strings and expressions, which are kept, and consecutive repetition marks."""
 
 
 def _repeated_once(match: re.Match[str]) -> str:
-    """Return one mark for several: Lark's syntax has no `a??`, which `((a)?)?` becomes."""
+    """Merge repetition marks: Lark has no `a??`, which `((a)?)?` becomes."""
     found = match.group()
     if found[0] in "?*+":
         return found[0] if len(set(found)) == 1 else "*"
@@ -219,7 +219,7 @@ def _repeated_once(match: re.Match[str]) -> str:
 
 
 def lark_from_ebnf(text: str) -> str:
-    """Return a grammar in GBNF (`root ::= ...`) in Lark's syntax; one that is Lark as it is.
+    """Convert a GBNF grammar (`root ::= ...`) to Lark; Lark is returned unchanged.
 
     Raises:
         BadGrammar: it is neither.
@@ -239,14 +239,14 @@ def lark_from_ebnf(text: str) -> str:
 
 
 class GrammarThreads:
-    """Threads in which grammars are analysed; none is started before its first use."""
+    """Threads that analyse grammars, started on first use."""
 
     def __init__(self, count: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_lower_priority)
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have a thread call the function as soon as one is free."""
-        with _stack_size:  # can be set for all new threads of the process only
+        """Queue a call and return its future."""
+        with _stack_size:  # the stack size is a process-wide setting for new threads
             before = threading.stack_size(_STACK_BYTES)
             try:
                 return self._pool.submit(function, *args, **kwargs)
@@ -254,12 +254,12 @@ class GrammarThreads:
                 threading.stack_size(before)
 
     def shutdown(self) -> None:
-        """Drop what has not begun; what has begun ends by itself."""
+        """Cancel queued calls; running ones finish."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _lower_priority() -> None:
-    with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere it is not
+    with contextlib.suppress(OSError):  # per-thread priorities are specific to Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 

@@ -17,7 +17,7 @@ AGREED_SETTINGS = (
     "revision", "model", "runner", "pooler_config", "model_impl", "kv_cache_dtype", "enable_lora",
     "max_cpu_loras", "max_loras", "max_lora_rank", "seed", "enable_expert_parallel",
 )  # fmt: skip
-"""The settings that decide `group_config`; the chart guards them."""
+"""The settings that determine `group_config`; the chart checks them."""
 
 AGREED_IN_LOCKSTEP = (
     "regroup", "tensor_parallel_size", "pipeline_parallel_size", "device", "enable_eplb",
@@ -26,28 +26,28 @@ AGREED_IN_LOCKSTEP = (
     "max_num_batched_tokens", "admission_policy", "admission_cadence", "level_wait_weight",
     "level_hold_per_rank",
 )  # fmt: skip
-"""Those that engines which step together have to agree on besides."""
+"""Additional settings on which lockstep engines have to agree."""
 
 ADDED_IN = {"tensor_parallel_size": 4, "pipeline_parallel_size": 4, "device": 4}
-"""The first protocol whose processes state these keys; older ones are not asked for them."""
+"""First protocol version that sends these keys; older processes are not checked for them."""
 
 _SHOWN_DIGITS = 16
 
 
 def stated_in(settings: Mapping[str, str], protocol: int) -> dict[str, str]:
-    """Return the settings that processes of a protocol state."""
+    """Return the settings that processes of a protocol version send."""
     return {key: text for key, text in settings.items() if ADDED_IN.get(key, 0) <= protocol}
 
 
 def model_identity(model: ModelConfig) -> dict[str, str]:
-    """Return which model a process serves, by the names of `MODEL_KEYS`.
+    """Return the identity of the served model, by the names of `MODEL_KEYS`.
 
-    The tokenizer is a digest of its file, left out where the model has none; the runner is what
-    the model is for, whether that was set or found.
+    The tokenizer is a digest of its file, absent if the model has none; the runner is the resolved
+    one, configured or detected.
 
     Raises:
         ModelNotFound: there is no such model.
-        BadPooling: the model cannot do what --runner asks for.
+        BadPooling: the model does not support the configured --runner.
     """
     directory = model_directory(model, weights=False)
     tokenizer = directory / "tokenizer.json"
@@ -64,9 +64,9 @@ def model_identity(model: ModelConfig) -> dict[str, str]:
 
 
 def group_config(config: EngineConfig, *, lockstep: bool = False) -> dict[str, str]:
-    """Settings that have to be equal on all engines of a cluster, by flag name.
+    """Return the settings that have to be equal on all engines of a cluster, by flag name.
 
-    Engines that step together also have to make the same decisions in every step.
+    Lockstep engines also have to agree on everything that affects decisions in a step.
 
     Raises:
         ModelNotFound: there is no such model.

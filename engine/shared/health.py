@@ -1,7 +1,7 @@
-"""GET /health and /ready of a process that serves no HTTP otherwise: engines, the coordinator.
+"""GET /health and /ready of processes without another HTTP server: engines, the coordinator.
 
-Probes of container platforms ask on their own port and thread, so that the answer says whether
-the main loop still turns instead of waiting for it.
+Probes of container platforms are answered on a separate port and thread, so that the answer reports
+the main loop's progress instead of waiting for it.
 """
 
 import logging
@@ -19,14 +19,14 @@ Phase = Literal["starting", "ready", "draining"]
 
 
 class HealthStatus(NamedTuple):
-    """An HTTP status and the word that explains it."""
+    """An HTTP status and its body."""
 
     status: int
     body: str
 
 
 class Health:
-    """What a process's main loop last said about itself."""
+    """The main loop's last reported state."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class Health:
         clock: Callable[[], float] = time.monotonic,
         may_wait: Callable[[float], bool] = lambda now: False,
     ) -> None:
-        """Make one that calls a loop stalled after `stall_timeout` seconds without a turn.
+        """Report a stall after `stall_timeout` seconds without `turn`.
 
         Args:
-            may_wait: whether at that time the loop waits for something that may take longer and
-                is watched by itself.
+            may_wait: returns whether at that time the loop waits for something that can take longer
+                and has a separate timeout.
         """
         self.phase: Phase = "starting"
         self._stall_timeout = stall_timeout
@@ -47,24 +47,24 @@ class Health:
         self._last_turn = clock()
 
     def ready(self) -> None:
-        """The process serves from now on; its loop calls `turn` from here on."""
+        """Mark the process as serving; its loop has to call `turn` from here on."""
         self.turn()
-        if self.phase == "starting":  # it may be asked to end before all know that it serves
+        if self.phase == "starting":  # draining can begin earlier
             self.phase = "ready"
 
     def drain(self) -> None:
-        """The process takes nothing new from now on."""
+        """Mark the process as draining: it accepts no new work."""
         self.phase = "draining"
 
     def turn(self) -> None:
-        """The main loop has made another turn."""
+        """Record an iteration of the main loop."""
         self._last_turn = self._clock()
 
     def answer(self, path: str) -> HealthStatus:
-        """Return what to answer to GET `path`.
+        """Return the response to GET `path`.
 
-        /health is 503 when the process has to be started again: its loop has stopped turning.
-        How long starting takes is the platform's to judge. /ready is 200 while it takes work.
+        /health is 503 if the process has to be restarted because its loop has stalled; the platform
+        limits the duration of startup. /ready is 200 while the process accepts work.
         """
         now = self._clock()
         late = self.phase != "starting" and now - self._last_turn > self._stall_timeout
@@ -79,10 +79,10 @@ class Health:
 
 
 def serve_health(config: HealthConfig, health: Health) -> Callable[[], None]:
-    """Answer probes on the configured port; without one do nothing.
+    """Answer probes on the configured port; do nothing if there is none.
 
     Returns:
-        What ends it. Processes need not: it ends with them.
+        A function that stops the server; optional, since its threads are daemons.
 
     Raises:
         OSError: the port is taken.
@@ -109,7 +109,7 @@ def serve_health(config: HealthConfig, health: Health) -> Callable[[], None]:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            # Mostly a probe that did not wait for the answer.
+            # Usually a probe that timed out.
             logger.debug("a health request from %s failed", client_address, exc_info=True)
 
     server = Server(("", config.health_port), Handler, bind_and_activate=False)

@@ -1,8 +1,7 @@
-"""Images cross once: which ones an engine still has of a front end, as both know without asking.
+"""Avoids resending images: tracks which ones an engine still holds for a front end.
 
-Both see the same images in the same order, and forget the least recently used ones by the same
-rule. A front end that begins anew, because messages may have been lost, knows of fewer than the
-engine has, never of others.
+Both sides see the same images in the same order and evict the least recently used ones by the same
+rule. A front end that resets after a possible message loss knows a subset of the engine's images.
 """
 
 from collections import OrderedDict
@@ -12,28 +11,28 @@ from msgspec.structs import replace
 from engine.shared.messages import AddRequest
 
 IMAGE_WINDOW_BYTES = 32 << 20
-"""Bytes of pixels that an engine keeps for each front end; a photograph has 1 to 10 MB."""
+"""Bytes of pixels that an engine keeps per front end; a photograph has 1 to 10 MB."""
 
 
 class ImageWindow:
-    """The newest images that crossed, of a number of bytes; larger ones are not kept.
+    """An LRU window of transferred images, bounded in bytes; larger images are not kept.
 
-    A front end keeps their sizes only, an engine the pixels.
+    A front end keeps only their sizes, an engine the pixels.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._images: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
-        """Size and pixels by digest, the least recently used first."""
+        """Size and pixels by digest, least recently used first."""
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all images."""
         self._images.clear()
         self._num_bytes = 0
 
     def without_held(self, message: AddRequest) -> AddRequest:
-        """Return what to send of a request: without pixels that the engine has."""
+        """Return the request without pixels that the engine holds."""
         images = []
         for image in message.encoder_inputs:
             if image.digest in self._images:
@@ -45,10 +44,10 @@ class ImageWindow:
         return replace(message, encoder_inputs=images)
 
     def with_held(self, message: AddRequest) -> AddRequest:
-        """Return the request that was sent, with all pixels.
+        """Return the received request with all pixels restored.
 
         Raises:
-            KeyError: the message before it was lost.
+            KeyError: an earlier message was lost.
         """
         images = []
         for image in message.encoder_inputs:

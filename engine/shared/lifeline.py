@@ -1,8 +1,8 @@
 """The local socket pair between the supervisor and one child process.
 
-Down it the child gets its launch parameters, so that no secret stands in a command line or
-environment; up it the child reports progress, readiness or why it cannot start. Its closing
-tells each side that the other has died, whatever killed it.
+The child receives its launch parameters over it, so that no secret appears in a command line or
+environment; it reports progress, readiness or the reason why it cannot start. Closure tells each
+side that the other has died, for whatever reason.
 """
 
 import contextlib
@@ -30,37 +30,37 @@ logger = logging.getLogger(__name__)
 
 LIFELINE_VARIABLE = "SWELL_LIFELINE_FD"
 TURN_INTERVAL = 1.0
-"""Seconds between two `turn`s of a main loop."""
+"""Seconds between two `turn` messages of a main loop."""
 
 ORPHAN_GRACE = 3.0
-"""Seconds that a child has for an orderly end after its supervisor has died."""
+"""Seconds for a child's orderly shutdown after its supervisor has died."""
 
 CANNOT_START = 3
-"""Exit code of a child that reported `ChildFailed`: starting it again would not help."""
+"""Exit code of a child that reported `ChildFailed`: restarting it would not help."""
 
 _LENGTH = struct.Struct("!I")
 
 _LONGEST = (1 << 32) - 1
-"""What a length in front of a message can say."""
+"""Largest value of a length prefix."""
 
 T = TypeVar("T")
 
 
 class FrameTooLong(msgspec.DecodeError):
-    """A message is announced that is larger than any that is expected."""
+    """The length prefix exceeds the maximum."""
 
 
 def pack_frame(message: Any) -> bytes:
-    """Return a message with its length in front."""
+    """Return a message with its length prefix."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameReader:
-    """Cuts a byte stream into typed messages.
+    """Splits a byte stream into typed messages.
 
     Args:
-        largest: bytes that one may have.
+        largest: maximum bytes per message.
     """
 
     def __init__(self, message_type: Any, largest: int = _LONGEST) -> None:
@@ -72,7 +72,7 @@ class FrameReader:
         """Return the messages that `data` completes.
 
         Raises:
-            msgspec.DecodeError: one of them is of another type, or too large.
+            msgspec.DecodeError: a message has another type, or is too large.
         """
         self._buffer += data
         messages = []
@@ -89,14 +89,14 @@ class FrameReader:
 
 
 class Lifeline:
-    """A child's end of the socket pair; without a supervisor it only logs."""
+    """The child's end of the socket pair; without a supervisor it only logs."""
 
     def __init__(self, connection: socket.socket | None) -> None:
         self._connection = connection
 
     @classmethod
     def from_environment(cls) -> "Lifeline":
-        """Return the lifeline that the supervisor left in the environment, if any."""
+        """Return the lifeline passed in the environment by the supervisor, if any."""
         descriptor = os.environ.pop(LIFELINE_VARIABLE, None)
         return cls(socket.socket(fileno=int(descriptor)) if descriptor else None)
 
@@ -112,65 +112,64 @@ class Lifeline:
         while True:
             data = self._connection.recv(65536)
             if not data:
-                raise EOFError("the supervisor has gone")
+                raise EOFError("the supervisor has exited")
             for launch in reader.feed(data):
                 return launch  # type: ignore[no-any-return]
 
     def progress(self, phase: str) -> None:
-        """Say what the child is doing while it starts."""
+        """Report the phase of startup."""
         self._report(ChildProgress(phase))
 
     def ready(self, detail: str, addresses: dict[str, str] | None = None) -> None:
-        """Say that the child serves."""
+        """Report that the child serves."""
         self._report(ChildReady(detail, addresses or {}))
 
     def failed(self, reason: str) -> None:
-        """Say why the child cannot start."""
+        """Report why the child cannot start."""
         self._report(ChildFailed(reason))
 
     def turn(self) -> None:
-        """Say that the main loop turns, without waiting for a supervisor that does not read."""
+        """Report an iteration of the main loop; never blocks on a supervisor that does not read."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.send(pack_frame(ChildTurn()), socket.MSG_DONTWAIT)
 
     def _report(self, status: ChildStatus) -> None:
         if self._connection is None:
-            # Alone, as in a pod: whoever looks for why it does not start looks for errors.
+            # Without a supervisor, e.g. in a pod, failures are expected at error level.
             level = logging.ERROR if isinstance(status, ChildFailed) else logging.INFO
             logger.log(level, "%s", next(iter(msgspec.structs.astuple(status))))
             return
         try:
             self._connection.sendall(pack_frame(status))
         except OSError:
-            logger.warning("the supervisor does not listen any more")
+            logger.warning("the supervisor is no longer listening")
 
     def end_with_it(self) -> None:
-        """Have the kernel end this process when the supervisor dies; needs no thread.
+        """Make the kernel end this process when the supervisor dies; needs no thread.
 
-        For a process that has read its launch parameters, after which nothing comes down.
+        For a process that has read its launch parameters and receives nothing else.
         """
         if self._connection is None:
             return
         descriptor = self._connection.fileno()
         fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        # SIGIO, which nobody handles, ends it: at whatever happens on this socket.
+        # SIGIO without a handler ends the process, on any event of this socket.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
 
     def close(self) -> None:
-        """Let go of it: it is another process's."""
+        """Close this copy: the lifeline belongs to another process."""
         if self._connection is not None:
             self._connection.close()
 
     def watch(self, on_lost: Callable[[], None] | None = None) -> None:
-        """End this process when the supervisor dies: SIGTERM first, then at once after a grace.
+        """End this process when the supervisor dies: SIGTERM, then SIGKILL after `ORPHAN_GRACE`.
 
         The watching thread also ends a process whose main thread is stuck in native code.
 
         Args:
-            on_lost: called in place of all that, for a child whose starter closes the lifeline as
-                the ordinary way to end it.
+            on_lost: called instead, for a child whose starter ends it by closing the lifeline.
         """
         connection = self._connection
         if connection is None:
@@ -185,13 +184,13 @@ class Lifeline:
             if on_lost is not None:
                 on_lost()
                 return
-            logger.error("the supervisor has gone: stopping")
+            logger.error("the supervisor has exited: stopping")
             leads = os.getpgrp() == os.getpid()
-            # Without a handler, as while it starts, SIGTERM would end this process alone.
+            # SIGTERM without a handler, as during startup, would end only this process.
             if not leads or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
                 os.kill(os.getpid(), signal.SIGTERM)
                 threading.Event().wait(ORPHAN_GRACE)
-            if leads:  # with what this process has started, as vLLM's workers
+            if leads:  # includes its own children, such as vLLM's workers
                 os.killpg(0, signal.SIGKILL)
             os._exit(1)
 

@@ -1,9 +1,9 @@
 """Logging of every process: one line per event, on standard error, as text or as JSON.
 
-Standard error neither blocks nor raises, whatever happens to its reader or disk. A line is written
-at once where there is room for it. What finds none waits in a backlog that a thread writes when
-there is; what the backlog cannot hold, or the disk, is dropped and counted, and the count is told
-as soon as writing works again.
+Writes to standard error neither block nor raise, whatever happens to its reader or disk. A line is
+written immediately if there is room. Otherwise it waits in a backlog that a thread writes later;
+lines that exceed the backlog, or fail to be written, are dropped and counted, and the count is
+logged as soon as writing works again.
 """
 
 import atexit
@@ -26,45 +26,45 @@ import msgspec
 import setproctitle
 
 MAX_BACKLOG = 1 << 20
-"""Maximum bytes of lines that wait for room."""
+"""Maximum bytes of the backlog."""
 
 LAST_WORDS_SECONDS = 0.5
-"""How long a process that ends waits for room for its backlog."""
+"""How long an exiting process waits for its backlog to be written."""
 
 _PAUSE = 0.05
 _PIECE = select.PIPE_BUF
-"""Maximum bytes in one write: a pipe that has any room takes this many without blocking."""
+"""Maximum bytes per write: a pipe that is writable accepts this many without blocking."""
 
 
 class LogStream(io.TextIOBase):
-    """A text file in front of a descriptor, for log lines; usable from every thread."""
+    """A non-blocking text file over a descriptor, for log lines; thread-safe."""
 
     def __init__(self, descriptor: int = 2) -> None:
         super().__init__()
         self._descriptor = descriptor
         self._target, self._flags = _unblocked(descriptor)
-        self._lock = threading.RLock()  # a signal's handler may log in the midst of a line
+        self._lock = threading.RLock()  # a signal handler can log while a line is being written
         self._backlog: deque[bytes] = deque()
         self._waiting = 0
         """Bytes in the backlog."""
         self._dropped = 0
         self._reason = ""
         self._in_line = False
-        """Whether the last line that was begun has been cut off."""
+        """Whether the last line was written only in part."""
         self._filled = threading.Event()
         self._ended = False
-        # Now, as there may be no memory for a thread when it is needed.
+        # Started now, since there may be no memory for a thread when it is needed.
         threading.Thread(target=self._write_backlog, name="log", daemon=True).start()
         atexit.register(self.wait_until_written, LAST_WORDS_SECONDS)
 
-    # -- what a text file has --------------------------------------------------------------------
+    # -- text file interface ---------------------------------------------------------------------
 
     def writable(self) -> bool:
-        """Yes."""
+        """Always true; required by io.TextIOBase."""
         return True
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def fileno(self) -> int:
@@ -72,12 +72,12 @@ class LogStream(io.TextIOBase):
         return self._descriptor
 
     def flush(self) -> None:
-        """Do nothing: what can be written has been."""
+        """Do nothing: writes are not buffered, except for the backlog."""
 
     def close(self) -> None:
-        """Drop what is written from now on, and what waits; the descriptor stays its owner's.
+        """Drop the backlog and all later writes; the descriptor stays open.
 
-        The thread ends with it, or where nobody reads as soon as the reader goes.
+        The thread ends too; if it waits for a reader, once that reader disconnects.
         """
         super().close()
         atexit.unregister(self.wait_until_written)
@@ -86,7 +86,7 @@ class LogStream(io.TextIOBase):
         self._filled.set()
 
     def write(self, text: str) -> int:
-        """Write whole lines now, or as soon as there is room; or drop them and count."""
+        """Write lines now or through the backlog; drop and count them if it is full."""
         data = text.encode(errors="replace")
         with self._lock:
             if not self._backlog and not self._ended:
@@ -94,7 +94,7 @@ class LogStream(io.TextIOBase):
             if not data or self._ended:
                 return len(text)
             if self._waiting + len(data) > MAX_BACKLOG:
-                self._drop("nobody read them in time")
+                self._drop("they were not read in time")
                 return len(text)
             self._backlog.append(data)
             self._waiting += len(data)
@@ -103,20 +103,20 @@ class LogStream(io.TextIOBase):
 
     @property
     def is_written(self) -> bool:
-        """Whether nothing waits for room."""
-        with self._lock:  # what the thread is writing is in nobody's backlog
+        """Whether the backlog is empty."""
+        with self._lock:  # the thread takes lines from the backlog while it writes them
             return not self._backlog
 
     def wait_until_written(self, seconds: float) -> None:
-        """Wait up to this many seconds for the backlog to be written."""
+        """Wait up to `seconds` for the backlog to be written."""
         deadline = time.monotonic() + seconds
         while not self.is_written and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    # -- below the lock --------------------------------------------------------------------------
+    # -- with the lock held ----------------------------------------------------------------------
 
     def _write_now(self, data: bytes) -> bytes:
-        """Write what there is room for; return the rest. What can never be written is dropped."""
+        """Write as much as possible; return the rest. Drops data on errors other than EAGAIN."""
         try:
             if self._dropped and self._has_room():
                 start = "\n" if self._in_line else ""
@@ -144,7 +144,7 @@ class LogStream(io.TextIOBase):
             poll = select.poll()
             poll.register(self._target, select.POLLOUT)
             return bool(poll.poll(0))
-        return True  # a write says itself that there is none
+        return True  # the write itself fails with EAGAIN
 
     def _write_piece(self, data: bytes) -> int:
         if self._flags:
@@ -170,15 +170,15 @@ class LogStream(io.TextIOBase):
                         self._backlog.appendleft(rest)
                         self._waiting += len(rest)
                 if rest == data:
-                    time.sleep(_PAUSE)  # it is not as writable as it says
+                    time.sleep(_PAUSE)  # poll reported it as writable, but it is not
         if self._target != self._descriptor:
             os.close(self._target)
 
 
 def _unblocked(descriptor: int) -> tuple[int, int]:
-    """Return a descriptor of the same file whose writes never block, and flags of its sends.
+    """Return a descriptor of the same file whose writes never block, and flags for sends.
 
-    Flags of an open file are shared with everybody who has it: a pipe is opened anew instead.
+    O_NONBLOCK would affect everyone who shares the open file, so a pipe is reopened instead.
     """
     try:
         mode = os.fstat(descriptor).st_mode
@@ -192,9 +192,9 @@ def _unblocked(descriptor: int) -> tuple[int, int]:
 
 
 def open_standard_descriptors() -> None:
-    """Fill descriptors 0 to 2 where the caller closed them, so that nothing else gets their place.
+    """Open /dev/null on closed descriptors 0 to 2, so that no other file gets these numbers.
 
-    To be called before anything is opened.
+    Call before anything else is opened.
     """
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
@@ -204,7 +204,7 @@ def open_standard_descriptors() -> None:
 
 
 def guard_standard_error() -> LogStream:
-    """Put a `LogStream` in the place of `sys.stderr`, once, and return it."""
+    """Replace `sys.stderr` by a `LogStream`, once, and return it."""
     if not isinstance(sys.stderr, LogStream):
         sys.stderr = LogStream()
     return sys.stderr
@@ -216,14 +216,14 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a record as one JSON object; what a caller gives as `extra` becomes fields of it."""
+    """Formats a record as one JSON object; `extra` values become fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
+        """Return the record's line."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {
             "time": time.replace("+00:00", "Z"),
@@ -243,8 +243,8 @@ class JsonFormatter(logging.Formatter):
 def name_process(name: str, log_level: str, log_format: LogFormat = "text") -> None:
     """Show the process as `swell: NAME` in the process list and set up its logging.
 
-    From then on nothing that the process prints on standard error can stop it. SIGUSR1 makes it
-    print where all of its threads are.
+    Afterwards output to standard error cannot block or fail. SIGUSR1 prints the stacks of all
+    threads.
     """
     stream = guard_standard_error()
     faulthandler.register(signal.SIGUSR1, stream)
@@ -259,7 +259,7 @@ def name_process(name: str, log_level: str, log_format: LogFormat = "text") -> N
 
 
 class LogLines(io.StringIO):
-    """A text file whose lines become log records: for output that a terminal would show."""
+    """A text file whose lines become log records, for output meant for a terminal."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class LogLines(io.StringIO):
         self._rest = ""
 
     def write(self, text: str) -> int:
-        """Log the lines that are complete."""
+        """Log complete lines."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             if line.strip():
@@ -276,7 +276,7 @@ class LogLines(io.StringIO):
 
 
 def relay_line(source: str, log_format: LogFormat, line: str) -> None:
-    """Show an output line of a child; in a JSON log, what is no JSON yet becomes a record."""
+    """Print a child's output line; in JSON logs, lines that are not JSON become records."""
     if log_format == "text" or line.startswith("{"):
         print(f"{line}\n", end="", file=sys.stderr, flush=True)
     elif line:

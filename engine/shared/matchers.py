@@ -1,6 +1,6 @@
-"""Matchers of grammars, within the limits that all of them have, and what they decide of patterns.
+"""Grammar matchers with resource limits, and queries about patterns.
 
-The library's automata never backtrack: time is linear in the text, whatever a client's pattern is.
+The library's automata never backtrack: time is linear in the text for any pattern.
 """
 
 import functools
@@ -8,37 +8,37 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # only processes that meet a grammar load the library
+if TYPE_CHECKING:  # loaded only by processes that use grammars
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_SIZE = 128 * 1024
-"""Characters of a grammar, all its parts together."""
+"""Maximum characters of a grammar over all of its parts."""
 
 _LEXER_STATES = 50_000
-"""Maximum states of one compiled grammar; each takes one or two kilobytes."""
+"""Maximum states of one compiled grammar; each takes 1 to 2 KB."""
 _BUILD_FUEL = 250_000
-"""What may be spent on a grammar's lexer, in the library's units: schemas with a thousand
-properties fit, but not repetitions of repetitions that would take hundreds of megabytes."""
+"""Limit on the cost of building a lexer, in the library's units: schemas with a thousand
+properties fit, but not nested repetitions that would take hundreds of megabytes."""
 _STEP_FUEL = 100_000
-"""What may be spent on one mask, in the library's units: some ten milliseconds."""
+"""Limit on the lexer's cost of one mask, in the library's units: about 10 ms."""
 
 _MAX_ROW_ITEMS, _MAX_STEP_ITEMS = 2000, 50_000
-"""What the parser may have open at one place, and in all for one mask. A mask that cannot be
-interrupted ends by these: the longest, which find that a row is too long, take a second."""
+"""Limits of the parser's items per row, and per mask. A mask cannot be interrupted, so these bound
+it: the longest, which fail because a row is too long, take a second."""
 
 _QUOTED_LINE = re.compile(r"[ ^~]*$| *\d+ \||<non-verbose/>")
 
 MAX_MASK_SECONDS = 0.02
-"""Processor time of a grammar's first mask, from what is known of the grammar then."""
+"""Maximum processor time of a grammar's first mask once its lexer states are cached."""
 END_OF_TEXT = 256
-"""The token that ends texts in a vocabulary of single bytes."""
+"""The end token of the byte vocabulary."""
 NOTHING_FITS = "no text fits the grammar"
 
 
 def new_matcher(tokenizer: "LLTokenizer", text: str) -> "LLMatcher":
-    """Return a matcher at the beginning of a grammar; `grammar_error` says if it is one.
+    """Return a matcher at the start of a grammar; check it with `grammar_error`.
 
-    Copies of a matcher share what they find out about the grammar, and there is a limit to it.
+    Copies of a matcher share a bounded cache of lexer states.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -54,18 +54,18 @@ def new_matcher(tokenizer: "LLTokenizer", text: str) -> "LLMatcher":
 
 
 def grammar_error(matcher: "LLMatcher") -> str | None:
-    """Return why no text fits the grammar of a new matcher, or None.
+    """Return why a new matcher's grammar is unusable, None if it is usable.
 
-    The first mask, which takes longest, is known afterwards.
+    Computes the first mask, which is the slowest, so its lexer states are cached afterwards.
     """
     begun = matcher.deep_copy()
     seconds = _mask_seconds(begun)
-    if seconds > MAX_MASK_SECONDS:  # without what is found out once for all, like lexer states
+    if seconds > MAX_MASK_SECONDS:  # measure again with the lexer states cached
         seconds = _mask_seconds(matcher.deep_copy())
     if seconds > MAX_MASK_SECONDS and not begun.is_error():
         return (
-            f"the grammar takes too long to follow: it takes {seconds * 1000:.0f} ms to find what "
-            f"may come first, more than {MAX_MASK_SECONDS * 1000:.0f} ms; make it simpler"
+            f"the grammar takes too long to follow: it takes {seconds * 1000:.0f} ms to find the "
+            f"allowed first tokens, more than {MAX_MASK_SECONDS * 1000:.0f} ms; make it simpler"
         )
     if not begun.is_error() and len(begun.compute_ff_bytes()) > MAX_GRAMMAR_SIZE:
         return f"the grammar leaves no choice for more than {MAX_GRAMMAR_SIZE} characters"
@@ -73,14 +73,14 @@ def grammar_error(matcher: "LLMatcher") -> str | None:
 
 
 def _mask_seconds(matcher: "LLMatcher") -> float:
-    """Return the processor time that the next mask takes."""
+    """Compute the next mask and return its processor time in seconds."""
     began = time.thread_time()
     matcher.compute_bitmask()
     return time.thread_time() - began
 
 
 class _Bytes:
-    """A vocabulary of single bytes and special tokens, the first of which ends texts."""
+    """A vocabulary of single bytes and special tokens, the first of which is the end token."""
 
     def __init__(self, special_tokens: tuple[str, ...]) -> None:
         self.eos_token_id = END_OF_TEXT
@@ -95,7 +95,7 @@ class _Bytes:
 
 @functools.lru_cache(maxsize=4)
 def byte_tokenizer(special_tokens: tuple[str, ...]) -> "LLTokenizer":
-    """Return a tokenizer of single bytes, which are their own ids, and some special tokens."""
+    """Return a tokenizer of single bytes (id = byte value) and some special tokens."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     vocabulary = _Bytes(special_tokens)
@@ -105,12 +105,12 @@ def byte_tokenizer(special_tokens: tuple[str, ...]) -> "LLTokenizer":
 
 
 def leads_nowhere(message: str) -> bool:
-    """Whether one of the library's messages says that nothing fits the grammar any more."""
+    """Return whether a library message says that no continuation fits the grammar."""
     return "NoExtension" in message
 
 
 def told_briefly(message: str) -> str:
-    """Return one of the library's messages, which may quote whole grammars, on a short line."""
+    """Shorten a library message, which can quote whole grammars, to one short line."""
     if leads_nowhere(message):
         return NOTHING_FITS
     lines = [line.strip() for line in message.splitlines() if not _QUOTED_LINE.match(line)]
@@ -126,7 +126,7 @@ class Expression:
     """A regular expression, compiled once for many texts.
 
     Raises:
-        ValueError: it is none, or has look-around or back-references.
+        ValueError: it is invalid, or has look-around or back-references.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -135,13 +135,13 @@ class Expression:
             raise ValueError(told_briefly(self._matcher.get_error()))
 
     def matches(self, text: str) -> bool:
-        """Whether it matches the whole text; takes 50 ns a byte."""
+        """Return whether the expression matches the entire text (about 50 ns per byte)."""
         tokens = [*text.encode("utf-8", "replace"), END_OF_TEXT]
         return self._matcher.validate_tokens(tokens) == len(tokens)
 
 
 def is_enforceable(pattern: str) -> bool:
-    """Whether the library can hold a string of JSON to a pattern."""
+    """Return whether the library can enforce a pattern on a JSON string."""
     from llguidance import LLMatcher
 
     schema = {"type": "string", "pattern": pattern}
@@ -149,7 +149,7 @@ def is_enforceable(pattern: str) -> bool:
 
 
 def keys_of(pattern: str, names: list[str]) -> list[str] | None:
-    """Return the names that a pattern is found in; None if it is found in other texts too."""
+    """Return the names that a pattern matches; None if it can match other texts too."""
     anywhere = _searched(pattern)
     others = "|".join(map(literal, filter(None, names)))
     try:
@@ -158,12 +158,12 @@ def keys_of(pattern: str, names: list[str]) -> list[str] | None:
             return None
         expression = Expression(anywhere)
     except ValueError:
-        return None  # what is wrong with it is said where the schema is compiled
+        return None  # the error is reported when the schema is compiled
     return [name for name in names if expression.matches(name)]
 
 
 def literal(text: str) -> str:
-    """Return a regular expression that matches this text only."""
+    """Return a regular expression that matches only this text."""
     return _NOT_PLAIN.sub(lambda found: f"\\x{{{ord(found.group()):x}}}", text)
 
 
@@ -181,7 +181,7 @@ def _in_lark(pattern: str) -> str:
 
 
 def _searched(pattern: str) -> str:
-    """Return an expression for all texts in which a pattern is found."""
+    """Return an expression that matches entire texts in which the pattern is found."""
     found = []
     for each in _alternatives(pattern):
         bare = each.removeprefix("^")
@@ -193,7 +193,7 @@ def _searched(pattern: str) -> str:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """Return what stands between the bars of a pattern that are in no group."""
+    """Split a pattern at its top-level bars."""
     found, start, depth, in_class = [], 0, 0, False
     for part in _PART.finditer(pattern):
         match part.group():

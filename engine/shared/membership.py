@@ -1,7 +1,7 @@
-"""How a process joins the cluster and stays in it: a state machine without I/O.
+"""A member's side of joining and staying in the cluster: a state machine without I/O.
 
-The shell that owns the registration socket sends what `tick` returns, feeds what it receives to
-`receive` and acts on the events that come back. Losing any message only costs one interval.
+The shell that owns the registration socket sends what `tick` returns, passes received messages to
+`receive` and acts on the returned events. Losing any message only costs one interval.
 """
 
 from collections.abc import Callable
@@ -40,16 +40,16 @@ HELLO_INTERVAL = 0.5
 """Seconds between two attempts to join."""
 
 JOIN_TIMEOUT = 60.0
-"""Seconds until a process that finds no coordinator, or no free place, gives up."""
+"""Seconds until a process that finds no coordinator, or no free number, gives up."""
 
 _PROTOCOL_REFUSALS = 4 * len(SPOKEN_PROTOCOLS)
-"""How often a coordinator refuses protocols before that is final. A HELLO that was repeated is
-refused twice, so one refusal of each protocol is not enough."""
+"""Number of protocol refusals until they are final. A repeated HELLO is refused twice, so one
+refusal per protocol is not enough."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The coordinator accepted this member; `again` if it did so before (it restarted)."""
+    """The coordinator accepted this member; `again` after a coordinator restart."""
 
     welcome: Welcome
     again: bool
@@ -57,9 +57,9 @@ class Joined:
 
 @dataclass(frozen=True)
 class Rejected:
-    """The coordinator refused this member; `replaced` if another has its number by now.
+    """The coordinator refused this member; `replaced` if another has taken its number.
 
-    One that was `serving` goes on doing so: it keeps asking, and its peers still reach it.
+    A `serving` member continues to serve: it keeps retrying, and its peers still reach it.
     """
 
     reason: str
@@ -72,7 +72,7 @@ MembershipEvent = Joined | Rejected
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who wants to join; `index` -1 asks for a number."""
+    """Identity of a joining process; `index` -1 requests a number."""
 
     kind: MemberKind
     index: int
@@ -83,7 +83,7 @@ class Identity:
     addresses: FrontEndAddresses | None = None
     scope: Scope = EVERYTHING
     group: str = ""
-    """Its engine group."""
+    """Engine group."""
 
 
 class Membership:
@@ -95,7 +95,7 @@ class Membership:
         heartbeat_interval: float,
         use: Callable[[], ProcessUse | None] = lambda: None,
     ) -> None:
-        """`use` says with each heartbeat what the process takes of its machine."""
+        """`use` returns the process's resource usage, sent with each heartbeat."""
         self._identity = identity
         self._interval = heartbeat_interval
         self._use = use
@@ -105,42 +105,42 @@ class Membership:
         self._group_status: GroupStatus | None = None
         self._held: list[HeldAdapter] = []
         self.adapters: AdapterSheet | None = None
-        """Newest sheet of adapters known here, told to a coordinator that has forgotten it."""
+        """Newest known adapter sheet, sent to a coordinator that has restarted."""
         self.fleet: FleetOrder | None = None
-        """The same of what operators want of all engines."""
+        """Newest known fleet order, sent likewise."""
         self._joined_once = False
         self._protocol = PROTOCOL_VERSION
         self._protocol_refusals = 0
         self._next_send = float("-inf")
         self.epoch: int | None = None
-        """Epoch of the coordinator that knows this member; None while joining."""
+        """Epoch of the coordinator that accepted this member; None while joining."""
         self.index = identity.index
         self.wave = 0
-        """Newest wave known here, told to a coordinator that has forgotten it."""
+        """Newest known wave, sent to a coordinator that has restarted."""
 
     def ready(self, setup: EngineSetup | None) -> None:
-        """The member has set itself up; READY is sent at the next tick."""
+        """Mark the member as set up; READY is sent at the next tick."""
         self._setup = setup
         self._is_ready = True
         self._next_send = float("-inf")
 
     def drain(self) -> None:
-        """The member takes nothing new from now on; DRAINING is sent at the next tick."""
+        """Mark the member as draining; DRAINING is sent at the next tick."""
         self._is_draining = True
         self._next_send = float("-inf")
 
     def set_group_status(self, group_status: GroupStatus) -> None:
-        """The member's state in its lockstep group has changed; sent at the next tick."""
+        """Set the member's state in its lockstep group; sent at the next tick."""
         self._group_status = group_status
         self._next_send = float("-inf")
 
     def set_adapters(self, held: list[HeldAdapter]) -> None:
-        """The member has these adapters; sent at the next tick."""
+        """Set the states of the member's adapters; sent at the next tick."""
         self._held = held
         self._next_send = float("-inf")
 
     def tick(self, now: float) -> list[MemberMessage]:
-        """Return what has to be sent at `now` (seconds, monotonic)."""
+        """Return the messages to send at `now` (seconds, monotonic)."""
         if now < self._next_send:
             return []
         me = self._identity
@@ -171,21 +171,21 @@ class Membership:
         if self._is_draining:
             return [Draining(*who, status, self._held, self._use())]
         if self._is_ready:
-            # READY is repeated as the heartbeat of a ready member: losing one does not matter.
+            # READY doubles as the heartbeat of a ready member: losing one does not matter.
             return [Ready(*who, self._setup, status, self._held, self._use())]
         return [Heartbeat(*who, status, self._held, self._use())]
 
     @property
     def group(self) -> str:
-        """The member's engine group; what is published for others does not concern it."""
+        """The member's engine group; messages published for other groups are ignored."""
         return self._identity.group
 
     def goodbye(self) -> Goodbye:
-        """Return the message that leaves the cluster."""
+        """Return the message that announces departure."""
         return Goodbye(self._identity.kind, self.index, self._identity.incarnation)
 
     def receive(self, reply: CoordinatorReply) -> MembershipEvent | None:
-        """Take one message of the coordinator."""
+        """Process one message of the coordinator."""
         if isinstance(reply, Refused):
             if not reply.final:
                 return None
@@ -198,7 +198,8 @@ class Membership:
             return Rejected(
                 reply.reason,
                 replaced=self._joined_once and reply.field == "index",
-                # A coordinator that restarted does not know it: it may again, or its successor.
+                # A restarted coordinator does not know it yet: it, or its successor, may accept it
+                # again.
                 serving=self._joined_once and self._is_ready and self.epoch is None,
             )
         if isinstance(reply, HeartbeatAck):
@@ -216,7 +217,7 @@ class Membership:
             return Rejected(
                 f"protocol is {PROTOCOL_VERSION} here (Swell {SWELL_VERSION}) but "
                 f"{welcome.protocol or 'older than 1'} at the coordinator (Swell "
-                f"{welcome.version or 'unknown'}), which did not mind"
+                f"{welcome.version or 'unknown'}), which accepted it anyway"
             )
         again = self._joined_once
         self.epoch = welcome.epoch

@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory, a GGUF file, or a download from the Hugging Face hub."""
+"""Locates a model's files: a directory, a GGUF file, or a download from the Hugging Face hub."""
 
 import os
 import re
@@ -17,14 +17,14 @@ _SECONDS_PER_LINE = 2.0
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_WEIGHT_FILES = ["*/*.safetensors"]
-"""Some repositories have the weights once more, in a folder and in a form for other programs."""
+"""Some repositories contain a second copy of the weights for other programs in a subfolder."""
 
 _HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
-"""A repository, and which of its GGUF files."""
+"""A repository and the suffix of one of its GGUF files."""
 
 
 def download_progress() -> type[Any]:
-    """Return what shows the bytes of a download: a bar on terminals, lines elsewhere."""
+    """Return the progress display of a download: a bar on terminals, otherwise lines."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Lines(tqdm):
@@ -39,20 +39,20 @@ def download_progress() -> type[Any]:
 
 
 class ModelNotFound(ValueError):
-    """The model setting names neither a directory nor a repository that can be fetched."""
+    """The configured model is neither a directory nor a repository that can be downloaded."""
 
 
 def model_directory(config: ModelConfig, *, weights: bool) -> Path:
-    """Return the local directory of the model, downloading what is missing.
+    """Return the local directory of the model, downloading missing files.
 
-    Of a GGUF file this is a directory with everything but the weights.
+    For a GGUF file it contains everything but the weights.
 
     Args:
         config: names a directory or a hub id.
         weights: also fetch the safetensors (front ends need only the text files).
 
     Raises:
-        ModelNotFound: with a message that says what to do.
+        ModelNotFound: with an actionable message.
     """
     local = Path(config.model).expanduser()
     _check_rights(local)
@@ -113,12 +113,13 @@ def _line(error: Exception) -> str:
 
 
 def with_local_file(config: ModelConfig) -> ModelConfig:
-    """Return settings that name a local file where these name one of the hub, which is fetched.
+    """Resolve a GGUF file on the hub to a local file, downloading it; return the new settings.
 
-    `org/name:Q4_K_M` is the GGUF file of that repository whose name ends so, in any case.
+    `org/name:Q4_K_M` names the GGUF file of that repository with this suffix, case-insensitively.
+    Other settings are returned unchanged.
 
     Raises:
-        ModelNotFound: there is none, or it cannot be fetched.
+        ModelNotFound: there is no such file, or the download failed.
     """
     named = _HUB_FILE.fullmatch(config.model)
     if named is None or Path(config.model).exists():
@@ -153,11 +154,11 @@ def with_local_file(config: ModelConfig) -> ModelConfig:
 
 
 def served_names(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names by which clients may call the model, the preferred one first."""
+    """Return the names that clients can use for the model, the preferred one first."""
     if config.served_model_name:
         return config.served_model_name
     local = Path(config.model).expanduser()
-    if local.resolve() == BUNDLED_MODEL.resolve():  # also by a link to it
+    if local.resolve() == BUNDLED_MODEL.resolve():  # also through a symlink
         return (BUNDLED_MODEL_NAME,)
     if is_gguf(config.model):
         return (local.stem,)

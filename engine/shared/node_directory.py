@@ -1,14 +1,14 @@
-"""The private directory of a node's local sockets and shared files, whole for as long as it lives.
+"""The private directory of a node's local sockets and shared files, kept intact while it is used.
 
-It is always a fresh one, inside the directory that the operator names or the system's temporary
-one; whatever else is there is left alone. Its maker holds a lock on it. The lock keeps
-systemd-tmpfiles away, and tells a successor which directories belong to the dead.
+It is always a new one, inside the configured directory or the system's temporary one; other
+contents are not touched. Its owner holds a lock on it. The lock keeps systemd-tmpfiles away, and
+lets later instances recognize directories of dead owners.
 
 Files that processes map are in memory (`NodeDirectory.share`): the directory has links to
-descriptors of its maker. On a disk they would kill their readers with SIGBUS once it is full.
+descriptors of its owner. On a full disk, mapped files would kill their readers with SIGBUS.
 
-Other cleaners ignore locks. The maker puts removed links and directories back; sockets are bound
-again by their owners (`engine.shared.transport.Transport.mend`).
+Other cleanup programs ignore locks. The owner restores removed links and directories; sockets are
+bound again by their owners (`engine.shared.transport.Transport.mend`).
 """
 
 import contextlib
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 _PREFIX = "swell-"
 _UNLOCKED_PREFIX = ".swell-new-"
 _MARK = ".swell"
-"""Name of the file that marks a directory as one of ours, which its name alone does not."""
+"""Name of a file that marks a directory as ours; its name alone does not."""
 
 
 def make_private(path: Path) -> None:
-    """Make a directory with mode 0700 if it is not there.
+    """Create a directory with mode 0700 if it is missing.
 
     Raises:
-        PermissionError: it is another user's, others can enter it, or it is a link.
+        PermissionError: it belongs to another user, is accessible to others, or is a symlink.
         NotADirectoryError: it is a file.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(f"{path} must be a directory and no link")
+        raise PermissionError(f"{path} must be a directory, not a link")
     if found.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to another user (number {found.st_uid})")
     if found.st_mode & 0o077:
@@ -46,19 +46,19 @@ def make_private(path: Path) -> None:
 
 
 class NodeDirectory:
-    """A fresh directory below `parent`, or below the system's temporary one, as a context manager.
+    """A new directory in `parent`, or in the system's temporary one, as a context manager.
 
     Raises:
-        OSError: `parent` cannot be used; a PermissionError if others could get at it.
+        OSError: `parent` cannot be used; a PermissionError if others can access it.
     """
 
     def __init__(self, parent: str | None) -> None:
         if parent is not None:
-            # Links on the way are the operator's own; what they lead to has to be private.
+            # Symlinks in the path are the operator's choice; their target has to be private.
             make_private(Path(os.path.realpath(parent)))
         self._parent = Path(os.path.realpath(parent or tempfile.gettempdir()))
-        for directory in self._parent.glob(f"{_PREFIX}*"):  # of owners that died
-            with contextlib.suppress(OSError):  # another user's, a living one's, or just removed
+        for directory in self._parent.glob(f"{_PREFIX}*"):  # of dead owners
+            with contextlib.suppress(OSError):  # another user's, in use, or just removed
                 found = (directory / _MARK).lstat()
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                     continue
@@ -68,7 +68,7 @@ class NodeDirectory:
                         shutil.rmtree(directory, ignore_errors=True)
                 finally:
                     os.close(descriptor)
-        # Under its name it is never seen unlocked, or it would be taken for a dead one's.
+        # Renamed only after it is locked: an unlocked one would be taken for a dead owner's.
         new = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX, dir=self._parent))
         self._lock = _lock(new)
         (new / _MARK).touch()
@@ -77,7 +77,7 @@ class NodeDirectory:
         self._shared: dict[Path, int] = {}
 
     def share(self, name: str) -> Path:
-        """Make an empty file in memory and return its path, whose parents are made too."""
+        """Create an empty file in memory, and its parent directories; return its path."""
         path = self.path / name
         self._shared[path] = os.memfd_create(path.name)
         self._link(path)
@@ -89,11 +89,11 @@ class NodeDirectory:
         path.symlink_to(f"/proc/{os.getpid()}/fd/{self._shared[path]}")
 
     def keep(self) -> bool:
-        """Put back what somebody has removed since the last call; return whether anything was.
+        """Restore whatever was removed since the last call; return whether anything was.
 
         Raises:
-            PermissionError: another user has put something in its place.
-            OSError: it cannot be made.
+            PermissionError: another user has replaced it.
+            OSError: it cannot be created.
         """
         make_private(self.path)
         is_new = self.path.stat().st_ino != os.fstat(self._lock).st_ino
@@ -106,11 +106,11 @@ class NodeDirectory:
         for path in lost:
             self._link(path)
         if is_new or lost:
-            logger.warning("files in %s were removed: put back", self.path)
+            logger.warning("restored files that were removed from %s", self.path)
         return is_new or bool(lost)
 
     def close(self) -> None:
-        """Remove the directory with all that is in it; idempotent."""
+        """Remove the directory and its contents; idempotent."""
         if self._lock < 0:
             return
         shutil.rmtree(self.path, ignore_errors=True)

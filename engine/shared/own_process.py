@@ -1,4 +1,4 @@
-"""A process's own signals, heap, descriptors and use of its machine."""
+"""A process's own signals, heap, descriptors and resource usage."""
 
 import gc
 import logging
@@ -15,28 +15,28 @@ from engine.shared.messages import ProcessUse
 logger = logging.getLogger(__name__)
 
 NEARLY = 0.8
-"""Share of the descriptors from which a process warns."""
+"""Share of the descriptor limit above which a process warns."""
 
 LOOK_INTERVAL = 1.0
 """Seconds between two counts."""
 
 
 class Descriptors(NamedTuple):
-    """How many a process has open, and how many it may have."""
+    """Number of open descriptors of a process, and its limit."""
 
     open: int
     limit: int
 
     @property
     def are_scarce(self) -> bool:
-        """Whether a process should say that there are few left."""
+        """Whether the process should warn."""
         return self.open > NEARLY * self.limit
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process, and those that it starts, as many descriptors as the hard limit says.
+    """Raise the descriptor limit of this process and its children to the hard limit.
 
-    The soft limit is usually 1,024 for the sake of programs that use `select`.
+    The soft limit is usually 1,024, for programs that use `select`.
     """
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != hard:
@@ -47,7 +47,7 @@ def raise_descriptor_limit() -> None:
 
 
 def descriptors() -> Descriptors | None:
-    """Count the descriptors of this process; None where there is no limit, or no way to count."""
+    """Count this process's descriptors; None if there is no limit, or no way to count."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         count = len(os.listdir("/proc/self/fd")) - 1
@@ -57,7 +57,7 @@ def descriptors() -> Descriptors | None:
 
 
 class DescriptorWatch:
-    """Counts descriptors now and then, and warns when most of them are taken."""
+    """Counts descriptors periodically, and warns when most of the limit is used."""
 
     def __init__(self) -> None:
         self.newest: Descriptors | None = None
@@ -65,7 +65,7 @@ class DescriptorWatch:
         self._warned = False
 
     def look(self, now: float) -> bool:
-        """Count, unless that was done just before; return whether it was done now."""
+        """Count, at most once per interval; return whether it counted."""
         if now < self._look_at:
             return False
         self._look_at = now + LOOK_INTERVAL
@@ -81,7 +81,7 @@ class DescriptorWatch:
 
 
 def process_use(counted: Descriptors | None = None) -> ProcessUse:
-    """Return what this process takes now; what the system does not tell is 0.
+    """Return this process's current resource usage; 0 for unavailable values.
 
     Args:
         counted: the descriptors, if they have just been counted.
@@ -97,9 +97,9 @@ def process_use(counted: Descriptors | None = None) -> ProcessUse:
 
 @cache
 def _started() -> float:
-    """Return when this process began, as Unix time; 0 where that is not known."""
+    """Return the process's start as Unix time; 0 if unknown."""
     try:
-        # The name of the program comes first, in parentheses, and may have spaces in it.
+        # The program name in parentheses precedes the fields, and can contain spaces.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return int(Path("/proc/stat").read_text().split("btime ")[1].split()[0]) + since_boot
@@ -108,17 +108,17 @@ def _started() -> float:
 
 
 def settle_heap() -> None:
-    """Exempt all objects that exist now from collections; to be called once a process has started.
+    """Exempt all current objects from garbage collection; call once a process has started.
 
-    The libraries alone make some 200,000 objects, and to look through them takes about 0.1 s,
-    during which nothing moves. They live as long as the process, so nothing would be found.
+    The libraries alone create some 200,000 objects, which take about 0.1 s to scan while the
+    process stalls. They live as long as the process, so a scan would find nothing.
     """
     gc.collect()
     gc.freeze()
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """Return SIGTERM, SIGINT and, unless `nohup` has it ignored, SIGHUP of a closing terminal."""
+    """Return SIGTERM, SIGINT and SIGHUP (terminal closed), the latter unless `nohup` ignores it."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return signal.SIGTERM, signal.SIGINT
     return signal.SIGTERM, signal.SIGINT, signal.SIGHUP

@@ -1,4 +1,4 @@
-"""Plugins and extras: entry points of installed packages, and how to install what is missing."""
+"""Plugins (entry points of installed packages), and install commands of extras."""
 
 import shlex
 import sys
@@ -10,23 +10,23 @@ T = TypeVar("T")
 
 
 class BadPlugin(ValueError):
-    """A plugin is not installed, or cannot be used; the message names it and the reason."""
+    """A plugin is not installed or unusable; the message names it and the reason."""
 
 
 def offered(group: str) -> list[str]:
-    """Return the names of the entry points of a group."""
+    """Return the names of a group's entry points."""
     return sorted({each.name for each in entry_points(group=group)})
 
 
 def load_plugin(group: str, name: str, asked_by: str, use: Callable[[Any], T]) -> T:
-    """Load an entry point, and return what `use` makes of it.
+    """Load an entry point, and return `use` applied to it.
 
     Args:
-        asked_by: what names the plugin, for errors: a flag, or a file.
-        use: whatever it raises counts as the plugin's error.
+        asked_by: origin of the name, for errors: a flag, or a file.
+        use: exceptions it raises count as the plugin's.
 
     Raises:
-        BadPlugin: no package offers it, several do, or it fails.
+        BadPlugin: no package provides it, several do, or it fails.
     """
     found = {each.value: each for each in entry_points(group=group, name=name)}
     if not found:
@@ -52,21 +52,21 @@ def load_plugin(group: str, name: str, asked_by: str, use: Callable[[Any], T]) -
 
 
 def instance_of(kind: type[T]) -> Callable[[Any], T]:
-    """Return a check, for `load_plugin`, that a plugin is an instance of a class."""
+    """Return a function for `load_plugin` that checks that a plugin is an instance of a class."""
 
     def check(found: Any) -> T:
         if not isinstance(found, kind):
-            raise TypeError(f"it is no {kind.__name__} but {type(found).__name__}")
+            raise TypeError(f"expected {kind.__name__}, got {type(found).__name__}")
         return found
 
     return check
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs what an extra of Swell needs, wherever Swell came from."""
+    """Return the command that installs an extra's requirements, however Swell was installed."""
     try:
         stated = requires("swell") or []
-    except PackageNotFoundError:  # run from its sources
+    except PackageNotFoundError:  # running from a source tree
         stated = []
     markers = (f'extra == "{extra}"', f"extra == '{extra}'")
     wanted = [each.partition(";")[0].strip() for each in stated if each.endswith(markers)]

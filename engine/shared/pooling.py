@@ -1,8 +1,7 @@
-"""Whether a model embeds or classifies instead of generating, and how: read from its files.
+"""Whether and how a model embeds or classifies instead of generating, read from its files.
 
-Engines pool by it, front ends prepare inputs by it; both read the same files. What the files of
-sentence-transformers say goes before what the architecture suggests, and `--pooler-config` before
-both.
+Engines pool accordingly and front ends prepare inputs; both read the same files. The files of
+sentence-transformers override the architecture's defaults, and `--pooler-config` overrides both.
 """
 
 import math
@@ -16,16 +15,16 @@ from engine.shared.config import ModelConfig
 
 Task = Literal["embed", "classify"]
 TokenTask = Literal["token_embed", "token_classify"]
-"""The same of each token by itself."""
+"""The same tasks per token."""
 Pooling = Literal["cls", "mean", "last", "max", "mean_sqrt_len"]
 Activation = Literal["identity", "sigmoid", "softmax"]
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
-"""Of two embeddings; the last two are negative distances."""
+"""Similarity of two embeddings; the last two are negative distances."""
 
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
-"""Prefixes of the names of architectures whose tokens attend to later ones."""
+"""Name prefixes of architectures with bidirectional attention."""
 MAX_PROMPT_LENGTH = 4096
-"""Characters of a prompt that stands before inputs."""
+"""Maximum characters of a prompt that is prepended to inputs."""
 
 _MODES: dict[str, Pooling] = {
     "cls": "cls",
@@ -41,66 +40,66 @@ _SWITCHES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""What older files say instead of `pooling_mode`: one of them is true."""
+"""Older equivalents of `pooling_mode`: exactly one is true."""
 _CLASSIFIERS = ("ForSequenceClassification",)
 
 
 class BadPooling(ValueError):
-    """The model's files or the settings ask for a pooling that is not supported."""
+    """The model's files or the settings specify an unsupported pooling."""
 
 
 class TokenPooling(msgspec.Struct, frozen=True):
-    """Vectors of each token, as settings ask for them."""
+    """Settings of per-token vectors."""
 
     is_usual: bool = False
-    """Whether they are what /pooling returns to requests that name no task."""
+    """Whether /pooling returns them to requests without a task."""
     step_tag_id: int | None = None
-    """The only token whose vectors are returned; None: all are."""
+    """The only token whose vectors are returned; None: all tokens."""
 
 
 class LogitScale(msgspec.Struct, frozen=True):
-    """Makes (output - mean) / sigma of each of a classifier's outputs."""
+    """Maps each output of a classifier to (output - mean) / sigma."""
 
     mean: float = 0.0
     sigma: float = 1.0
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model makes one vector of each sequence."""
+    """How a model computes one vector per sequence."""
 
     task: Task
-    """embed: vectors to compare; classify: a score for each label, of one text or of a pair."""
+    """embed: vectors to compare; classify: a score per label, for one text or a pair."""
     pooling: Pooling
-    """Which states the vector is made of."""
+    """How token states are reduced to one vector."""
     normalize: bool = False
-    """Whether embeddings are scaled to a length of one."""
+    """Whether embeddings are scaled to unit length."""
     activation: Activation = "identity"
-    """What makes scores of a classifier's outputs."""
+    """Converts a classifier's outputs to scores."""
     size: int
-    """Numbers of each vector: the hidden size, or the number of labels."""
+    """Vector length: the hidden size, or the number of labels."""
     labels: tuple[str, ...] = ()
     is_encoder: bool = False
-    """Whether tokens see those after them, so that a sequence is computed in one step."""
+    """Whether attention is bidirectional, so that a sequence is computed in one step."""
     max_length: int | None = None
-    """Longest sequence in tokens by the files of sentence-transformers."""
+    """Maximum sequence length in tokens, from the files of sentence-transformers."""
     prompts: dict[str, str] = {}
-    """What may stand before inputs, by name."""
+    """Prompts that can be prepended to inputs, by name."""
     default_prompt: str | None = None
-    """Name of the one that stands before inputs for which none is named."""
+    """Name of the prompt for inputs that specify none."""
     dimensions: tuple[int, ...] | None = None
-    """Sizes to which embeddings may be cut (Matryoshka); empty: any; None: none."""
+    """Sizes to which embeddings can be truncated (Matryoshka); empty: any; None: not supported."""
     similarity: Similarity = "cosine"
-    """What scores a pair of embeddings."""
+    """Similarity that scores a pair of embeddings."""
     usual_dimensions: int = 0
-    """The size to which they are cut if a request names none; 0: they are not."""
+    """Size to which embeddings are truncated by default; 0: not truncated."""
     logits: LogitScale | None = None
-    """What is done to a classifier's outputs before they become scores."""
+    """Applied to a classifier's outputs before the activation."""
     tokens: TokenPooling | None = None
-    """What settings say of vectors of each token; None: nothing."""
+    """Configured per-token vectors; None: not configured."""
 
     @property
     def in_one_step(self) -> bool:
-        """Whether a sequence has to be computed in one step: only then each token has a vector."""
+        """Whether a sequence has to be computed in one step, as pooling needs all its tokens."""
         return self.is_encoder or self.pooling != "last" or self.tokens is not None
 
 
@@ -108,25 +107,25 @@ _Count = Annotated[int, Meta(ge=1)]
 
 
 class _Overrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `--pooler-config` may say; names as in vLLM where it has them."""
+    """Schema of `--pooler-config`; names as in vLLM where it has them."""
 
     task: Task | TokenTask | None = None
     pooling_type: Literal["CLS", "MEAN", "LAST", "MAX", "ALL", "STEP"] | None = None
-    """The next two in one: how sequences are pooled, or which tokens have vectors."""
+    """Stands for either of the next two."""
     seq_pooling_type: Literal["CLS", "MEAN", "LAST", "MAX"] | None = None
     tok_pooling_type: Literal["ALL", "STEP"] | None = None
     step_tag_id: Annotated[int, Meta(ge=0)] | None = None
     """With STEP: the token whose vectors are returned."""
     use_activation: bool | None = None
-    """False: outputs of classifiers as they are, embeddings of any length."""
+    """False: raw outputs of classifiers, embeddings that are not normalized."""
     normalize: bool | None = None
     softmax: bool | None = None
-    """Older names of `use_activation` for embeddings and for scores."""
+    """`normalize` and `softmax` are older names of `use_activation`, for embeddings and scores."""
     activation: Activation | bool | None = None
-    """Which one a classifier has; true and false as in `use_activation`."""
+    """Activation of a classifier; true and false as in `use_activation`."""
     max_embed_len: _Count | None = None
     dimensions: _Count | tuple[_Count, ...] | None = None
-    """One size: embeddings are cut to it. A list: requests may ask for these; empty: for any."""
+    """An int: embeddings are truncated to it. A list: sizes that requests can use; empty: any."""
     logit_mean: float | None = None
     logit_sigma: float | None = None
     enable_chunked_processing: bool = False
@@ -134,10 +133,10 @@ class _Overrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_pooling(directory: Path, model: ModelConfig) -> PoolingSpec | None:
-    """Return how the model of a directory pools; None if it generates.
+    """Return how the model in a directory pools; None if it generates.
 
     Raises:
-        BadPooling: settings and files contradict each other, or ask for what is not supported.
+        BadPooling: settings and files contradict each other, or specify something unsupported.
     """
     config = _object(directory / "config.json")
     config |= config.get("text_config") or {}
@@ -240,7 +239,7 @@ def _classifier(
 
 
 def _activation(config: dict[str, Any], library: dict[str, Any], labels: int) -> Activation:
-    """Return what sentence-transformers names, else what one label or several suggest."""
+    """Return the activation named by sentence-transformers' files, else a default by labels."""
     nested = config.get("sentence_transformers")
     named = (
         library.get("activation_fn")
@@ -264,10 +263,10 @@ def _activation(config: dict[str, Any], library: dict[str, Any], labels: int) ->
 
 
 def _overridden(spec: PoolingSpec, overrides: _Overrides) -> PoolingSpec:
-    """Return the spec as `--pooler-config` changes it.
+    """Apply `--pooler-config` to a spec.
 
     Raises:
-        BadPooling: keys contradict each other, or ask for what there is not.
+        BadPooling: keys contradict each other, or specify something unsupported.
     """
     _check_overrides(spec, overrides)
     of_tokens = overrides.tok_pooling_type or overrides.pooling_type
@@ -332,7 +331,7 @@ def _check_overrides(spec: PoolingSpec, overrides: _Overrides) -> None:
 
 
 def _modules(directory: Path) -> list[tuple[str, str]]:
-    """Return kind and directory of each module, in order, by modules.json; none without it."""
+    """Return kind and directory of each module in modules.json, in order; empty if missing."""
     path = directory / "modules.json"
     if not path.is_file():
         return []

@@ -1,8 +1,8 @@
-"""The members by the coordinator's lists; its restart loses none of them.
+"""Members according to the coordinator's lists, preserved over coordinator restarts.
 
-A coordinator that just restarted knows nobody and learns its members one by one. Members that a
-new epoch's lists do not contain *yet* are kept for a grace; a member that this epoch has listed
-and lists no longer has gone at once.
+A restarted coordinator learns its members one by one. Members missing from a new epoch's lists are
+kept for a grace period; a member that this epoch has listed before and no longer lists is removed
+immediately.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class Incarnated(Protocol):
-    """Anything that tells a restarted process from its predecessor."""
+    """Anything with an incarnation, which changes when its process restarts."""
 
     @property
     def incarnation(self) -> int: ...
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Incarnated)
 
 
 class Change(NamedTuple):
-    """What an update changed; a replaced member is in both lists."""
+    """Effect of an update; a replaced member is in both lists."""
 
     joined: list[int]
     left: list[int]
@@ -37,7 +37,7 @@ class Roster(Generic[T]):
         self._missing_since: dict[int, float] = {}
 
     def update(self, epoch: int, listed: Mapping[int, T], now: float) -> Change:
-        """Take a complete list of the coordinator; `now` is in seconds, monotonic."""
+        """Apply a complete list from the coordinator; `now` is in seconds, monotonic."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._confirmed = set()
@@ -63,13 +63,13 @@ class Roster(Generic[T]):
         return Change(joined, left)
 
     def expire(self, now: float) -> list[int]:
-        """Return, and forget, the members that were missing for longer than the grace."""
+        """Remove and return the members that were missing for longer than the grace period."""
         overdue = [i for i, since in self._missing_since.items() if now - since > self._grace]
         self._forget(overdue)
         return overdue
 
     def lives(self, index: int, now: float) -> None:
-        """A member was heard in another way: if it is missing, its grace begins anew."""
+        """Restart the grace period of a missing member, which was heard from directly."""
         if index in self._missing_since:
             self._missing_since[index] = now
 

@@ -1,11 +1,11 @@
 """Which engines a front end routes to: all, those of its node, or one.
 
 - internal: every front end balances over every engine of the cluster.
-- hybrid: a front end balances over the engines of its own node; what balances over the nodes
-  is outside.
-- external: a front end serves one engine; what balances over the engines is outside.
+- hybrid: a front end balances over the engines of its own node; an external load balancer
+  balances over the nodes.
+- external: a front end serves one engine; an external load balancer balances over the engines.
 
-A front end says its scope when it joins, and engines connect only to front ends that reach them,
+A front end sends its scope when it joins, and engines connect only to front ends that reach them,
 so that a cluster of a thousand engines does not need a connection for every pair.
 """
 
@@ -17,17 +17,17 @@ from engine.shared.config import ClusterConfig, ParallelConfig
 
 
 class MissingRank(ValueError):
-    """A front end is to serve one engine and was not told which."""
+    """External load balancing without the rank of the engine to serve."""
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True):
-    """The engines of one front end; None stands for any."""
+    """The engines of one front end; None matches any."""
 
     node: str | None = None
     rank: int | None = None
 
     def contains(self, rank: int, node: str) -> bool:
-        """Whether an engine is one of them."""
+        """Return whether an engine is in scope."""
         return self.rank in (None, rank) and self.node in (None, node)
 
 
@@ -43,7 +43,7 @@ def front_end_scope(parallel: ParallelConfig, cluster: ClusterConfig) -> Scope:
     """Return the scope of a front end with these settings.
 
     Raises:
-        MissingRank: external balancing without the rank of the engine.
+        MissingRank: external load balancing without the rank of the engine.
     """
     match parallel.data_parallel_lb:
         case "internal":

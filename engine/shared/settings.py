@@ -1,9 +1,9 @@
-"""Settings defined once: a config's fields, and their values from flags, variables and a YAML file.
+"""Loads a config's settings from flags, environment variables and a YAML file.
 
 A config is a Struct whose fields are sections (`engine.shared.config.Section`); the fields of
 sections are settings. For a setting `max_num_seqs` the flag is `--max-num-seqs`, the variable
-`SWELL_MAX_NUM_SEQS` and the YAML key `max-num-seqs` (or `max_num_seqs`). A flag wins over a
-variable, a variable over the file, the file over the default.
+`SWELL_MAX_NUM_SEQS` and the YAML key `max-num-seqs` (or `max_num_seqs`). A flag takes precedence
+over a variable, a variable over the file, the file over the default.
 """
 
 import json
@@ -24,7 +24,7 @@ C = TypeVar("C", bound=Section)
 
 
 class SettingsError(ValueError):
-    """A setting has a value that it cannot have; the message names it and where it came from."""
+    """A setting has an invalid value; the message names it and its origin."""
 
 
 class Setting(NamedTuple):
@@ -36,7 +36,7 @@ class Setting(NamedTuple):
     default: Any
     help: str
     open: OneOf | None = None
-    """Its words, if plugins may have others."""
+    """Its words and plugin group, if plugins can add values."""
 
     @property
     def flag(self) -> str:
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name in a YAML file."""
+        """The YAML key."""
         return self.name.replace("_", "-")
 
     @property
@@ -61,7 +61,7 @@ class Setting(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that it may be, besides the names of plugins; empty: any text."""
+        """Allowed words, besides plugin names; empty: any text."""
         if self.open is not None:
             return self.open.words
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
@@ -74,7 +74,7 @@ def sections_of(config_type: type[Section]) -> dict[str, type[Section]]:
 
 
 def settings_of(config_type: type[Section]) -> Iterator[Setting]:
-    """Yield every setting of a config type, in the order of definition."""
+    """Yield every setting of a config type, in definition order."""
     for section, section_type in sections_of(config_type).items():
         annotated = typing.get_type_hints(section_type, include_extras=True)
         for field in msgspec.structs.fields(section_type):
@@ -85,7 +85,7 @@ def settings_of(config_type: type[Section]) -> Iterator[Setting]:
 
 
 def _plain(annotation: Any) -> Any:
-    """Strip bounds and an alternative None from an annotation."""
+    """Strip bounds and an optional None from an annotation."""
     if typing.get_origin(annotation) is typing.Annotated:
         return _plain(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (Union, types.UnionType):
@@ -94,12 +94,12 @@ def _plain(annotation: Any) -> Any:
 
 
 def suggestion(word: str, known: Iterable[str], *, at_least: float = 0.75) -> str:
-    """Return ": did you mean X?" with the known word most like this one, "" if none is alike.
+    """Return ": did you mean X?" with the known word most similar to this one, "" if none is.
 
     Args:
-        word: what was given.
-        known: what could have been given.
-        at_least: share of letters that have to agree.
+        word: the given word.
+        known: valid words.
+        at_least: minimum similarity ratio (0 to 1).
     """
     import difflib  # takes milliseconds to import and is needed for mistakes only
 
@@ -108,11 +108,11 @@ def suggestion(word: str, known: Iterable[str], *, at_least: float = 0.75) -> st
 
 
 def misspelt_variables(environment: Iterable[str], settings: Iterable[Setting]) -> Iterator[str]:
-    """Yield what to tell about each variable that is no setting's but looks like one's."""
+    """Yield a warning for each environment variable that looks like a misspelt setting."""
     known = {setting.variable for setting in settings}
     for name in environment:
         if name.startswith(ENV_PREFIX) and name not in known:
-            # Kubernetes adds variables such as SWELL_SERVICE_HOST, which mean nothing here.
+            # Kubernetes adds variables such as SWELL_SERVICE_HOST, which are not settings.
             meant = suggestion(name, known, at_least=0.9)
             if meant:
                 yield f"the variable {name} is no setting{meant}"
@@ -128,10 +128,10 @@ def load(
     """Build a config from flags, environment and YAML file, and check every value.
 
     Args:
-        defaults: of this machine, by the names of settings; they win over a field's own.
+        defaults: machine-specific defaults by setting name; they take precedence over a field's.
 
     Raises:
-        SettingsError: an unknown key, a value of the wrong type or out of its bounds.
+        SettingsError: an unknown key, or a value of the wrong type or out of bounds.
     """
     from_file = _read_yaml(config_file, config_type) if config_file else {}
     values: dict[str, dict[str, Any]] = {name: {} for name in sections_of(config_type)}
@@ -139,12 +139,12 @@ def load(
     for setting in settings_of(config_type):
         if flags.get(setting.name) is not None:
             value, origin = flags[setting.name], setting.flag
-        elif environment.get(setting.variable):  # set but empty is how compose files say absent
+        elif environment.get(setting.variable):  # compose files pass absent variables as empty
             text = environment[setting.variable]
             value, origin = (text.split(",") if setting.is_list else text), setting.variable
         elif setting.name in from_file:
             value, origin = from_file[setting.name], f"{setting.key} in {config_file}"
-            if setting.type is str and isinstance(value, dict):  # a setting that holds JSON
+            if setting.type is str and isinstance(value, dict):  # a setting that takes JSON
                 value = json.dumps(value)
         elif setting.name in (defaults or {}):
             value, origin = (defaults or {})[setting.name], setting.flag
@@ -168,7 +168,7 @@ def load(
 
 
 def _check_plugin(name: object, known: OneOf, origin: str) -> None:
-    from engine.shared.plugins import offered  # which takes long to import
+    from engine.shared.plugins import offered  # slow to import
 
     plugins = offered(known.plugins)
     if name not in plugins:
@@ -180,14 +180,14 @@ def _check_plugin(name: object, known: OneOf, origin: str) -> None:
 
 
 _OTHER_NAMES = {"dtype": {"half": "float16", "float": "float32"}}
-"""What else vLLM's users call the values of a setting."""
+"""vLLM's aliases of setting values."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGTmgt])(iB|i|B)?")
 
 
 def _number_of(text: str) -> int | str:
-    """Return what a size such as 4GiB, 32K or 1.5GB says; any other text as it is.
+    """Parse a size such as 4GiB, 32K or 1.5GB; return any other text unchanged.
 
-    `i`, or a capital letter alone, is a power of 1024, all else a power of 1000.
+    A unit with `i`, or a single capital letter, is a power of 1024, any other a power of 1000.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
@@ -209,12 +209,12 @@ def _explain(
         values = [str(each) for choice in choices for each in getattr(choice, "values", ())]
         wrong = message.removeprefix("Invalid enum value ")
         message = f"{wrong} is none of {', '.join(values)}"
-    where = f"{origins.get(name, name)}: " if name else ""  # some checks compare several settings
+    where = f"{origins.get(name, name)}: " if name else ""  # cross-field checks have no name
     return f"{where}{message[0].lower()}{message[1:]}"
 
 
 def _read_yaml(path: Path, config_type: type[Section]) -> dict[str, Any]:
-    import yaml  # which takes a tenth of the command's start, and few name a file
+    import yaml  # a tenth of the startup time, and rarely needed
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}

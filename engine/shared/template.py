@@ -1,11 +1,11 @@
-"""A process that loads what others need and is forked for each of them.
+"""A process that preloads libraries and is forked for each process that needs them.
 
-To load the libraries takes most of a process's start. Processes that start together are forks of a
-template instead: libraries are loaded once, and what was loaded is the same pages for all of them.
+Loading libraries takes most of a process's startup. Processes that start together are therefore
+forks of a template: libraries are loaded once, and their pages are shared.
 
-A template does nothing else. It has one thread, as a lock that another thread held would stay
-locked in a fork for ever, and no sockets but its lifeline and the one on which it is asked. It ends
-when nobody can ask it any more.
+A template does nothing else. It is single-threaded, as a lock held by another thread would stay
+locked in a fork forever, and has no sockets but its lifeline and the one for fork requests. It
+exits when the latter is closed.
 """
 
 import contextlib
@@ -25,38 +25,38 @@ from engine.shared.config import EngineConfig
 from engine.shared.lifeline import LIFELINE_VARIABLE, Lifeline
 
 FORK = b"fork"
-"""What a template is asked; with it come the descriptors of a lifeline and of an output."""
+"""The fork request; sent with the descriptors of a lifeline and of an output."""
 
 MAX_ANSWER_BYTES = 1024
 """Maximum size of a `ForkReply`."""
 
 _THREADS = "OPENBLAS_NUM_THREADS"
-"""NumPy's library starts threads as it is loaded, unless this says how many."""
+"""NumPy's BLAS starts threads at import unless this limits them."""
 
 
 class TemplateLaunch(msgspec.Struct, frozen=True):
-    """What the supervisor tells a template at its start."""
+    """Launch parameters that the supervisor sends to a template."""
 
     name: str
     connection: int
-    """Descriptor of the socket (SOCK_SEQPACKET) on which it is asked."""
+    """Descriptor of the socket (SOCK_SEQPACKET) for fork requests."""
     engine: EngineConfig | None = None
-    """Settings of the engines that are forked from it, where these are engines."""
+    """Settings of the engines that are forked from it, if they are engines."""
 
 
 class ForkReply(msgspec.Struct, frozen=True):
-    """What a template says when it is asked."""
+    """A template's answer to a fork request."""
 
     pid: int = 0
-    """Of the fork; 0: there is none."""
+    """Of the fork; 0: none was made."""
     refusal: str = ""
 
 
 def run(module: str, load: Callable[[TemplateLaunch], None]) -> None:
-    """Be a template of processes that run `python -m MODULE`; returns in each of them at its end.
+    """Run a template of processes that run `python -m MODULE`; returns in each fork at its end.
 
     Args:
-        load: imports what they need.
+        load: imports the libraries.
     """
     lifeline = Lifeline.from_environment()
     launch = lifeline.read_launch(TemplateLaunch)
@@ -64,7 +64,7 @@ def run(module: str, load: Callable[[TemplateLaunch], None]) -> None:
     faulthandler.register(signal.SIGUSR1)
     setproctitle.setproctitle(f"swell: {launch.name}")
     connection = socket.socket(fileno=launch.connection)
-    gc.disable()  # what is loaded now is never garbage
+    gc.disable()  # loaded objects are never garbage
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = "1"
     load(launch)
@@ -81,7 +81,8 @@ def run(module: str, load: Callable[[TemplateLaunch], None]) -> None:
 
 
 def _fork_when_asked(connection: socket.socket) -> Sequence[int]:
-    """Fork until nobody is connected, then end; in each fork return its descriptors."""
+    """Fork on request until the socket is closed, then exit; in each fork return its
+    descriptors."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, len(FORK), 2)
         if not data:
@@ -101,16 +102,16 @@ def _fork_when_asked(connection: socket.socket) -> Sequence[int]:
 
 
 def fork_orphan() -> int:
-    """Fork a process that is no child of this one; return 0 in it, here its id, or -1.
+    """Fork a process that is not a child of this one; return 0 in it, else its pid or -1.
 
-    The process between the two ends at once, so that the kernel gives its child to the nearest
-    process above that takes in orphans.
+    The intermediate process exits immediately, so that the kernel reparents its child to the
+    nearest subreaper.
     """
     told, tells = os.pipe()
     try:
         between = os.fork()
         if not between:
-            os.setsid()  # nothing that ends the group of the process above is meant for the fork
+            os.setsid()  # signals to the template's process group must not reach the fork
             pid = _fork_or_end()
             if not pid:
                 return 0
@@ -136,7 +137,7 @@ def _fork_or_end() -> int:
 
 
 def _become(descriptors: Sequence[int]) -> None:
-    """Give this process its own lifeline, output and session, as if it had just been started."""
+    """Set up this process's own lifeline, output and session, as if it had just been started."""
     lifeline, output = descriptors
     for standard in (1, 2):
         os.dup2(output, standard)

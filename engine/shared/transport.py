@@ -1,15 +1,15 @@
 """ZeroMQ sockets between processes: addresses, security, and receiving. No other module makes any.
 
-Local sockets are `ipc://` in a private directory. TCP sockets are encrypted and authenticated
-by CURVE with keys derived from one shared secret: whoever knows the secret knows the binder's
-public key, which never crosses the wire, and nobody else can complete a handshake. All
-high-water marks of the control plane are 0 (no limit): none of its messages is dropped silently;
-what must be bounded is bounded by admission, not by a socket.
+Local sockets are `ipc://` in a private directory. TCP sockets are encrypted and authenticated by
+CURVE with keys derived from one shared secret: a process with the secret can derive the binder's
+public key, which is never transmitted, and no other can complete a handshake. All high-water marks
+of the control plane are 0 (no limit): messages are never dropped silently; load is bounded by
+admission, not by sockets.
 
-A node that is lost says nothing: its peers would wait for TCP to give up, which takes a quarter of
-an hour, and for ever where they have nothing to send. So both ends of every TCP connection send
-heartbeats, a connection without a sign of life ends after `--engine-timeout`, and each attempt to
-connect again asks for the address behind the name anew.
+A crashed node sends no FIN: its peers would wait for TCP timeouts, which take a quarter of an hour,
+or forever if they have nothing to send. So both ends of every TCP connection send heartbeats, a
+silent connection is closed after `--engine-timeout`, and every reconnect resolves the host name
+again.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ from engine.shared.node_directory import make_private
 from engine.shared.own_process import Descriptors, DescriptorWatch
 
 if TYPE_CHECKING:
-    import asyncio  # the coordinator does without an event loop
+    import asyncio  # not loaded by the coordinator
 
 logger = logging.getLogger(__name__)
 
-# As plain numbers: combining zmq's own takes longer than to look at a socket.
+# As ints: combining zmq's enums takes longer than polling a socket.
 _MORE, _NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
@@ -54,29 +54,29 @@ _LONGEST_IPC_PATH = 107  # sockaddr_un.sun_path, less its terminating zero
 _LONGEST_TTL_MS = 6_553_500  # ZMTP has 16 bits for tenths of a second
 
 LARGEST_FRAME = 1 << 20
-"""Bytes of a frame that bound sockets take; longer messages are sent as several (`frames_of`)."""
+"""Maximum bytes per frame accepted by bound sockets; longer messages are split (`frames_of`)."""
 
 _CURVE_BYTES = 64
-"""What encryption adds to a frame, and a little more."""
+"""Upper bound of the bytes that encryption adds to a frame."""
 
 _BACKLOG = 4096
 
-_HANDSHAKE_MS = 10_000  # a thousand peers that come back at once take a while
+_HANDSHAKE_MS = 10_000  # enough for a thousand peers that reconnect at once
 
 LOG_INTERVAL = 30.0
-"""Seconds between two lines about failed handshakes of one socket."""
+"""Seconds between two log lines about failed handshakes of one socket."""
 
 _EVENT = struct.Struct("=HI")
-"""What `zmq_socket_monitor` puts into the first frame: an event and its value.
+"""First frame of a `zmq_socket_monitor` message: event and value.
 
-pyzmq's own parser would bring an event loop into processes that have none.
+pyzmq's own parser would load asyncio into processes that do not use it.
 """
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 def make_context() -> "zmq.Context[zmq.Socket[bytes]]":
-    """Return the context of a process: a thread for data, and one that may wait for names."""
+    """Return a process's context: one I/O thread for data, one that can block on name lookups."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
     # Default: 1,023, which an engine with a few hundred front ends would reach.
     context.set(zmq.MAX_SOCKETS, int(context.get(zmq.SOCKET_LIMIT)))
@@ -84,10 +84,10 @@ def make_context() -> "zmq.Context[zmq.Socket[bytes]]":
 
 
 def advertised_host(cluster: ClusterConfig) -> str:
-    """Return the name or address under which others reach the sockets of this process.
+    """Return the name or address under which other nodes reach this process's sockets.
 
     Raises:
-        OSError: the coordinator's name cannot be resolved, or no route leads there.
+        OSError: the coordinator's name cannot be resolved, or there is no route to it.
     """
     address = cluster.coordinator_address
     if cluster.advertise_host is not None or not address.startswith("tcp://"):
@@ -102,15 +102,15 @@ def advertised_host(cluster: ClusterConfig) -> str:
 
 
 class SharedPort:
-    """A TCP port on which a binding socket listens several times, each time with another key.
+    """A TCP port on which a binding socket has several listeners, each with another key.
 
-    ZeroMQ keeps one CURVE key per listener. Several listeners share a port (SO_REUSEPORT), and the
-    kernel gives a connection to any of them: at the wrong one the handshake fails, and the peer,
-    which tries again for ever, soon comes to the right one.
+    ZeroMQ has one CURVE key per listener. Several listeners share a port (SO_REUSEPORT), and the
+    kernel assigns a connection to any of them: with the wrong one the handshake fails, and the
+    peer, which retries forever, soon reaches the right one.
 
     Raises:
-        OSError: the port is taken, by another program or a second one of this kind, or the host is
-            none of this machine's.
+        OSError: the port is taken, by another program or another `SharedPort`, or the host is not
+            an address of this machine.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", address: str) -> None:
@@ -121,10 +121,10 @@ class SharedPort:
         self._port = 0 if port == "*" else int(port)
         if self._port:
             with contextlib.closing(self._bound(shared=False)):
-                pass  # sharing would hide that somebody else is there
+                pass  # SO_REUSEPORT would hide that the port is taken
 
     def accept(self, keys: KeyPair) -> None:
-        """Listen once more, for peers that connect with these keys."""
+        """Add a listener for peers that connect with these keys."""
         listener = self._bound(shared=True)
         listener.listen(_BACKLOG)
         self._port = listener.getsockname()[1]
@@ -163,11 +163,10 @@ class SharedPort:
 
 
 class HandshakeWatch:
-    """Logs peers of one socket that cannot join because their cluster key differs.
+    """Logs peers of one socket whose handshakes fail because their cluster key differs.
 
-    ZeroMQ drops such a connection silently and retries for ever. Its socket monitor reports it;
-    each side logs it, once in a while, and nobody else is disturbed. The watch's own socket is
-    readable when there is something to `check`.
+    ZeroMQ drops such a connection silently and retries forever. Its socket monitor reports it; each
+    side logs it at a limited rate. The watch's own socket is readable when `check` has work.
     """
 
     def __init__(self, watched: "zmq.Socket[bytes]", address: str, *, binder: bool) -> None:
@@ -181,7 +180,7 @@ class HandshakeWatch:
         )
 
     def check(self) -> None:
-        """Read what has happened and log failed handshakes."""
+        """Process pending events and log failed handshakes."""
         while True:
             try:
                 head = self.socket.recv_multipart(zmq.NOBLOCK)[0]
@@ -193,7 +192,7 @@ class HandshakeWatch:
                     with sockets.socket(fileno=os.dup(value)) as connection:
                         peer = str(connection.getpeername()[0])
                     self._last_peer = peer.removeprefix("::ffff:")
-                except (OSError, IndexError):  # it has been closed
+                except (OSError, IndexError):  # already closed
                     self._last_peer = ""
             elif event & _FAILED:
                 self._failed(time.monotonic())
@@ -212,13 +211,13 @@ class HandshakeWatch:
             )
         else:
             logger.warning(
-                "%s refused the handshake: --cluster-key-file holds another key there; trying on",
+                "%s refused the handshake: --cluster-key-file holds another key there; retrying",
                 self._address,
             )
 
 
 class Transport:
-    """Makes sockets of one process on one ZeroMQ context, with the cluster's security."""
+    """Creates sockets on one process's ZeroMQ context, with the cluster's security."""
 
     def __init__(self, cluster: ClusterConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self._context = context
@@ -236,9 +235,9 @@ class Transport:
         """Return a bound socket; its real address (TCP port 0 resolved) is `last_endpoint`.
 
         Args:
-            largest: bytes of a frame; a peer that begins a larger one loses its connection, whether
-                or not it knows the cluster key.
-            max_queued: messages that wait for one peer; further ones are dropped. 0: no limit.
+            largest: maximum bytes per frame; a peer that sends a larger one is disconnected, even
+                before it has authenticated.
+            max_queued: maximum messages queued per peer; further ones are dropped. 0: no limit.
         """
         socket = self._socket(kind, address, binder=True, largest=largest)
         socket.setsockopt(zmq.SNDHWM, max_queued)
@@ -258,11 +257,11 @@ class Transport:
         return socket
 
     def mend(self) -> None:
-        """Bind local sockets again whose files somebody has removed, and accept cluster keys that
-        have been added; to be called now and then.
+        """Rebind local sockets whose files were removed, and accept added cluster keys; call
+        periodically.
 
-        Connections last without the file, but nobody new would find the way. The sockets must
-        belong to the calling thread.
+        Existing connections survive without the file, but new peers cannot connect. The sockets
+        must belong to the calling thread.
         """
         self._descriptors.look(time.monotonic())
         self._accept_new_keys()
@@ -272,7 +271,7 @@ class Transport:
                 continue
             try:
                 make_private(path.parent)
-                # The old listener stays: it would remove the new file when it is unbound.
+                # The old listener stays: unbinding it would remove the new file.
                 socket.bind(address)
             except (OSError, zmq.ZMQError) as error:
                 logger.error("%s was removed and cannot be bound again: %s", path, error)
@@ -281,7 +280,7 @@ class Transport:
 
     @property
     def descriptors(self) -> Descriptors | None:
-        """How many descriptors this process had open at the last `mend` or `connect`."""
+        """Descriptors of this process at the last `mend` or `connect`."""
         return self._descriptors.newest
 
     def _accept_new_keys(self) -> None:
@@ -302,7 +301,7 @@ class Transport:
         identity: bytes | None = None,
         largest: int | None = None,
     ) -> "zmq.Socket[bytes]":
-        """Return a connecting socket; ZeroMQ keeps reconnecting for as long as it is open.
+        """Return a connecting socket; ZeroMQ reconnects for as long as it is open.
 
         Args:
             largest: as for `bind`.
@@ -318,7 +317,7 @@ class Transport:
     def watch(
         self, socket: "zmq.Socket[bytes]", address: str, *, binder: bool
     ) -> HandshakeWatch | None:
-        """Return a watch for failed handshakes on a socket; None if it has none to fail."""
+        """Return a watch for failed handshakes; None if the socket has no CURVE security."""
         if self._keys is None or not address.startswith("tcp://"):
             return None
         return HandshakeWatch(socket, address, binder=binder)
@@ -345,7 +344,7 @@ class Transport:
             host = bare_host(address.removeprefix("tcp://").rpartition(":")[0])
             socket.setsockopt(zmq.IPV6, uses_ipv6(host))
             if self._context.get(zmq.IO_THREADS) > 1:
-                # Looking a name up may take seconds: tokens are not to wait for it.
+                # Name lookups can take seconds and must not delay token traffic.
                 looks_up = host != "*" and not is_literal(host)
                 socket.setsockopt(zmq.AFFINITY, 2 if looks_up else 1)
             if self._keys is not None:
@@ -361,13 +360,13 @@ class Transport:
                 socket.close()
                 raise InsecureCluster(
                     f"{address}: TCP between processes needs --cluster-key-file "
-                    "(or --insecure-cluster on a network where everybody is trusted)"
+                    "(or --insecure-cluster on a trusted network)"
                 )
         return socket
 
 
 def frames_of(message: bytes) -> list[bytes]:
-    """Return a message as the frames in which a bound socket takes it."""
+    """Split a message into frames of at most `LARGEST_FRAME` bytes."""
     starts = range(0, len(message), LARGEST_FRAME)
     return [message[start : start + LARGEST_FRAME] for start in starts]
 
@@ -383,9 +382,9 @@ def bound_address(socket: "zmq.Socket[bytes]", advertise_host: str) -> str:
 
 
 class Inbox:
-    """Typed, non-blocking receiving on one socket: bad messages are counted and dropped.
+    """Typed, non-blocking receiver on one socket; malformed messages are counted and dropped.
 
-    Usable below a poller (`drain` when readable) and below an event loop (`attach`).
+    Works with a poller (`receive` when readable) and with an event loop (`attach`).
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", message_type: Any, name: str) -> None:
@@ -398,7 +397,7 @@ class Inbox:
         self._on_readable: Callable[[], None] = lambda: None
 
     def receive(self) -> tuple[bytes, Any] | None:
-        """Return (sender, message) of the next good message, or None when there is none now.
+        """Return (sender, message) of the next valid message, None if there is none now.
 
         The sender is a ROUTER peer's identity, empty on other sockets.
         """
@@ -413,7 +412,7 @@ class Inbox:
                 return sender, message
 
     def decode(self, frame: bytes) -> Any | None:
-        """Return the message in a frame; None, counted and logged once, if it is none."""
+        """Decode a frame; return None if it is malformed, which is counted and logged once."""
         try:
             return self._decoder.decode(frame)
         except msgspec.DecodeError as error:
@@ -428,7 +427,7 @@ class Inbox:
         """Call `handle(sender, message)` for every message, from an event loop."""
 
         def on_readable() -> None:
-            # The descriptor is edge-triggered: read until empty, but let others run in between.
+            # The descriptor is edge-triggered: read until empty, but yield to other callbacks.
             for _ in range(64):
                 if self.socket.closed:
                     return
@@ -446,12 +445,12 @@ class Inbox:
         """Send on the same socket without blocking.
 
         Raises:
-            zmq.ZMQError: the peer is unknown and the socket was told to report that.
+            zmq.ZMQError: the peer is unknown and the socket has ROUTER_MANDATORY set.
         """
         for frame in frames[:-1]:
             self.socket.send(frame, _MORE)
         self.socket.send(frames[-1], _NOBLOCK)
-        # Sending may use up the descriptor's edge of a message that has just come in.
+        # Sending can consume the descriptor's edge for a message that has just arrived.
         if self._loop is not None and int(self.socket.getsockopt(_EVENTS)) & _READABLE:
             self._loop.call_soon(self._on_readable)
 

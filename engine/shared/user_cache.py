@@ -1,4 +1,4 @@
-"""Where files are kept that Swell can make again, for one user of a machine."""
+"""The per-user directory of files that Swell can regenerate."""
 
 import os
 import tempfile
@@ -6,12 +6,13 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """Return the directory, which may not be there yet; `XDG_CACHE_HOME` puts it elsewhere.
+    """Return the directory, which may not exist yet; `XDG_CACHE_HOME` overrides its location.
 
-    A user without a home directory, as containers have, gets a private one for temporary files.
+    A user without a home directory, as in containers, gets a private one in the temporary
+    directory.
 
     Raises:
-        OSError: another user has put something in its place.
+        OSError: another user owns that path.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     if base:
@@ -19,7 +20,7 @@ def user_cache() -> Path:
     try:
         return Path.home() / ".cache" / "swell"
     except RuntimeError:
-        # Not above: where kernels are compiled for an image, this file is there alone.
+        # Imported here: image builds that compile kernels copy this file alone.
         from engine.shared.node_directory import make_private
 
         private = Path(tempfile.gettempdir()) / f"swell-cache-{os.geteuid()}"

@@ -1,4 +1,4 @@
-"""Detects that a file has changed: how a running process notices a new key."""
+"""Detects changes of a file, so that a running process notices a new key."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,14 +7,14 @@ _Signature = tuple[int, int, int] | None
 
 
 class WatchedFile:
-    """A file and what it looked like; symbolic links are followed, as Kubernetes swaps them."""
+    """A file and its last known state; follows symlinks, as Kubernetes swaps them."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._seen = self._signature()
 
     def changed(self) -> bool:
-        """Whether it was written, replaced, made or removed since the last call."""
+        """Return whether it was written, replaced, created or removed since the last call."""
         now = self._signature()
         changed = now != self._seen
         self._seen = now
@@ -29,5 +29,5 @@ class WatchedFile:
 
 
 def any_changed(files: Sequence[WatchedFile]) -> bool:
-    """Whether a file has changed; all are looked at, so that no change is reported twice."""
+    """Return whether any file has changed; checks all, so that no change is reported twice."""
     return any([file.changed() for file in files])

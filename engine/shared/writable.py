@@ -1,13 +1,13 @@
-"""Places where a command writes its results, checked before the work and not after it."""
+"""Output paths of commands, checked before the work starts."""
 
 import os
 from pathlib import Path
 
 
 def writable_file(path: str | Path) -> Path:
-    """Return a path at which a file can be written; missing directories are made.
+    """Check that a file can be written, creating missing directories; return its path.
 
-    What is there stays as it is.
+    An existing file is not modified.
 
     Raises:
         OSError: it cannot be written; the message names it.
@@ -25,13 +25,13 @@ def writable_file(path: str | Path) -> Path:
 
 
 def writable_directory(path: str | Path) -> Path:
-    """Return a directory in which files can be made; it is made if it is missing.
+    """Check that files can be created in a directory, creating it if missing; return its path.
 
     Raises:
-        OSError: there cannot be one; the message names it.
+        OSError: it cannot be used; the message names it.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(f"{path}: no files can be made there")
+        raise PermissionError(f"{path}: cannot create files in it")
     return path

@@ -20,7 +20,7 @@ count for `MAX_AGE` seconds.
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from engine.shared.messages import ClusterView, TenantsInUse, TenantUse
 from server.access.admission_table import NOTHING, AdmissionTable, Room, Totals
@@ -123,18 +123,14 @@ class Overloaded(Exception):
     `what` is full of requests or of prompt tokens.
     """
 
-    def __init__(self, what: str, reason: str, retry_after: int) -> None:
+    def __init__(self, limit: RejectionReason, reason: str, retry_after: int) -> None:
         super().__init__(f"{reason} Try again in {retry_after} s.")
-        self.what = what
+        self.what = "prompt tokens" if limit.endswith("tokens") else "requests"
         self.retry_after = retry_after
 
 
-class _Limit(NamedTuple):
-    """What a request does not fit into: what is counted, how that is told, and its name."""
-
-    what: str
-    reason: str
-    name: RejectionReason
+_Limit = tuple[RejectionReason, str]
+"""What a request does not fit into, and how that is told."""
 
 
 class DrainRate:
@@ -226,10 +222,8 @@ class Admission:
         self._several = several
         self._elsewhere = elsewhere
         self._on_rejection = on_rejection
-        self.counts_tokens = (limits.max_queue_tokens, tenants.max_queue_tokens_per_key) != (
-            None,
-            None,
-        )
+        bounds = limits.max_queue_tokens, tenants.max_queue_tokens_per_key
+        self.counts_tokens = bounds != (None, None)
         self._num_slots = num_slots
         self._rate = DrainRate()
         self._next_sample = 0.0
@@ -296,16 +290,15 @@ class Admission:
         if totals.requests > self._max_queue and not alone:
             places = self._max_queue + self._num_slots()
             if totals.requests > places:
-                return _Limit("requests", _FULL.format(self._max_queue, "requests"), "queue")
+                return "queue", _FULL.format(self._max_queue, "requests")
         most = self._tenants.max_sequences_per_key
         if most is not None and own.requests + others.requests > most:
-            reason = _PER_KEY.format("sequences", "max_sequences_per_key", most)
-            return _Limit("requests", reason, "key")
+            return "key", _PER_KEY.format("sequences", "max_sequences_per_key", most)
         if self._several() and own.requests > requests:
             slots = self._num_slots()
             free = self._max_queue + slots - totals.requests
             if totals.requests > slots and own.requests > free:
-                return _Limit("requests", _UNFAIR.format("sequences"), "share")
+                return "share", _UNFAIR.format("sequences")
         return self._limit_of_tokens(totals, own, others, tokens)
 
     def _limit_of_tokens(
@@ -313,15 +306,15 @@ class Admission:
     ) -> _Limit | None:
         what = "prompt tokens"
         if self._max_tokens is not None and totals.tokens > max(self._max_tokens, tokens):
-            return _Limit(what, _FULL.format(self._max_tokens, what), "queue_tokens")
+            return "queue_tokens", _FULL.format(self._max_tokens, what)
         most = self._tenants.max_queue_tokens_per_key
         if most is not None and own.tokens + others.tokens > max(most, tokens):
-            reason = _PER_KEY.format(what, "max_queue_tokens_per_key", most)
-            return _Limit(what, reason, "key_tokens")
-        if not self._several() or self._max_tokens is None or own.tokens <= tokens:
-            return None
-        free = self._max_tokens - totals.tokens
-        return _Limit(what, _UNFAIR.format(what), "share_tokens") if own.tokens > free else None
+            return "key_tokens", _PER_KEY.format(what, "max_queue_tokens_per_key", most)
+        if self._several() and self._max_tokens is not None:
+            free = self._max_tokens - totals.tokens
+            if own.tokens > max(tokens, free):
+                return "share_tokens", _UNFAIR.format(what)
+        return None
 
     def _overloaded(self, requests: int, tokens: int, now: float, place: int) -> Overloaded:
         table = self.table
@@ -337,10 +330,10 @@ class Admission:
             requests,
             tokens,
         )
-        if limit is None:  # a request has ended meanwhile
-            limit = _Limit("requests", _FULL.format(self._max_queue, "requests"), "queue")
-        self._on_rejection(limit.name)
-        return Overloaded(limit.what, limit.reason, retry_after)
+        # None: a request has ended meanwhile.
+        name, reason = limit or ("queue", _FULL.format(self._max_queue, "requests"))
+        self._on_rejection(name)
+        return Overloaded(name, reason, retry_after)
 
 
 _FULL = "The server is overloaded: its queue of {} {} is full."

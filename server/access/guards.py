@@ -7,7 +7,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -36,18 +36,7 @@ _PAGE = frozenset(
     )
 )  # fmt: skip
 """Static files, the same on every server: the page asks for a key and fetches the data with it."""
-_ADMIN = frozenset(
-    (
-        "/server_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/resume",
-        "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache",
-        "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/scale_elastic_ep",
-        "/is_scaling_elastic_ep",
-        "/start_profile", "/stop_profile", "/v1/fault_tolerance/status", "/get_world_size",
-        "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
-        "/finish_weight_update",
-    )
-)  # fmt: skip
-_STATUS = frozenset(("/status.json",))
+_STATUS = "/status.json"
 _DOCS = frozenset(("/docs", "/openapi.json"))
 _METRICS = "/metrics"
 
@@ -83,6 +72,7 @@ class Keys:
         place_of = {name: place for place, name in enumerate(sorted({name for name, _ in owners}))}
         self._owners = [named_tenant(name, place_of[name], shown) for name, shown in owners]
         self.num_tenants = len(place_of)
+        """How many have such a secret."""
         self.are_asked_for = bool(owners)
         """Whether requests need one of them, which none has if all were removed."""
 
@@ -156,6 +146,8 @@ class PathAccess:
         self._files = [WatchedFile(file) for file in files if file is not None]
         self._look_at = 0.0
         self._is_emptied = False
+        self.admin_paths: frozenset[str] = frozenset()
+        """Paths for operators that are not below /admin/."""
         self._read()
         open_by_default = not self.api
         self._open_status, self._open_docs, self._open_metrics = (
@@ -167,11 +159,6 @@ class PathAccess:
         self.api = keys_for("api", self._config, may_be_empty)
         self._admin = keys_for("admin", self._config, may_be_empty)
         self._metrics = keys_for("metrics", self._config, may_be_empty)
-
-    @property
-    def num_tenants(self) -> int:
-        """How many tenants have API keys."""
-        return self.api.num_tenants
 
     @property
     def has_admin(self) -> bool:
@@ -200,7 +187,7 @@ class PathAccess:
     def refusal(self, scope: Scope) -> ApiError | None:
         """Return why a request does not get in, None if it does."""
         path = scope["path"]
-        if (path.startswith(ADMIN_PREFIX) or path in _ADMIN) and self._admin:
+        if (path.startswith(ADMIN_PREFIX) or path in self.admin_paths) and self._admin:
             return None if _carries(scope, (self._admin,)) else _NOT_ADMIN
         keys = self._keys_of(path)
         if keys is None or _carries(scope, keys):
@@ -216,7 +203,7 @@ class PathAccess:
             return None
         if path in _PAGE:
             return None if self._open_status or any(operators) else operators
-        if path in _STATUS:
+        if path == _STATUS:
             return None if self._open_status else operators
         if path in _DOCS:
             return None if self._open_docs else operators
@@ -308,10 +295,9 @@ class Guard:
         self._hosts = hosts
         self._metrics = metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         self._doors.look(time.monotonic())
         refusal = None if self._hosts is None else unknown_host(self._hosts, scope)
         is_known, path = refusal is None, scope["path"]
@@ -320,15 +306,14 @@ class Guard:
             if keys := self._doors.api:  # for the application, and the threads that serve it
                 tenant = scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
                 tenant_id.set(tenant.id)
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         label = "/*"  # clients do not make names of series
         if is_known and path.startswith((API_PREFIX, ADMIN_PREFIX)):
             label = f"/{path.split('/')[1]}/*"
-        elif is_known and (path in _STATUS | _DOCS or path == _METRICS):
+        elif is_known and (path in _DOCS or path in (_STATUS, _METRICS)):
             label = path
         self._metrics.count("http_requests", label, refusal.status)
-        await refusal.send(path, send)
+        return refusal.send(path, send)
 
 
 def _without_key(message: str) -> ApiError:

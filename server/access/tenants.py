@@ -59,10 +59,6 @@ class Tenancy:
         self._pinning = config.allows_rank_pinning
         self.shows_cached_tokens = not config.tenants.hide_cached_tokens
 
-    def are_several(self, keys: int) -> bool:
-        """Whether there is more than one tenant, with this many names of keys."""
-        return self._by_user or keys > 1
-
     def tenant(self, key: Tenant, user: str | None) -> Tenant:
         """Return whose a request is that came with a key and names a user."""
         if not self._by_user or not user:

@@ -8,9 +8,9 @@ shows.
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,14 +24,14 @@ from server.api.services import Services
 from server.api.vectors.schema import PoolingFields
 from server.errors import ApiError, invalid_field, timed_out
 from server.generate.beam_run import BeamRun
-from server.generate.fold import Delta
 from server.generate.handover import hand_over, handed_on
 from server.generate.model import ServedModel
 from server.generate.pooling import PoolingModel
 from server.generate.request import GenerationRequest
-from server.generate.run import BestOf, Output, Run
+from server.generate.run import Run
 from server.generate.specification import specify
-from server.http.call import Call, CancelOnDisconnect, KeepAlive, foreseen
+from server.http.call import Call
+from server.http.errors import foreseen
 from server.observe.tracing import EndedRequest
 from server.schema.answer import Usage
 from server.schema.fields import DrawingFields, SamplingFields
@@ -47,7 +47,7 @@ class Generation(Response, Generic[B]):
     """A response for which text is generated while it is sent, everything new in one send.
 
     An error before the headers are sent is an ordinary error response, a later one is an event.
-    Headers are sent with the first delta, or before it (`KeepAlive`).
+    Headers are sent with the first delta, or before it (`Call.keep_alive`).
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Generation(Response, Generic[B]):
         self._make_renderer = renderer
         self._before_end = before_end
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.generate()
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        return self.generate()
 
     async def generate(self) -> None:
         """Generate, and send the answer over the call.
@@ -88,23 +88,54 @@ class Generation(Response, Generic[B]):
             Overloaded: there is no room for it.
             GenerationFailed, NoEngineAvailable: before an answer has begun.
         """
+        call, services = self._call, self._services
+        request = await self._admitted()
+        engines = services.client, services.table, services.metrics
+        run = (
+            Run(request, *engines)
+            if request.beams is None
+            else BeamRun(request, request.beams, *engines)
+        )
+        if isinstance(run, Run):
+            call.weight_version = lambda: services.client.weight_version(run.engine)
+            if request.offers_blocks:
+                offers = services.client
+                request.handed_on = lambda: handed_on(request, offers.kv_offers.get(run.engine))
+        renderer = self._make_renderer(self._body, request, services.table)
+        with call:
+            if renderer.streams:
+                call.keep_alive(services.config.http.sse_keep_alive)
+            try:
+                await in_time(call, services, self._show(run, renderer))
+            except Exception as error:
+                run.close("error")
+                if call.status is None or not renderer.streams:
+                    raise
+                ended = renderer.error(foreseen(error, call.request_id))
+                await call.send_events(ended, more=False)
+            finally:
+                run.close()
+                if request.adapter or call.key.name:
+                    usage = run.usage()
+                    tokens = usage.prompt_tokens, usage.completion_tokens
+                    services.metrics.used("key", call.key.name, *tokens)
+                    if request.adapter:
+                        name = services.client.adapters.name(request.adapter)
+                        services.metrics.used("lora", name, *tokens)
+                if services.tracer is not None:
+                    services.tracer.record(_ended(call, services, request, run))
+
+    async def _admitted(self) -> GenerationRequest:
+        """Return the request, complete, with a place in the queue that the call holds."""
         call, services, body = self._call, self._services, self._body
         call.request_id = body.request_id or call.request_id
         model, adapter = services.asked_model(body.model)
-        if not adapter:
-            await self._generate(model, adapter)
-            return
-        services.client.adapters.lease(adapter)
-        try:
-            await self._generate(model, adapter)
-        finally:
-            services.client.adapters.release(adapter)
-
-    async def _generate(self, model: str, adapter: str) -> None:
-        call, services = self._call, self._services
+        if adapter:
+            services.client.adapters.lease(adapter)
+            call.on_release.append(partial(services.client.adapters.release, adapter))
         if services.model.pooling is not None:
             raise unsuitable(services.names[0], "generates no text", services.model.pooling)
-        request = self._parse(self._body, services.model, services.client.max_model_len)
+        request = self._parse(body, services.model, services.client.max_model_len)
         try:
             request.cache_root = admit(
                 call,
@@ -114,12 +145,8 @@ class Generation(Response, Generic[B]):
                 request.best_of,
                 image_bytes(request),
             )
-            hand_over(
-                request,
-                services.client.kv_offers,
-                allowed=services.config.routing.allow_kv_transfer_params,
-                stream=bool(request.fields.stream),
-            )
+            allowed = services.config.routing.allow_kv_transfer_params
+            hand_over(request, services.client.kv_offers, allowed=allowed)
             request.tenant = call.tenant.id
             await prepare_images(request, call, services)
             await specify(request, services.model)
@@ -135,85 +162,51 @@ class Generation(Response, Generic[B]):
         request.shows_cached = services.tenancy.shows_cached_tokens
         if call.reservation is not None:
             call.reservation.recount(request.num_tokens_sent, time.monotonic())
-        engines = services.client, services.table, services.metrics
-        run = (
-            Run(request, *engines)
-            if request.beams is None
-            else BeamRun(request, request.beams, *engines)
-        )
         http = services.config.http
         request.force_usage = http.enable_force_include_usage
         request.shows_timing = http.enable_per_request_metrics and request.num_sequences == 1
         if request.plan.tools.format is not None:
             parser = services.model.formats.call_parser
             services.metrics.count("tool_call_parser_invocations", parser, by=request.num_answers)
-        if isinstance(run, Run):
-            call.weight_version = lambda: services.client.weight_version(run.engine)
-            if request.offers_blocks:
-                offers = services.client
-                request.handed_on = lambda: handed_on(request, offers.kv_offers.get(run.engine))
-        self._renderer = self._make_renderer(self._body, request, services.table)
-        await self._push_all(run, request)
+        return request
 
-    async def _push_all(self, run: Run | BeamRun, request: GenerationRequest) -> None:
-        call, services, streams = self._call, self._services, self._renderer.streams
-        output: Output = self
-        if request.best_of > request.n and request.beams is None:
-            output = BestOf(output, request.num_prompts, request.n, request.best_of)
-        interval = services.config.http.sse_keep_alive
-        life = KeepAlive(call, interval) if interval and streams and call.has_client else None
-        with CancelOnDisconnect(call.receive), life or nullcontext():
-            try:
-                await in_time(call, services, run.push_to(output))
-            except Exception as error:
-                run.close("error")
-                if call.status is None or not streams:
-                    raise
-                ended = self._renderer.error(foreseen(error, call.request_id))
-                await call.send_events(ended, more=False)
-            finally:
-                run.close()
-                if request.adapter or call.key.name:
-                    usage = run.usage()
-                    tokens = usage.prompt_tokens, usage.completion_tokens
-                    services.metrics.used("key", call.key.name, *tokens)
-                    if request.adapter:
-                        name = services.client.adapters.name(request.adapter)
-                        services.metrics.used("lora", name, *tokens)
-                if services.tracer is not None:
-                    services.tracer.record(_ended(call, services, request, run))
-
-    async def push(self, deltas: Sequence[tuple[int, Delta]], usage: Usage | None) -> None:
-        """Show deltas; with `usage` they are the last."""
-        call, renderer = self._call, self._renderer
-        if len(deltas) == 1:
-            shown = renderer.push(*deltas[0])
-        else:
-            shown = b"".join([renderer.push(index, delta) for index, delta in deltas])
-        if usage is not None and self._before_end is not None:
-            await self._before_end(usage)
-        if renderer.streams:
-            if usage is not None:
-                shown += renderer.finish(usage)
-            await call.send_events(shown, more=usage is None)
-        elif usage is not None:
-            if renderer.large:
+    async def _show(self, run: Run | BeamRun, renderer: Renderer) -> None:
+        """Send what is generated: a stream as it comes, a whole answer at its end."""
+        call = self._call
+        while not run.finished:
+            deltas = await run.next()
+            if len(deltas) == 1:
+                shown = renderer.push(*deltas[0])
+            else:
+                shown = b"".join([renderer.push(index, delta) for index, delta in deltas])
+            if not run.finished:
+                if renderer.streams:
+                    await call.send_events(shown, more=True)
+                continue
+            usage = run.usage()
+            if self._before_end is not None:
+                await self._before_end(usage)
+            if renderer.streams:
+                await call.send_events(shown + renderer.finish(usage), more=False)
+            elif renderer.large:
                 await call.send_json(200, await asyncio.to_thread(renderer.finish, usage))
             else:
                 await call.send_json(200, renderer.finish(usage))
 
 
-async def in_time(call: Call, services: Services, running: Awaitable[T]) -> T:
+def in_time(call: Call, services: Services, running: Awaitable[T]) -> Awaitable[T]:
     """Return what comes within `--request-timeout` of a call's arrival.
 
     Raises:
         ApiError: it took longer.
     """
     seconds = services.config.guards.request_timeout
-    if seconds is None:
-        return await running
+    return running if seconds is None else _limited(running, seconds, call.arrived)
+
+
+async def _limited(running: Awaitable[T], seconds: float, arrived: float) -> T:
     try:
-        async with asyncio.timeout(call.arrived + seconds - time.monotonic()):
+        async with asyncio.timeout(arrived + seconds - time.monotonic()):
             return await running
     except TimeoutError:
         raise timed_out(f"The request took longer than {seconds:g} s.") from None

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from fastapi import APIRouter, Response
 
 from server.api.chat.endpoint import CHAT_RESPONSES, create_chat_completion
@@ -11,7 +12,7 @@ from server.api.completions.schema import CompletionRequest
 from server.api.openapi import REQUEST_HEADERS, any_of
 from server.api.responses.endpoint import RESPONSE_RESPONSES, create_response
 from server.api.responses.schema import ResponsesRequest
-from server.api.route import ModelRoute, fields_of, read_body
+from server.api.route import ModelRoute, fields_of
 from server.api.services import Services, ServicesDep
 from server.api.vectors.endpoint import classify, create_embeddings, rerank, score
 from server.api.vectors.schema import (
@@ -30,29 +31,25 @@ AnyRequest = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 class InvocationRoute(ModelRoute):
     """An operation whose body is that of the endpoint whose fields it has."""
 
-    async def read(self, call: Call, services: Services) -> RequestBody:
-        return await read_body(await _body_type(call.content, services), call.content)
-
-
-async def _body_type(content: bytes, services: Services) -> type[RequestBody]:
-    """Return what a body is, by its fields and by what the model does."""
-    fields, pooling = await fields_of(content), services.model.pooling
-    if pooling is not None:
-        if "query" in fields:
-            return RerankRequest
+    async def body_type(self, call: Call, services: Services) -> type[RequestBody]:
+        """Return what the body of a call is, by its fields and by what the model does."""
+        fields, pooling = await fields_of(call.content), services.model.pooling
+        if pooling is not None:
+            if "query" in fields:
+                return RerankRequest
+            if "input" in fields:
+                return EmbeddingsRequest if pooling.spec.task == "embed" else ClassifyRequest
+            return ScoreRequest
+        if "messages" in fields:
+            return ChatCompletionRequest
+        if "prompt" in fields:
+            return CompletionRequest
         if "input" in fields:
-            return EmbeddingsRequest if pooling.spec.task == "embed" else ClassifyRequest
-        return ScoreRequest
-    if "messages" in fields:
-        return ChatCompletionRequest
-    if "prompt" in fields:
-        return CompletionRequest
-    if "input" in fields:
-        return ResponsesRequest
-    raise invalid("one of messages, prompt and input is needed", "messages")
+            return ResponsesRequest
+        raise invalid("one of messages, prompt and input is needed", "messages")
 
 
-_OPERATIONS: dict[type[RequestBody], Callable[..., Awaitable[Response]]] = {
+_OPERATIONS: dict[type[RequestBody], Callable[..., Awaitable[Response | msgspec.Struct]]] = {
     ChatCompletionRequest: create_chat_completion,
     CompletionRequest: create_completion,
     ResponsesRequest: create_response,
@@ -70,7 +67,7 @@ router = APIRouter(route_class=InvocationRoute)
     responses=any_of(CHAT_RESPONSES, COMPLETION_RESPONSES, RESPONSE_RESPONSES),
     openapi_extra=REQUEST_HEADERS,
 )
-async def invoke(body: AnyRequest, call: Call, services: ServicesDep) -> Response:
+async def invoke(body: AnyRequest, call: Call, services: ServicesDep) -> Response | msgspec.Struct:
     """Answer as the endpoint does whose request it is: messages, a prompt, or input.
 
     Of a model that makes vectors: input, a query with documents, or pairs.

@@ -9,8 +9,8 @@ from prometheus_client.core import GaugeMetricFamily
 
 from engine.shared.messages import ControlQuery
 from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
-from server.api.openapi import json_responses, text_responses
-from server.api.route import ApiRoute, json_response
+from server.api.openapi import errors, text_responses
+from server.api.route import ApiRoute, OperatorRoute
 from server.api.services import Services, ServicesDep
 from server.config.shown import without_secrets
 from server.control import SupervisorSilent
@@ -89,102 +89,88 @@ WITHIN = 1.0
 router = APIRouter(route_class=ApiRoute)
 tokenizer_router = APIRouter(route_class=ApiRoute)
 """What is there with --enable-tokenizer-info-endpoint."""
-settings_router = APIRouter(route_class=ApiRoute)
+settings_router = APIRouter(route_class=OperatorRoute)
 """What is there with an admin key."""
 
-_READINESS = json_responses(HealthResponse, 503)
 
-
-@router.get("/v1/models", responses=json_responses(ModelList, 401))
-async def list_models(services: ServicesDep) -> Response:
+@router.get("/v1/models", responses=errors(401))
+async def list_models(services: ServicesDep) -> ModelList:
     """List the names by which the model may be called, and the models of other servers."""
-    names, served = services.names, services.client.adapters.served
-    adapters = [_model(services, name, path) for name, path in served.items() if name not in names]
-    here = [_model(services, name) for name in names] + adapters
-    known = {each.id for each in here}
-    elsewhere = [each for each in _elsewhere(services) if each.id not in known]
-    return json_response(ModelList(here + elsewhere))
+    return ModelList(list(_models(services).values()))
 
 
-@router.get("/v1/models/{model_id:path}", responses=json_responses(Model, 401, 404))
-async def retrieve_model(model_id: str, services: ServicesDep) -> Response:
+@router.get("/v1/models/{model_id:path}", responses=errors(401, 404))
+async def retrieve_model(model_id: str, services: ServicesDep) -> Model:
     """Show one served name."""
-    if model_id in services.names:
-        return json_response(_model(services, model_id))
-    path = services.client.adapters.served.get(model_id)
-    if path is not None:
-        return json_response(_model(services, model_id, path))
-    for model in _elsewhere(services):
-        if model.id == model_id:
-            return json_response(model)
-    elsewhere = {model.id for model in _elsewhere(services)}
-    raise model_not_found(model_id, services.own_models | elsewhere)
+    models = _models(services)
+    if model_id not in models:
+        raise model_not_found(model_id, models)
+    return models[model_id]
 
 
-@router.get("/health", responses=json_responses(HealthResponse))
-async def health() -> Response:
+@router.get("/health")
+async def health() -> HealthResponse:
     """Say that this process lives."""
-    return json_response(HealthResponse("ok"))
+    return HealthResponse("ok")
 
 
-@router.get("/ping", responses=_READINESS)
-@router.post("/ping", responses=_READINESS)
-async def ping(services: ServicesDep) -> Response:
+@router.get("/ping", responses=errors(503))
+@router.post("/ping", responses=errors(503))
+async def ping(services: ServicesDep) -> HealthResponse:
     """Say whether at least one engine can serve, where hosts of models ask."""
     return await ready(services)
 
 
-@router.get("/ready", responses=_READINESS)
-async def ready(services: ServicesDep) -> Response:
+@router.get("/ready", responses=errors(503))
+async def ready(services: ServicesDep) -> HealthResponse:
     """Say whether at least one engine can serve."""
     if not services.client.ready:
         raise unavailable("No engine is ready to serve.")
-    return json_response(HealthResponse("ready"))
+    return HealthResponse("ready")
 
 
-@router.get("/version", responses=json_responses(VersionResponse))
-async def version() -> Response:
+@router.get("/version")
+async def version() -> VersionResponse:
     """Tell the version of Swell."""
-    return json_response(VersionResponse(SWELL_VERSION, PROTOCOL_VERSION))
+    return VersionResponse(SWELL_VERSION, PROTOCOL_VERSION)
 
 
-@router.get("/load", responses=json_responses(LoadResponse, 401))
-async def load(services: ServicesDep) -> Response:
+@router.get("/load", responses=errors(401))
+async def load(services: ServicesDep) -> LoadResponse:
     """Tell how much the front ends of this node have taken on."""
     totals = services.admission.table.totals()
-    return json_response(LoadResponse(totals.requests, totals.tokens))
+    return LoadResponse(totals.requests, totals.tokens)
 
 
-@settings_router.get("/server_info", responses=json_responses(ServerInfo, 403))
-async def server_info(services: ServicesDep) -> Response:
+@settings_router.get("/server_info")
+async def server_info(services: ServicesDep) -> ServerInfo:
     """Show the settings that this front end runs with."""
     settings = without_secrets(msgspec.to_builtins(services.config))
-    return json_response(ServerInfo(SWELL_VERSION, settings))
+    return ServerInfo(SWELL_VERSION, settings)
 
 
-@tokenizer_router.get("/tokenizer_info", responses=json_responses(TokenizerInfo, 401))
-async def tokenizer_info(services: ServicesDep) -> Response:
+@tokenizer_router.get("/tokenizer_info", responses=errors(401))
+async def tokenizer_info(services: ServicesDep) -> TokenizerInfo:
     """Show the special tokens, the vocabulary's size and the chat template."""
     tokenizer = services.model.tokenizer
     template = tokenizer.chat_template
-    info = TokenizerInfo(
+    return TokenizerInfo(
         tokenizer.vocab_size,
         sorted(tokenizer.eos_token_ids),
         list(tokenizer.special_tokens),
         None if template is None else template.source,
         services.known_max_model_len,
     )
-    return json_response(info)
 
 
-@router.get("/metrics", responses=text_responses(401))
+@router.get("/metrics", responses=text_responses() | errors(401))
 async def metrics(services: ServicesDep) -> Response:
     """Show the node's metrics in Prometheus text format."""
     text, waiting = await asyncio.gather(services.scrape.result(), waiting_engines(services))
     return Response(text + waiting, media_type=CONTENT_TYPE)
 
 
-@router.get("/metrics/engine/{rank}", responses=text_responses(400, 401, 404))
+@router.get("/metrics/engine/{rank}", responses=text_responses() | errors(400, 401, 404))
 async def engine_metrics(rank: int, services: ServicesDep) -> Response:
     """Show the metrics of one engine alone."""
     text = services.metrics.render_engine(services.client, rank)
@@ -193,11 +179,14 @@ async def engine_metrics(rank: int, services: ServicesDep) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-def _elsewhere(services: Services) -> list[Model]:
-    """Return what is shown of the models of other servers."""
-    forwarder = services.forwarder
-    names = forwarder.models if forwarder is not None else ()
-    return [Model(name, services.created, "swell", name, None) for name in names]
+def _models(services: Services) -> dict[str, Model]:
+    """Return what is shown of the model, of adapters and of other servers' models, by name."""
+    found = {name: _model(services, name) for name in services.names}
+    for name, path in services.client.adapters.served.items():
+        found.setdefault(name, _model(services, name, path))
+    for name in services.forwarder.models if services.forwarder is not None else ():
+        found.setdefault(name, Model(name, services.created, "swell", name, None))
+    return found
 
 
 def _model(services: Services, name: str, path: str | None = None) -> Model:

@@ -1,7 +1,7 @@
 """The OpenAPI document: request schemas from pydantic, responses from msgspec Structs."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,12 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import FileResponse
 
-from server.errors import ErrorResponse
 from server.observe.metrics import CONTENT_TYPE
 from server.observe.shared_work import SharedWork
 
 _REF = "#/components/schemas/{name}"
 _documented: dict[str, type[msgspec.Struct]] = {}
 """The Structs that operations answer with, by name."""
-
-BODY_ERRORS = (400, 401, 404, 413, 415, 500)
-ENGINE_ERRORS = (*BODY_ERRORS, 503)
-MODEL_ERRORS = (*ENGINE_ERRORS, 429)
-"""Statuses of operations with bodies: of any, of those that need engines or the store, and of
-those that are queued."""
-ADMIN_ERRORS = (400, 403, 500, 413, 415, 503)
 
 _ERRORS = {
     401: "The API key is missing or wrong.",
@@ -68,72 +60,67 @@ def _reference(struct: type[msgspec.Struct]) -> dict[str, str]:
     return {"$ref": _REF.format(name=struct.__name__)}
 
 
-def json_responses(success: type[msgspec.Struct], *errors: int) -> Responses:
-    """Return the documentation of an endpoint that answers with a Struct or these errors."""
+def json_responses(success: type[msgspec.Struct]) -> Responses:
+    """Return the documentation of a success with a Struct."""
     return {
         200: {
             "description": (success.__doc__ or "").strip(),
             "content": {"application/json": {"schema": _reference(success)}},
         }
-    } | _errors(*errors)
+    }
 
 
-def stream_responses(
-    success: type[msgspec.Struct], chunk: type[msgspec.Struct], *errors: int
-) -> Responses:
-    """The same for an endpoint that can also answer with a stream of chunks."""
+def stream_responses(success: type[msgspec.Struct], chunk: type[msgspec.Struct]) -> Responses:
+    """The same of an operation that is queued, and can also answer with a stream of chunks."""
     text = (
         "Events `data: CHUNK`, the last one `data: [DONE]`. An error after the headers comes as "
         "the last event, with an error body."
     )
-    return _with_stream(json_responses(success, *errors), text, {"x-chunk": _reference(chunk)})
+    return _with_stream(success, text, {"x-chunk": _reference(chunk)})
 
 
 def event_responses(
-    success: type[msgspec.Struct], kinds: Sequence[type[msgspec.Struct]], *errors: int
+    success: type[msgspec.Struct], kinds: Sequence[type[msgspec.Struct]]
 ) -> Responses:
-    """The same for an endpoint that can also answer with a stream of typed events."""
+    """The same of one that can also answer with a stream of typed events."""
     text = (
         "Events `event: TYPE` and `data: EVENT`. An error after the first comes as an event of "
         "type error."
     )
-    events = {"x-events": [_reference(kind) for kind in kinds]}
-    return _with_stream(json_responses(success, *errors), text, events)
+    return _with_stream(success, text, {"x-events": [_reference(kind) for kind in kinds]})
 
 
-def _with_stream(responses: Responses, text: str, parts: dict[str, Any]) -> Responses:
+def _with_stream(success: type[msgspec.Struct], text: str, parts: dict[str, Any]) -> Responses:
+    responses = json_responses(success)
     schema = {"type": "string", "description": text}
     responses[200]["content"]["text/event-stream"] = {"schema": schema, **parts}
-    return responses
-
-
-def with_errors(responses: Responses, body: type[msgspec.Struct]) -> Responses:
-    """Return the documentation of an endpoint whose clients know errors in another form."""
-    content = {"application/json": {"schema": _reference(body)}}
-    return {
-        status: response if status == 200 else {**response, "content": content}
-        for status, response in responses.items()
-    }
+    return responses | QUEUED
 
 
 def any_of(*answers: Responses) -> Responses:
-    """Return the documentation of an endpoint that answers as one of several others do."""
+    """Return the documentation of an operation that answers as one of several others do."""
     first, contents = answers[0], [answer[200]["content"] for answer in answers]
     bodies = [content["application/json"]["schema"] for content in contents]
     content = {**contents[0], "application/json": {"schema": {"anyOf": bodies}}}
     return {**first, 200: {**first[200], "content": content}}
 
 
-def text_responses(
-    *errors: int, kind: str = CONTENT_TYPE, text: str = "Prometheus text format."
-) -> Responses:
-    """Return the documentation of an endpoint that answers with text, of metrics or of a `kind`."""
-    content = {kind: {"schema": {"type": "string"}}}
-    return {200: {"description": text, "content": content}} | _errors(*errors)
+def text_responses(kind: str = CONTENT_TYPE, text: str = "Prometheus text format.") -> Responses:
+    """Return the documentation of a success with text, of metrics or of a `kind`."""
+    return {200: {"description": text, "content": {kind: {"schema": {"type": "string"}}}}}
 
 
-def _errors(*statuses: int) -> Responses:
-    content = {"application/json": {"schema": _reference(ErrorResponse)}}
+def errors(*statuses: int) -> Responses:
+    """Name errors of an operation besides those of its kind of route, which describes them."""
+    return {status: {} for status in statuses}
+
+
+QUEUED = errors(429)
+
+
+def described(statuses: Iterable[int], body: type[msgspec.Struct]) -> Responses:
+    """Return the documentation of errors with this body."""
+    content = {"application/json": {"schema": _reference(body)}}
     responses: Responses = {
         status: {"description": _ERRORS[status], "content": content} for status in statuses
     }

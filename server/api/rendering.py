@@ -129,42 +129,44 @@ ShownChoice = ChatChunkChoice | CompletionChoice
 """What a chunk shows of a choice."""
 
 
-class ChunkFrames:
-    """Frames of one stream: only the choice is encoded, what surrounds it is ready bytes."""
+class ChunkStream:
+    """What renderers of streams of chunks have in common.
 
-    def __init__(self, kind: str, id_: str, request: GenerationRequest) -> None:
+    Only the choice of a chunk is encoded, what surrounds it is ready bytes.
+    """
+
+    streams, large = True, False
+
+    def __init__(self, kind: str, id_: str, request: GenerationRequest, table: TokenTable) -> None:
         """`kind` is the type of the chunks, `id_` the answer's."""
         self._request = request
+        self._table = table
+        self._show_ids = bool(request.fields.return_token_ids)
         options = request.fields.stream_options
         wanted = options is not None and bool(options.include_usage)
         self._include_usage = wanted or request.force_usage
         tells_each = options is not None and bool(options.continuous_usage_stats)
         tells_each &= self._include_usage
-        self.counts: Counter[int] | None = Counter() if tells_each else None
+        self._counts: Counter[int] | None = Counter() if tells_each else None
         """Tokens of each choice, added before they are shown, if every chunk tells them."""
         head = {"id": id_, "object": kind, "created": request.created, "model": request.model}
         self._prefix = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
 
-    def chunk(self, choice: ShownChoice) -> bytes:
+    def _chunk(self, choice: ShownChoice) -> bytes:
         """Return the frame of a chunk with one choice."""
-        if self.counts is not None:
-            return self._with_more(choice, {"usage": self._usage(self.counts, choice.index)})
+        if self._counts is not None:
+            return self._with_more(choice, {"usage": self._usage(self._counts, choice.index)})
         return self._prefix + _encode(choice) + self._suffix
 
-    def chunks(
-        self, choices: Sequence[ShownChoice], prompt_token_ids: Sequence[int] | None = None
-    ) -> bytes:
-        """Return the frames of several chunks; the first has the prompt if there is one."""
-        frames = [self.chunk(choice) for choice in choices]
-        if prompt_token_ids is not None:
-            more: dict[str, object] = {"prompt_token_ids": prompt_token_ids}
-            if self.counts is not None:
-                more["usage"] = self._usage(self.counts, choices[0].index)
-            elif self._include_usage:
-                more["usage"] = None
-            frames[0] = self._with_more(choices[0], more)
-        return b"".join(frames)
+    def _first_chunk(self, choice: ShownChoice, prompt_token_ids: Sequence[int]) -> bytes:
+        """Return the same with the prompt beside it."""
+        more: dict[str, object] = {"prompt_token_ids": prompt_token_ids}
+        if self._counts is not None:
+            more["usage"] = self._usage(self._counts, choice.index)
+        elif self._include_usage:
+            more["usage"] = None
+        return self._with_more(choice, more)
 
     def _usage(self, counts: Counter[int], index: int) -> Usage:
         prompt = len(self._request.prompts[index // self._request.n].token_ids)
@@ -173,7 +175,7 @@ class ChunkFrames:
     def _with_more(self, choice: ShownChoice, more: dict[str, object]) -> bytes:
         return self._prefix + _encode(choice) + b"]," + _encode(more)[1:] + b"\n\n"
 
-    def end(self, usage: Usage) -> bytes:
+    def finish(self, usage: Usage) -> bytes:
         """Return the last frames; a chunk without choices has the usage if that is wanted."""
         if not self._include_usage:
             return DONE
@@ -181,18 +183,18 @@ class ChunkFrames:
         timed = b"" if metrics is UNSET else b',"metrics":' + _encode(metrics)
         return self._prefix + b'],"usage":' + _encode(usage) + timed + b"}\n\n" + DONE
 
-
-def error_frames(error: ApiError) -> bytes:
-    """Return the last frame of a stream that ends with an error: `[DONE]` is for whole answers."""
-    return b"data: " + error.body() + b"\n\n"
+    def error(self, error: ApiError) -> bytes:
+        """Return the last frames after an error: `[DONE]` is for whole answers."""
+        return b"data: " + error.body() + b"\n\n"
 
 
 MIN_LOGPROB = -9999.0
 """JSON has no infinity; this is what clients of such servers know as "impossible"."""
 
 
-def token_names(table: TokenTable, *, ids: bool) -> Callable[[int], str]:
-    """Return what names tokens: as their ids if a client wants to tell all of them apart."""
+def token_names(request: GenerationRequest, table: TokenTable) -> Callable[[int], str]:
+    """Return what names tokens: as their ids if the client wants to tell all of them apart."""
+    ids = request.fields.return_tokens_as_token_ids
     return "token_id:{}".format if ids else table.name_of
 
 
@@ -224,24 +226,27 @@ def _entry(token_id: int, logprob: float, rank: int, table: TokenTable) -> Promp
 
 
 def chat_logprobs(
-    tokens: Sequence[ScoredToken] | None, request: GenerationRequest, table: TokenTable
+    tokens: Sequence[ScoredToken] | None,
+    request: GenerationRequest,
+    table: TokenTable,
+    *,
+    whole: bool = False,
 ) -> ChatLogprobs | None:
-    """Return the log probabilities of tokens as chat completions show them."""
-    return None if tokens is None else ChatLogprobs(list(_shown(tokens, request, table)))
+    """Return the log probabilities of tokens as chat completions show them.
 
-
-def whole_logprobs(
-    tokens: Sequence[ScoredToken] | None, request: GenerationRequest, table: TokenTable
-) -> ChatLogprobs | None:
-    """Return the same as JSON already."""
-    return None if tokens is None else ChatLogprobs(encoded_list(_shown(tokens, request, table)))
+    Those of a `whole` answer are JSON already.
+    """
+    if tokens is None:
+        return None
+    shown = _shown(tokens, request, table)
+    return ChatLogprobs(encoded_list(shown) if whole else list(shown))
 
 
 def _shown(
     tokens: Sequence[ScoredToken], request: GenerationRequest, table: TokenTable
 ) -> Iterator[ChatLogprob]:
     alternatives = request.sampling.logprobs or 0
-    name_of = token_names(table, ids=request.names_ids)
+    name_of = token_names(request, table)
     for token in tokens:
         scores = token.logprob
         assert scores is not None, "only a prompt's first token has no log probability"

@@ -1,6 +1,8 @@
 """Path operations whose bodies are read under the server's limits."""
 
 import asyncio
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Set
 from contextlib import suppress
@@ -13,10 +15,11 @@ from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
 from server.api.compatibility import refuse_unserved
+from server.api.openapi import described, json_responses
 from server.api.services import Services, services_of
-from server.errors import invalid, too_complex
-from server.http.call import Call, CancelOnDisconnect, ClientDisconnected, foreseen
-from server.http.errors import invalid_body
+from server.errors import ErrorResponse, invalid, too_complex
+from server.http.call import Call, ClientDisconnected
+from server.http.errors import foreseen, invalid_body
 from server.json_price import TooCostly, checked_parts, costly_field
 from server.limits import MAX_PROMPTS, MAX_TOKENS
 from server.schema.body import RequestBody
@@ -41,11 +44,7 @@ async def read_body(model: type[Body], body: bytes) -> Body:
         ApiError: it is no JSON, too many things, not what `model` says, or asks for what is not
             served.
     """
-    try:
-        # Before anything is made of it: what it would cost is not in its size.
-        await _check_price(body)
-    except TooCostly as error:
-        raise too_complex(error, costly_field(body)) from error
+    await _check_price(body)
     given = None
     if len(body) >= LARGE:
         with suppress(ValueError, RecursionError):  # pydantic says what is wrong
@@ -63,8 +62,12 @@ async def read_body(model: type[Body], body: bytes) -> Body:
 
 
 async def _check_price(body: bytes) -> None:
-    for _ in checked_parts(body):
-        await asyncio.sleep(0)
+    """Check what a body would cost, which is not in its size, before anything is made of it."""
+    try:
+        for _ in checked_parts(body):
+            await asyncio.sleep(0)
+    except TooCostly as error:
+        raise too_complex(error, costly_field(body)) from error
 
 
 async def _read_large(model: type[Body], given: dict[str, msgspec.Raw]) -> Body:
@@ -129,11 +132,9 @@ async def fields_of(body: bytes) -> Set[str]:
     Raises:
         ApiError: it is no JSON object, or too many things.
     """
+    await _check_price(body)
     try:
-        await _check_price(body)
         return _fields.decode(body).keys()
-    except TooCostly as error:
-        raise too_complex(error, costly_field(body)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"The body is not a valid JSON object: {error}.", code="bad_json") from error
 
@@ -142,7 +143,10 @@ logger = logging.getLogger(__name__)
 
 
 class ApiRoute(APIRoute):
-    """A path operation that returns a `Response`; a JSON body is read under the server's limits.
+    """A path operation that returns a Struct or a `Response`; a body is read under limits.
+
+    What it answers is documented by its return annotation, or in `responses`; errors are those of
+    its class, and others that `responses` names (`server.api.openapi.errors`).
 
     FastAPI matches and documents all of them and serves those without a body. The bytes of a body
     are counted and priced here before anything is made of them. Such an operation is passed its
@@ -150,8 +154,24 @@ class ApiRoute(APIRoute):
     has them; other dependencies are not solved, which would take a tenth of a millisecond.
     """
 
+    needs_model = False
+    errors: tuple[int, ...] = ()
+    error_body: type[msgspec.Struct] = ErrorResponse
+
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **{**options, "response_class": Response})
+        @functools.wraps(endpoint)
+        async def answer(**given: Any) -> Response:
+            return _response(await endpoint(**given))
+
+        own = {"response_class": Response, "response_model": None}
+        super().__init__(path, answer, **{**options, **own})
+        answered = inspect.signature(endpoint).return_annotation
+        if isinstance(answered, type) and issubclass(answered, msgspec.Struct):
+            self.responses |= json_responses(answered)
+        with_body = () if self.body_field is None else (413, 415, 500)
+        statuses = {*self.errors, *with_body, *(int(each) for each in self.responses)} - {200}
+        self.responses |= described(sorted(statuses), self.error_body)
+        self._operation = endpoint
         if self.body_field is None:
             return
         dependant = self.dependant
@@ -171,7 +191,15 @@ class ApiRoute(APIRoute):
         call = Call(scope, receive, send, services.body_limits)
         try:
             await call.read()
-            await self.answer(call, services)
+            if not self.needs_model or not await _is_forwarded(call, services):
+                body = await read_body(await self.body_type(call, services), call.content)
+                given = {self._body_name: body, **call.path_params}
+                if self._call_name is not None:
+                    given[self._call_name] = call
+                for name in self._services_names:
+                    given[name] = services
+                response = _response(await self._operation(**given))
+                await response(call.scope, call.receive, call.send)
         except ClientDisconnected:
             name = call.request_id
             logger.debug("request %s: the client hung up", name, extra={"request_id": name})
@@ -184,41 +212,39 @@ class ApiRoute(APIRoute):
         if call.status is not None:
             services.metrics.count("http_requests", self.path, call.status)
 
-    async def answer(self, call: Call, services: Services) -> None:
-        """Answer a call whose bytes have been read."""
-        given = {self._body_name: await self.read(call, services), **call.path_params}
-        if self._call_name is not None:
-            given[self._call_name] = call
-        for name in self._services_names:
-            given[name] = services
-        response: Response = await self.endpoint(**given)
-        await response(call.scope, call.receive, call.send)
-
-    async def read(self, call: Call, services: Services) -> RequestBody:
-        """Return the validated body of a call.
-
-        Raises:
-            ApiError: it is wrong.
-        """
-        body: RequestBody = await read_body(self._body_type, call.content)
-        return body
+    async def body_type(self, call: Call, services: Services) -> type[RequestBody]:
+        """Return what the body of a call is."""
+        found: type[RequestBody] = self._body_type
+        return found
 
 
 class ModelRoute(ApiRoute):
     """An operation that needs the model: another server answers what is for its models."""
 
-    async def answer(self, call: Call, services: Services) -> None:
-        if not services.client.reaches_engines:
-            with CancelOnDisconnect(call.receive):
-                await services.client.wait_for_engines()
-        forwarder = services.forwarder
-        model = None if forwarder is None else forwarder.remote_model(call, services.own_models)
-        if forwarder is None or model is None:
-            await super().answer(call, services)
-        else:
-            await forwarder.forward(call, model)
+    needs_model = True
+    errors = (400, 401, 404, 500, 503)
 
 
-def json_response(payload: msgspec.Struct) -> Response:
-    """Return a success with a Struct."""
-    return Response(msgspec.json.encode(payload), media_type="application/json")
+class OperatorRoute(ApiRoute):
+    """An operation behind the admin key."""
+
+    errors = (400, 403, 500, 503)
+
+
+async def _is_forwarded(call: Call, services: Services) -> bool:
+    """Wait until engines are known; return whether another server has answered the call."""
+    if not services.client.reaches_engines:
+        with call:
+            await services.client.wait_for_engines()
+    forwarder = services.forwarder
+    model = None if forwarder is None else forwarder.remote_model(call, services.own_models)
+    if forwarder is None or model is None:
+        return False
+    await forwarder.forward(call, model)
+    return True
+
+
+def _response(answer: msgspec.Struct | Response) -> Response:
+    if isinstance(answer, Response):
+        return answer
+    return Response(msgspec.json.encode(answer), media_type="application/json")

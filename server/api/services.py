@@ -132,13 +132,13 @@ def make_services(
         BadFormats: settings contradict each other.
         BadGuards: there is no key where one is said to be.
     """
-    access, tenancy = PathAccess(config.guards), Tenancy(config)
+    access, by_user = PathAccess(config.guards), config.tenants.tenant_by == "user"
     admission = Admission(
         table or AdmissionTable(None),
         config.overload,
         lambda: client.num_slots,
         config.tenants,
-        several=lambda: tenancy.are_several(access.num_tenants),
+        several=lambda: by_user or access.api.num_tenants > 1,
         elsewhere=elsewhere,
         on_rejection=partial(metrics.count, "admission_rejections"),
     )
@@ -171,7 +171,7 @@ def make_services(
         metrics=metrics,
         access=access,
         admission=admission,
-        tenancy=tenancy,
+        tenancy=Tenancy(config),
         body_limits=BodyLimits(
             max_body_bytes,
             config.guards.receive_timeout,
@@ -193,7 +193,7 @@ def _images(
     config: FrontEndConfig,
     metrics: FrontEndMetrics,
 ) -> "Images | None":
-    if processor is None or not config.media.max_images:
+    if processor is None or not config.model.max_images:
         return None
     token_id = tokenizer.token_to_id(processor.token)
     if token_id is None:
@@ -202,7 +202,7 @@ def _images(
         )
     from server.media.images import Images  # with Pillow, which only such models need
 
-    return Images(processor, token_id, config.media, metrics)
+    return Images(processor, token_id, config.media, metrics, max_images=config.model.max_images)
 
 
 def services_of(request: Request) -> Services:

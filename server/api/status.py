@@ -1,7 +1,6 @@
 """GET / and its files: the status page; GET /status.json: what it shows."""
 
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -10,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from engine.shared.messages import AbsenceReason, EngineEntry
 from engine.shared.pooling import Task, TokenTask
 from engine.shared.version import SWELL_VERSION
-from server.api.openapi import json_responses
+from server.api.openapi import errors, json_responses
 from server.api.route import ApiRoute
 from server.api.services import ServicesDep
 
@@ -112,6 +111,8 @@ _FILES = {
     "/playground.js": ("playground.js", "text/javascript; charset=utf-8"),
     "/markdown-it.min.js": ("markdown-it.min.js", "text/javascript; charset=utf-8"),
 }
+_FOLDER = Path(__file__).parents[1] / "status_page"
+_CONTENTS = {path: ((_FOLDER / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
 _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -157,7 +158,7 @@ def _engine(entry: EngineEntry, stats_age: float | None) -> EngineOverview:
     )
 
 
-@router.get("/status.json", responses=json_responses(StatusResponse, 401, 404))
+@router.get("/status.json", responses=json_responses(StatusResponse) | errors(401, 404))
 async def status(services: ServicesDep) -> Response:
     """Show engines, wave and front ends as the front end that answers sees them."""
     view, ages = services.client.view, services.client.stats_age
@@ -190,13 +191,10 @@ async def status(services: ServicesDep) -> Response:
     return Response(msgspec.json.encode(shown), media_type="application/json", headers=headers)
 
 
-def _static(body: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    async def serve(request: Request) -> Response:
-        return Response(body, media_type=media_type, headers=_PAGE_HEADERS)
-
-    return serve
+async def _file(request: Request) -> Response:
+    body, media_type = _CONTENTS[request.scope["path"]]
+    return Response(body, media_type=media_type, headers=_PAGE_HEADERS)
 
 
-for _path, (_name, _media_type) in _FILES.items():
-    _body = (Path(__file__).parents[1] / "status_page" / _name).read_bytes()
-    router.add_route(_path, _static(_body, _media_type), include_in_schema=False)
+for _path in _CONTENTS:
+    router.add_route(_path, _file, include_in_schema=False)

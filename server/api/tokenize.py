@@ -4,13 +4,12 @@ from collections.abc import Callable
 from typing import Annotated, ClassVar
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 from pydantic import Field
 
 from server.answer.tool_choice import ToolUse
 from server.api.media import with_counted_images
-from server.api.openapi import ENGINE_ERRORS, json_responses
-from server.api.route import ModelRoute, json_response
+from server.api.route import ModelRoute
 from server.api.services import Services, ServicesDep
 from server.errors import ApiError, invalid, invalid_field
 from server.generate.conversation import rendered
@@ -81,8 +80,8 @@ class DetokenizeResponse(msgspec.Struct):
 router = APIRouter(route_class=ModelRoute)
 
 
-@router.post("/tokenize", responses=json_responses(TokenizeResponse, *ENGINE_ERRORS))
-async def tokenize(body: TokenizeRequest, services: ServicesDep) -> Response:
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, services: ServicesDep) -> TokenizeResponse:
     """Show the token ids that a prompt or a conversation has."""
     services.asked_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -107,20 +106,18 @@ async def tokenize(body: TokenizeRequest, services: ServicesDep) -> Response:
     names = None
     if body.return_token_strs:
         names = [services.model.tokenizer.id_to_token(token_id) for token_id in token_ids]
-    return json_response(
-        TokenizeResponse(len(token_ids), services.known_max_model_len, token_ids, names)
-    )
+    return TokenizeResponse(len(token_ids), services.known_max_model_len, token_ids, names)
 
 
-@router.post("/detokenize", responses=json_responses(DetokenizeResponse, *ENGINE_ERRORS))
-async def detokenize(body: DetokenizeRequest, services: ServicesDep) -> Response:
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, services: ServicesDep) -> DetokenizeResponse:
     """Show the text of token ids."""
     services.asked_model(body.model)
     check_vocabulary(body.tokens, services.model.tokenizer.vocab_size, "tokens")
     text = await services.model.tokenizer.decode_async(
         body.tokens, skip_special_tokens=bool(body.skip_special_tokens)
     )
-    return json_response(DetokenizeResponse(text))
+    return DetokenizeResponse(text)
 
 
 async def count_tokens_of(

@@ -1,4 +1,4 @@
-"""Settings of what is found in answers."""
+"""Settings for parsing tool calls and reasoning in answers."""
 
 from typing import Annotated, Literal
 
@@ -48,8 +48,8 @@ class AnswerConfig(Section, frozen=True, kw_only=True):
             ),
             "swell.tool_call_parsers",
         ),
-        "How the model writes tool calls; auto: as its chat template or its family says, else "
-        "as hermes, which the prompt then explains; none: only calls that the request enforces "
+        "Format of the model's tool calls; auto: detected from its chat template or family, else "
+        "hermes, which the prompt then explains; none: only calls that the request enforces "
         "(tool_choice required or a named tool); or the name of a plugin.",
     ] = "auto"
     disable_additional_properties: Annotated[
@@ -79,14 +79,14 @@ class AnswerConfig(Section, frozen=True, kw_only=True):
             ),
             "swell.reasoning_parsers",
         ),
-        "How the model marks its reasoning, which is returned apart from the content; auto: as "
-        "its chat template shows, if it does; tags: see --reasoning-tags; none: reasoning stays "
-        "in the content; or the name of a plugin.",
+        "Format of the model's reasoning, which is returned separately from the content; auto: "
+        "detected from its chat template; tags: see --reasoning-tags; none: reasoning stays in "
+        "the content; or the name of a plugin.",
     ] = "auto"
     reasoning_tags: Annotated[
         tuple[str, ...], "Start and end tag of reasoning, for --reasoning-parser tags."
     ] = ()
     reasoning_field: Annotated[
         Literal["both", "reasoning", "reasoning_content"],
-        "Name of the field that holds reasoning in chat answers; clients know one or the other.",
+        "Field(s) of chat answers that contain reasoning; clients support one or the other.",
     ] = "both"

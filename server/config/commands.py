@@ -31,12 +31,12 @@ _CUDA: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "b
 
 
 def _part(config: Section, kind: type[C]) -> C:
-    """Return the sections of a config that make up one of another kind."""
+    """Return the sections of `config` that make up a config of another type."""
     return kind(**{name: getattr(config, name) for name in kind.__struct_fields__})
 
 
 class FrontEndConfig(Section, frozen=True, kw_only=True):
-    """All that one front end needs to know."""
+    """All settings of one front end."""
 
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -53,13 +53,13 @@ class FrontEndConfig(Section, frozen=True, kw_only=True):
 
     @property
     def allows_priority(self) -> bool:
-        """Whether clients may send priorities."""
+        """Whether clients can send priorities."""
         allowed = self.tenants.allow_priority
         return not self.guards.has_keys if allowed is None else allowed
 
     @property
     def allows_rank_pinning(self) -> bool:
-        """Whether clients may choose engines."""
+        """Whether clients can choose engines."""
         allowed = self.tenants.allow_rank_pinning
         return not self.guards.has_keys if allowed is None else allowed
 
@@ -70,7 +70,7 @@ class ApiServerConfig(FrontEndConfig, frozen=True, kw_only=True):
     supervisor: SupervisorConfig = SupervisorConfig()
 
     def front_end(self) -> FrontEndConfig:
-        """Return the part that each front end gets."""
+        """Return the settings of each front end."""
         return _part(self, FrontEndConfig)
 
     def node(self) -> "ServeConfig":
@@ -110,15 +110,16 @@ class ServeConfig(Section, frozen=True, kw_only=True):
             raise ValueError("allow_priority needs the scheduling_policy priority")
 
     def engine(self) -> EngineConfig:
-        """Return the part that engines get."""
+        """Return the settings of engines."""
         return _part(self, EngineConfig)
 
     def coordinator(self) -> CoordinatorConfig:
-        """Return the part that the coordinator gets; health checks of a node ask its engines."""
+        """Return the settings of the coordinator, without the node's health port, which engines
+        use."""
         return CoordinatorConfig(cluster=self.cluster, publish=self.publish, log=self.log)
 
     def front_end(self) -> FrontEndConfig:
-        """Return the part that front ends get."""
+        """Return the settings of front ends."""
         return msgspec.structs.replace(_part(self, FrontEndConfig), tenants=self._tenants())
 
     def _tenants(self) -> TenantConfig:
@@ -128,11 +129,11 @@ class ServeConfig(Section, frozen=True, kw_only=True):
 
 
 def defaults_for(config: ServeConfig | EngineConfig, num_devices: int) -> dict[str, Any]:
-    """Return the defaults that differ from those for processors, by the setting's name.
+    """Return the defaults that differ from those for CPUs, by setting name.
 
     Args:
-        config: what is set, and the other settings' defaults.
-        num_devices: CUDA devices that engines here would see.
+        config: the configured values, and other settings' defaults.
+        num_devices: CUDA devices visible to engines on this node.
     """
     on_cpu = config.model.device == "cpu" or config.executor.executor == "simulated"
     found = {} if on_cpu or not num_devices else dict(_CUDA)

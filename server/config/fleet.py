@@ -26,7 +26,7 @@ class SupervisorConfig(Section, frozen=True, kw_only=True):
     ] = 600.0
     hang_timeout: Annotated[
         PositiveFloat,
-        "Seconds without a turn of its main loop after which an API server or the coordinator is "
+        "Seconds without progress of its main loop after which an API server or the coordinator is "
         "replaced; engines have --step-timeout.",
     ] = 30.0
     usage_report: Annotated[
@@ -68,7 +68,7 @@ class RayConfig(Section, frozen=True, kw_only=True):
     ray_address: Annotated[
         str | None,
         "HOST:PORT of the Ray cluster; default: RAY_ADDRESS, else the cluster that `ray start` "
-        "began on this node, else a new one on this node only.",
+        "started on this node, else a new one on this node only.",
     ] = None
     ray_dp_pack_strategy: Annotated[
         Literal["strict", "fill", "span"],
@@ -91,9 +91,8 @@ class RayConfig(Section, frozen=True, kw_only=True):
     ] = None
     ray_placement_groups: Annotated[
         tuple[str, ...],
-        "Names of placement groups that exist already: the first rank's engine gets the first "
-        "bundles of the first, as many as it needs, and so on; further ranks get groups of their "
-        "own.",
+        "Names of existing placement groups: the first rank's engine uses as many of the first "
+        "group's leading bundles as it needs, and so on; further ranks get new groups.",
     ] = ()
     ray_namespace: Annotated[
         str | None,

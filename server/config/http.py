@@ -1,4 +1,4 @@
-"""Settings of the HTTP server, of its connections and of who may use it."""
+"""Settings of the HTTP server, its connections and access control."""
 
 from typing import Annotated, Any
 
@@ -57,8 +57,8 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     sse_keep_alive: Annotated[
         float,
         Meta(ge=0),
-        "Seconds of silence after which a stream sends a comment, so that nothing in between cuts "
-        "it; its headers go out after one second at most. 0: no comments, and headers with the "
+        "Seconds without output after which a stream sends a comment, so that proxies keep it "
+        "open; its headers are sent after at most one second. 0: no comments, and headers with the "
         "first token.",
     ] = 15.0
     shutdown_timeout: Annotated[
@@ -79,13 +79,13 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     metrics_engines: Annotated[
         int,
         Meta(ge=1, le=1024),
-        "Number of engines up to which an API server's /metrics shows all of them; of more it "
+        "Number of engines up to which an API server's /metrics shows all of them; with more it "
         "shows those of its node, and counts sequences by engine for this many ranks.",
     ] = 64
 
     @property
     def address(self) -> str:
-        """Where clients connect, as people read it."""
+        """The address where clients connect, for display."""
         if self.uds is not None:
             return f"unix:{self.uds}"
         return join_host_port(self.host, self.port)

@@ -1,4 +1,4 @@
-"""Settings of overload, of tenants, and of which engine gets a request."""
+"""Settings of overload, tenants, and request routing."""
 
 from typing import Annotated, Literal
 
@@ -69,7 +69,7 @@ class TenantConfig(Section, frozen=True, kw_only=True):
 
     @property
     def has_limits(self) -> bool:
-        """Whether what a tenant may have under way is limited."""
+        """Whether a tenant's work in flight is limited."""
         limits = (self.max_sequences_per_key, self.max_queue_tokens_per_key)
         return any(limit is not None for limit in limits)
 
@@ -90,8 +90,8 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
             "swell.routing_policies",
         ),
         "Which engine gets a request; least-loaded: the one with the least work; "
-        "prefix-aware: the one with the least work once it has the request, of which it need not "
-        "compute what it has cached: engines tell which KV blocks they hold; "
+        "prefix-aware: the one with the least work including the request, minus its cached "
+        "prefix: engines report which KV blocks they hold; "
         "prefix-affinity: the one that got a prompt with the same beginning, unless it is "
         "much busier (for a new beginning all front ends choose the same engine); "
         "power-of-two: the less loaded of two drawn at random; round-robin: each in turn; or the "
@@ -109,9 +109,9 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     ] = 512
     allow_kv_transfer_params: Annotated[
         bool,
-        "Accept kv_transfer_params, by which an outside router has KV blocks handed from one "
-        "server to another. They name the address that an engine connects to, so let only your "
-        "router reach this server.",
+        "Accept kv_transfer_params, with which an external router transfers KV blocks between "
+        "servers. They contain addresses that engines connect to, so let only your router reach "
+        "this server.",
     ] = False
     min_ready_engines: Annotated[
         PositiveInt,

@@ -1,4 +1,4 @@
-"""Settings as people may see them: without secrets."""
+"""Settings for display, without secrets."""
 
 import re
 from typing import Any
@@ -9,17 +9,17 @@ from engine.shared.config import Section
 from engine.shared.settings import settings_of
 
 _SECRET = re.compile(r"(^|_)(key|token|secret|password)s?$")
-"""Names of settings whose values are not shown; paths of files that hold them are."""
+"""Names of settings with secret values; paths of files with secrets are shown."""
 
 _URL_SECRETS = (
     (re.compile(r"://\S*@"), "://(hidden)@"),
     (re.compile(r"(://[^?]*\?).+"), r"\1(hidden)"),
 )
-"""The user and password in a URL, and its query, which may hold them too."""
+"""The user and password in a URL, and its query, which can contain secrets too."""
 
 
 def without_secrets(settings: Any) -> Any:
-    """Return settings, as builtins, with what is secret hidden."""
+    """Return settings, as builtins, with secrets hidden."""
     if isinstance(settings, str):
         for pattern, hidden in _URL_SECRETS:
             settings = pattern.sub(hidden, settings)
@@ -35,7 +35,7 @@ def without_secrets(settings: Any) -> Any:
 
 
 def changed_settings(config: Section) -> str:
-    """Return in one line which settings differ from their defaults."""
+    """Return one line that lists the settings that differ from their defaults."""
     changed = {}
     for each in settings_of(type(config)):
         value = getattr(getattr(config, each.section), each.name)

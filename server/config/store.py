@@ -10,7 +10,7 @@ class StoreConfig(Section, frozen=True, kw_only=True):
 
     response_store: Annotated[
         str,
-        "Where /v1/responses and /v1/conversations are kept: a path: in this SQLite file; a "
+        "Where /v1/responses and /v1/conversations are stored: a path: in this SQLite file; a "
         "postgresql:// URL: in a database for all nodes (needs `swell[postgres]`); node: in a"
         " file that is deleted when the node stops; none: nowhere.",
     ] = "node"

@@ -15,7 +15,7 @@ class DoctorTarget(Section, frozen=True, kw_only=True):
 
 
 class DoctorConfig(Section, frozen=True, kw_only=True):
-    """All that `swell doctor` needs to know."""
+    """All settings of `swell doctor`."""
 
     doctor: DoctorTarget = DoctorTarget()
 
@@ -41,7 +41,7 @@ class ShardedTarget(Section, frozen=True, kw_only=True):
 
 
 class ShardedConfig(Section, frozen=True, kw_only=True):
-    """All that `swell save-sharded-state` needs to know."""
+    """All settings of `swell save-sharded-state`."""
 
     sharded: ShardedTarget = ShardedTarget()
 
@@ -53,13 +53,13 @@ class CachedModels(Section, frozen=True, kw_only=True):
 
 
 class CachedConfig(Section, frozen=True, kw_only=True):
-    """All that `swell models` needs to know."""
+    """All settings of `swell models`."""
 
     models: CachedModels = CachedModels()
 
 
 class FetchConfig(Section, frozen=True, kw_only=True):
-    """All that `swell fetch` needs to know."""
+    """All settings of `swell fetch`."""
 
     fetch: FetchTarget = FetchTarget()
 
@@ -73,12 +73,12 @@ class ScaleTarget(Section, frozen=True, kw_only=True):
     )
     size: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        "Number of engines; without it only shows what there is.",
+        "Number of engines; default: only show the current state.",
     ] = None
 
 
 class ScaleConfig(Section, frozen=True, kw_only=True):
-    """All that `swell scale` needs to know."""
+    """All settings of `swell scale`."""
 
     scale: ScaleTarget = ScaleTarget()
 
@@ -95,6 +95,6 @@ class StatusTarget(Section, frozen=True, kw_only=True):
 
 
 class StatusConfig(Section, frozen=True, kw_only=True):
-    """All that `swell status` needs to know."""
+    """All settings of `swell status`."""
 
     status: StatusTarget = StatusTarget()

@@ -1,1 +1,1 @@
-"""The processes of one node: starting, watching, replacing and stopping them."""
+"""Process management of one node: start, watch, restart and stop."""

@@ -1,6 +1,6 @@
-"""A node's role in its cluster, and where its engines run: processes here, or Ray's actors.
+"""A node's role in its cluster, and where its engines run: local processes or Ray actors.
 
-A node is alone, the head that others join, or one that joins.
+A node is standalone, the head that others join, or one that joins.
 """
 
 import logging
@@ -19,36 +19,36 @@ logger = logging.getLogger(__name__)
 
 
 class BadNode(ValueError):
-    """The settings by which nodes find each other are contradictory."""
+    """Contradictory settings for the discovery of nodes."""
 
 
 class Joining(NamedTuple):
-    """A node's place in its cluster."""
+    """A node's role in its cluster."""
 
     config: ServeConfig
-    """With the coordinator's address, and all that follows from the role."""
+    """With the coordinator's address, and all settings derived from the role."""
     leads: bool
     """Whether the node hosts the coordinator."""
     is_alone: bool
     """Whether no other node can join."""
     is_new: bool = False
-    """Whether the cluster key is new, so that no process of an earlier run can be left."""
+    """Whether the cluster key is new, so that no process of an earlier run can remain."""
 
 
 def joining(config: ServeConfig, local_address: str) -> Joining:
-    """Return what the settings make of a node.
+    """Return a node's role, derived from its settings.
 
     Args:
-        local_address: where a coordinator listens that only this node reaches.
+        local_address: coordinator address reachable only from this node.
 
     Raises:
-        BadNode: a setting contradicts another, or lacks one.
+        BadNode: settings contradict each other, or one is missing.
         OSError: the head's name cannot be resolved.
     """
     nodes, coordinator = config.nodes, config.cluster.coordinator
     address = nodes.data_parallel_address
     if address is not None and coordinator is not None:
-        raise BadNode("--data-parallel-address and --coordinator say the same: give one of them")
+        raise BadNode("--data-parallel-address and --coordinator are alternatives: give only one")
     if nodes.headless:
         if address is None and coordinator is None:
             raise BadNode("--headless needs --data-parallel-address, the head node to join")
@@ -72,7 +72,7 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
                 f"--coordinator {join_host_port(address, nodes.data_parallel_rpc_port)} for one "
                 "with API servers of its own"
             )
-        # Sockets take no names to listen on.
+        # Sockets can only bind to addresses, not names.
         try:
             address = resolve(address)[1][0]
         except OSError as error:
@@ -88,7 +88,7 @@ def check_span(config: ServeConfig) -> None:
     """Check the settings of an engine that spans nodes.
 
     Raises:
-        BadNode: they ask for more than that engine.
+        BadNode: a setting does not work with such an engine.
     """
     if config.parallel.nnodes == 1:
         return
@@ -105,25 +105,25 @@ def check_span(config: ServeConfig) -> None:
 
 
 class CannotServe(Exception):
-    """Engines cannot be run as the settings ask; the message is for people."""
+    """Engines cannot run with these settings; the message is user-facing."""
 
 
 class ProcessBackend:
-    """Makes the places of engines as processes of this node.
+    """Creates roles of engines that run as processes of this node.
 
-    What happens in them is the supervisor's policy. `server.fleet.ray.backend` has the other kind.
+    The supervisor decides their lifecycle. `server.fleet.ray.backend` is the alternative.
     """
 
     def __init__(self, config: ServeConfig, directory: Path) -> None:
-        """Make it; raises what `joining` does.
+        """Plan the node; raises what `joining` does.
 
         Raises:
             CannotServe: the lists of `--cpu-bind` do not fit the machine or the engines.
         """
         self.joined = joining(config, f"ipc://{directory}/coordinator")
-        """The node's place in its cluster, with the settings that follow from it."""
+        """The node's role in its cluster, with the derived settings."""
         self.has_all = self.joined.is_alone
-        """Whether the engines of all nodes are here, so that no other supervisor has a share."""
+        """Whether all engines of the cluster are under this supervisor."""
         config = self.joined.config
         others = config.supervisor.api_server_count + (1 if self.joined.leads else 0)
         try:
@@ -136,7 +136,7 @@ class ProcessBackend:
             logger.debug("engines run on any CPU: %s", self._cpus.reason)
 
     def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
-        """Return the place of one engine of this node."""
+        """Return the role of one engine of this node."""
         config = config.changed(executor={"cpu_bind": self._cpus.of_engine(place)})
         return engine_role(config, place, numbered=numbered)
 

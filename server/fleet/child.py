@@ -1,7 +1,7 @@
-"""A process in a place: what to run there, and how one on this node is started and followed.
+"""Programs to run, and child processes on this node.
 
-`server.fleet.keeper` decides when a place is filled; a `Starter` does it: `Child.start` with a
-process of this node, `server.fleet.ray.starter` with an actor of a Ray cluster.
+`server.fleet.keeper` decides when to start a program; a `Starter` does it: `Child.start` as a
+process of this node, `server.fleet.ray.starter` as an actor of a Ray cluster.
 """
 
 import asyncio
@@ -25,93 +25,93 @@ from engine.shared.messages import ChildStatus
 logger = logging.getLogger(__name__)
 
 KEPT_LOG_LINES = 30
-"""The newest lines of a process's output that are kept to explain its end."""
+"""Number of recent output lines kept to explain a process's exit."""
 
 MAX_LOG_LINE = 1 << 16
-"""Bytes of one line of output; longer lines are dropped."""
+"""Maximum bytes per line of output; longer lines are dropped."""
 
 STACKS_WITHIN = 1.0
-"""Seconds that a hung process has to print the stacks of its threads."""
+"""Seconds that a hung process gets to print its threads' stacks."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """The program to run in a place."""
+    """A program to run in a role."""
 
     name: str
     """For logs, e.g. `engine 0`."""
     module: str
     """Run as `python -m MODULE`."""
     interpreter: str | None = None
-    """The Python that runs it; None: the one that runs here."""
+    """Python interpreter; None: the current one."""
     launch: Any
     """A msgspec-encodable object of the type that the module reads from its lifeline."""
     environment: Mapping[str, str] = {}
-    """Variables added to those that it inherits."""
+    """Variables added to the inherited environment."""
     inherit: Sequence[int] = ()
-    """File descriptors that stay open in it, under the same numbers; on this node only."""
+    """File descriptors inherited under the same numbers; on this node only."""
     on_status: Callable[[ChildStatus], None]
     """Called for every status that it reports."""
     on_line: Callable[[str], None]
-    """Called for every line that it prints."""
+    """Called for every output line."""
 
 
 class Ended(NamedTuple):
-    """How the holder of a place ended."""
+    """How a program ended."""
 
     code: int | None
-    """Exit code; negative: the signal; None: unknown, as the node was lost with it."""
+    """Exit code; negative: the signal; None: unknown, as its node was lost."""
     how: str
-    """For people, after the holder's name."""
+    """Predicate that follows the program's name in log lines."""
 
 
 def ended(code: int) -> Ended:
-    """Return the end of a process with this exit code."""
+    """Describe a process's exit code."""
     if code < 0:
         return Ended(code, f"was ended by {signal.Signals(-code).name}")
     return Ended(code, f"ended with exit code {code}")
 
 
 class Holder(Protocol):
-    """A process that fills a place, as seen from the supervisor."""
+    """A running program as seen by the supervisor."""
 
     @property
     def name(self) -> str:
-        """The place's name."""
+        """The role's name."""
 
     @property
     def node(self) -> str:
-        """Name of the node on which it runs; empty: this one, or none yet."""
+        """Name of its node; empty: this one, or not known yet."""
 
     @property
     def last_lines(self) -> Sequence[str]:
-        """The newest lines that it has printed."""
+        """Recent lines of its output."""
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether it has not exited yet."""
 
     async def wait(self) -> Ended:
-        """Wait until it has ended and all that it reported has been read."""
+        """Wait until it has exited and all of its reports have been read."""
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Request an orderly exit."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
 
 
 Starter = Callable[[Program], Awaitable[Holder]]
-"""Starts a program for a place; raises OSError if nothing can be started."""
+"""Starts a program; raises OSError if that fails."""
 
 
 class ForkedProcess:
-    """A child of this process that a template has forked, like `asyncio.subprocess.Process`."""
+    """A child process forked by a template; like `asyncio.subprocess.Process`."""
 
     def __init__(self, pid: int) -> None:
-        """Watch a child of this process, within an event loop.
+        """Watch a child of this process; call from within an event loop.
 
         Raises:
-            OSError: it is not a child, or there is no descriptor left.
+            OSError: it is not a child, or no descriptor is left.
         """
         self.pid = pid
         self.returncode: int | None = None
@@ -121,7 +121,7 @@ class ForkedProcess:
         asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
 
     async def read_from(self, pipe: BinaryIO) -> None:
-        """Have `stdout` read from a pipe, which this object owns from now on."""
+        """Make `stdout` read from a pipe, taking ownership of it."""
         reader = asyncio.StreamReader(MAX_LOG_LINE)
         self.stdout = reader
         await asyncio.get_running_loop().connect_read_pipe(
@@ -129,13 +129,13 @@ class ForkedProcess:
         )
 
     async def wait(self) -> int:
-        """Return the exit code once it has ended."""
+        """Wait for the exit and return the exit code."""
         await self._over.wait()
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, signum: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal, unless it has exited."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signum)
@@ -149,7 +149,8 @@ class ForkedProcess:
 
 
 class Child:
-    """A running Python module of this project with its lifeline and captured log: a `Holder`."""
+    """A child process that runs a Python module of this project, with lifeline and captured
+    output."""
 
     node = ""
 
@@ -165,7 +166,7 @@ class Child:
 
     @classmethod
     async def start(cls, program: Program) -> "Child":
-        """Run a program and hand it its launch parameters over its lifeline: a `Starter`.
+        """Start a program and send its launch parameters over its lifeline: a `Starter`.
 
         Raises:
             OSError: the process cannot be created (no interpreter, memory or process id).
@@ -183,7 +184,8 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=variables,
                 pass_fds=[theirs.fileno(), *program.inherit],
-                # Signals from the terminal go to the supervisor, which stops children in order.
+                # Signals from the terminal go to the supervisor only, which stops children in
+                # order.
                 start_new_session=True,
                 limit=MAX_LOG_LINE,
             )
@@ -197,7 +199,7 @@ class Child:
         return child
 
     def follow(self, program: Program) -> None:
-        """Hand the process its launch parameters, and pass on what it reports and prints."""
+        """Send the launch parameters, and forward status messages and output."""
         self._lifeline.setblocking(False)
         self._tasks = [
             asyncio.create_task(self._hand_over(pack_frame(program.launch))),
@@ -206,7 +208,7 @@ class Child:
         ]
 
     async def _hand_over(self, launch: bytes) -> None:
-        with contextlib.suppress(OSError):  # its end will say what was wrong with it
+        with contextlib.suppress(OSError):  # the exit status will show what was wrong
             await asyncio.get_running_loop().sock_sendall(self._lifeline, launch)
 
     async def _read_status(self, on_status: Callable[[ChildStatus], None]) -> None:
@@ -239,13 +241,13 @@ class Child:
             self.last_lines.append(line)
             try:
                 on_line(line)
-            except Exception:  # an undrained pipe would stop the child
+            except Exception:  # the pipe must be drained, or the child blocks
                 logger.exception("a line of %s cannot be shown", self.name)
 
     async def wait(self) -> Ended:
-        """Wait until the process has ended and its output is read."""
+        """Wait until the process has exited and its output is read."""
         code = await self._process.wait()
-        # A grandchild may hold the pipe open: its output is not worth waiting for.
+        # A grandchild may keep the pipe open: its output is not waited for.
         await asyncio.wait(self._tasks, timeout=1.0)
         for task in self._tasks:
             task.cancel()
@@ -253,25 +255,26 @@ class Child:
         return ended(code)
 
     def terminate(self) -> None:
-        """Ask the process to end."""
+        """Send SIGTERM."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process at once, and what it has started in its session, as vLLM's workers."""
+        """Kill the process and its session, which includes its own children such as vLLM's
+        workers."""
         if self.alive:
-            with contextlib.suppress(ProcessLookupError):  # a fork that has no session yet
+            with contextlib.suppress(ProcessLookupError):  # a fork that has not called setsid yet
                 os.killpg(self.pid, signal.SIGKILL)
         self._signal(signal.SIGKILL)
 
     async def end_hung(self) -> None:
-        """Have it print the stacks of its threads, which works even while it hangs, and end it."""
+        """Make it print its threads' stacks, which works even while it hangs, then kill it."""
         self._signal(signal.SIGUSR1)
         await asyncio.sleep(STACKS_WITHIN)
         self.kill()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it (SIGSTOP, a debugger)."""
+        """Whether the process is stopped by a signal (SIGSTOP, a debugger)."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -284,15 +287,15 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs."""
+        """Whether the process is still running."""
         return self._process.returncode is None
 
 
 def watch_children_without_threads() -> None:
-    """Have the event loops of this process hear of a child's end through a descriptor.
+    """Make this process's event loops watch children through pidfds.
 
-    Later versions of Python do so by themselves. This one starts a thread for each child, and
-    waits without end if there is no memory for it.
+    Python 3.12 and later do so by default. Earlier versions start a thread per child, and wait
+    forever if there is no memory for it.
     """
     if sys.version_info >= (3, 12):
         return

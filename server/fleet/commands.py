@@ -1,4 +1,4 @@
-"""`swell scale` and `swell status`: what operators ask of a running node or cluster."""
+"""`swell scale` and `swell status`."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ def _call(
 
 
 def scale(config: ScaleConfig) -> int:
-    """Ask the node, show its progress until it is done, and return the exit code."""
+    """Request a change, show its progress until it is done, and return the exit code."""
     target = config.scale
     ask = functools.partial(_call, target.url, "/admin/scale", target.admin_key)
     console = Console(stderr=True)
@@ -82,7 +82,7 @@ def _count(size: int) -> str:
 
 
 def status(config: StatusConfig) -> int:
-    """Ask the server, print a table and return the exit code; 0 if every engine serves."""
+    """Query the server, print a table and return the exit code; 0 if every engine is ready."""
     target = config.status
     try:
         cluster = _call(target.url, "/status.json", target.admin_key)
@@ -111,13 +111,13 @@ def status(config: StatusConfig) -> int:
 
 
 def engine_rows(cluster: dict[str, Any], fleet: dict[str, Any] | None) -> list[tuple[str, ...]]:
-    """Return what is shown of each engine: those that have joined, then those that have not.
+    """Return a table row per engine: joined ones first, then the others.
 
     Args:
-        cluster: the answer of /status.json.
-        fleet: that of /admin/scale, if it may be seen.
+        cluster: response of /status.json.
+        fleet: response of /admin/scale, None if not accessible.
     """
-    # With several nodes, phases are by NODE/NUMBER, which no rank is.
+    # With several nodes, phases are keyed by NODE/NUMBER instead of rank.
     is_one_node = fleet is not None and not fleet["nodes"]
     phases: dict[str, str] = fleet["engines"] if fleet else {}
     hosts: dict[str, str] = fleet.get("hosts", {}) if fleet else {}
@@ -164,7 +164,7 @@ def _summary(
 
 
 def _fleet(target: StatusTarget) -> dict[str, Any] | None:
-    """Return what the supervisor says; None if there is none, or it is not for this key."""
+    """Return the supervisor's state; None if there is no supervisor or the key lacks access."""
     try:
         return _call(target.url, "/admin/scale", target.admin_key)
     except urllib.error.HTTPError as error:

@@ -1,8 +1,8 @@
-"""The first processes of a node are forks of templates that have loaded their libraries.
+"""Forks a node's first processes from templates that have preloaded their libraries.
 
-A template (`engine.shared.template`) is there for processes that start together. Once these are
-forked it is ended, so that it holds no memory. Processes that start later, and those that cannot be
-forked for any reason, load their libraries themselves.
+A template (`engine.shared.template`) serves processes that start together. Once these are forked it
+is stopped, so that it holds no memory. Processes that start later, or cannot be forked for any
+reason, load their libraries themselves.
 """
 
 import asyncio
@@ -31,18 +31,18 @@ from server.fleet.node_resources import visible_devices
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT = 60.0
-"""Maximum seconds for a template to load; after that, loading in each process is faster."""
+"""Maximum seconds for a template to load; beyond that, loading in each process is faster."""
 
 ANSWER_TIMEOUT = 5.0
 """Maximum seconds for a template to fork; the supervisor blocks meanwhile."""
 
 _SET_CHILD_SUBREAPER = 36
 
-# -- what is forked ------------------------------------------------------------------------------
+# -- what to fork --------------------------------------------------------------------------------
 
 
 class Forked(NamedTuple):
-    """The kinds of process for which this node has a template at its start."""
+    """The kinds of process that this node forks at its start."""
 
     engines: bool
     front_ends: bool
@@ -51,12 +51,12 @@ class Forked(NamedTuple):
 def forked(
     config: ServeConfig, engines: Sequence[EngineConfig], *, can_fork: bool, devices: int
 ) -> Forked:
-    """Return what is forked; a template for a single process would gain nothing.
+    """Return which processes to fork; a template for a single process would gain nothing.
 
     Args:
         engines: settings of each engine of this node.
         can_fork: whether the system supports it.
-        devices: how many CUDA devices engines see.
+        devices: number of CUDA devices visible to engines.
     """
     if config.supervisor.start_method == "exec" or not can_fork:
         return Forked(engines=False, front_ends=False)
@@ -69,10 +69,10 @@ def forked(
 
 
 def _can_be_forked(config: EngineConfig, devices: int) -> bool:
-    """Whether an engine computes in its own process, and on any CPU.
+    """Return whether an engine computes in its own process, on CPUs, unbound.
 
-    Drivers of accelerators do not survive a fork, an engine with workers starts them itself, and
-    the threads of LLVM's OpenMP runtime keep to the CPUs that it found when it was loaded.
+    Accelerator drivers do not survive a fork, an engine with workers starts them itself, and LLVM's
+    OpenMP runtime keeps the CPU affinity from the time it was loaded.
     """
     on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not devices)
     executor = config.executor
@@ -83,7 +83,7 @@ def _can_be_forked(config: EngineConfig, devices: int) -> bool:
 
 
 def can_fork() -> bool:
-    """Whether this system lets a process adopt orphans, and has descriptors of processes."""
+    """Return whether this system supports subreapers and pidfds."""
     if sys.platform != "linux":
         return False
     try:
@@ -96,7 +96,7 @@ def can_fork() -> bool:
 async def begin_templates(
     config: ServeConfig, engines: Sequence[Role], front_ends: Sequence[Role]
 ) -> list["Template"]:
-    """Start the templates that the settings ask for, and have these places filled from them."""
+    """Start the templates that the settings allow, and make these roles fork from them."""
     launches: list[EngineLaunch] = [role.launch(0) for role in engines]
     kinds = forked(
         config,
@@ -128,7 +128,7 @@ async def begin_templates(
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Have descendants whose parent ends become children of this process meanwhile."""
+    """Make orphaned descendants children of this process meanwhile."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -138,14 +138,14 @@ def adopting_orphans() -> Iterator[None]:
 
 
 class CannotFork(Exception):
-    """A template has not forked the process that it was asked for."""
+    """A template did not fork a requested process."""
 
 
 class Template:
     """The supervisor's side of one template process.
 
     Args:
-        forks: how many processes will be forked, after which it ends.
+        forks: number of processes to fork, after which it is stopped.
     """
 
     def __init__(self, forks: int) -> None:
@@ -156,14 +156,14 @@ class Template:
         self._ended: asyncio.Task[None] | None = None
         self._usable = False
         self._decided = asyncio.Event()
-        """Set once it is known whether it is usable: it has loaded, or never will."""
+        """Set once the template is known to be usable or not."""
 
     async def begin(self, program: Program, engine: EngineConfig | None) -> None:
-        """Start the process, which loads its libraries while the caller goes on.
+        """Start the template, which loads its libraries in the background.
 
         Args:
             program: its module, and what its forks inherit; its launch is made here.
-            engine: settings of the engines that will be forked, if it is theirs.
+            engine: settings of the engines to fork, if it is a template of engines.
         """
         with self._its_end as connection:
             launch = TemplateLaunch(program.name, connection.fileno(), engine)
@@ -181,11 +181,11 @@ class Template:
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 if it does not run."""
+        """Its process id; 0 if it is not running."""
         return self._child.pid if self._child is not None and self._child.alive else 0
 
     async def start(self, program: Program) -> Child:
-        """Fork a program's process, or start it without the template if it cannot: a `Starter`.
+        """Fork a program's process, or start it without the template if that fails: a `Starter`.
 
         Raises:
             OSError: the process cannot be created.
@@ -213,13 +213,13 @@ class Template:
         return await Child.start(program)
 
     async def close(self) -> None:
-        """End it, and wait until it has ended. Its forks do not notice."""
+        """Kill the template and wait for its exit. Its forks are not affected."""
         self._give_up()
         if self._ended is not None:
             await self._ended
 
     def on_status(self, status: ChildStatus) -> None:
-        """The process says something of itself."""
+        """Handle a status message of the template."""
         if isinstance(status, ChildReady) and not self._decided.is_set():
             self._decide(usable=True)
 
@@ -243,12 +243,12 @@ class Template:
         """Fork a process for a program.
 
         Raises:
-            CannotFork: the template did not.
-            OSError: there are no descriptors left.
+            CannotFork: the template did not fork.
+            OSError: no descriptors are left.
         """
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as its_ends:
             ours, theirs = socket.socketpair()
-            on_failure.callback(ours.close)  # which also ends a process that was forked
+            on_failure.callback(ours.close)  # also ends a process that was forked
             its_ends.callback(theirs.close)
             output, its_output = os.pipe()
             pipe = on_failure.enter_context(os.fdopen(output, "rb", 0))
@@ -261,7 +261,7 @@ class Template:
         return Child(name, process, ours)
 
     def _ask(self, descriptors: list[int]) -> int:
-        """Have the template fork; return the id of the process, which is a child of this one."""
+        """Make the template fork; return the pid of the process, which is a child of this one."""
         try:
             with adopting_orphans():
                 socket.send_fds(self._connection, [FORK], descriptors)
@@ -273,6 +273,6 @@ class Template:
             raise CannotFork(answer.refusal)
         try:
             os.waitid(os.P_PID, answer.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # below another process that adopts orphans
+        except ChildProcessError:  # another subreaper adopted it
             raise CannotFork("its fork has not become a child of the supervisor") from None
         return answer.pid

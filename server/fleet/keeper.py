@@ -1,4 +1,4 @@
-"""Keeps places filled: starts a process, follows it, restarts it when it dies, retires it."""
+"""Keeps roles running: starts, watches, restarts and retires their processes."""
 
 import asyncio
 import functools
@@ -29,23 +29,23 @@ from server.fleet.child import Child, Ended, Holder, Program, Starter
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF = 0.5
-"""Seconds before a process that died is started again; doubles while it keeps dying."""
+"""Seconds before a process that died is restarted; doubles with each further death."""
 
 MAX_BACKOFF = 30.0
-"""Maximum seconds before a process that keeps dying is started again."""
+"""Maximum seconds before a process is restarted."""
 
 MAX_SPAWN_BACKOFF = 5.0
-"""Maximum seconds before a process that could not be created is tried again: that is cheap."""
+"""Maximum seconds between attempts to create a process, which are cheap."""
 
 STABLE_AFTER = 60.0
-"""Seconds of life after which a process's earlier deaths are forgiven."""
+"""Seconds of uptime after which the restart delay is reset."""
 
 
 class Restarts:
-    """The deaths in one place.
+    """Restart policy of one role.
 
     Args:
-        proven: whether a process has served there already, before these are counted.
+        proven: whether an earlier process of the role was ready.
     """
 
     def __init__(self, *, proven: bool = False) -> None:
@@ -57,8 +57,8 @@ class Restarts:
     def wait_after(self, lived: float, *, was_ready: bool, hopeless: bool = False) -> float | None:
         """Return the seconds until the next start, after a process that lived for `lived` seconds.
 
-        None if there is none: the first process of a place could not start, nor would another,
-        or the process reported that another start is `hopeless`.
+        None to give up: the role's first process failed to start, so another would too, or the
+        process reported that a restart is `hopeless`.
         """
         self._spawn_backoff = FIRST_BACKOFF
         is_first = not was_ready and not self._has_died
@@ -72,9 +72,9 @@ class Restarts:
         return wait
 
     def wait_after_failed_spawn(self) -> float | None:
-        """Return the seconds until the next try, after a process could not be created.
+        """Return the seconds until the next attempt, after a process could not be created.
 
-        None if the place has never held one: then the start fails, so that the operator notices.
+        None if the role never had one: then startup fails, so that the operator notices.
         """
         if not self._has_died and not self._proven:
             return None
@@ -85,44 +85,44 @@ class Restarts:
 
 @dataclass(kw_only=True)
 class Role:
-    """One place to fill: what to run there and how its present holder is doing."""
+    """A process to keep running, and the state of its current instance."""
 
     name: str
     module: str
     launch: Callable[[int], Any]
-    """Makes the launch parameters for an incarnation."""
+    """Makes the launch parameters of an incarnation."""
     member: tuple[MemberKind, int] | None = None
-    """What to report to the coordinator when the holder dies."""
+    """What to report to the coordinator when the process dies."""
     interpreter: str | None = None
-    """The Python that runs it; None: the one that runs here."""
+    """Python interpreter; None: the current one."""
     environment: dict[str, str] = field(default_factory=dict)
     inherit: tuple[int, ...] = ()
     start: Starter = Child.start
-    """Starts what is to fill the place: a process of this node, or one elsewhere."""
+    """Starts the process, on this node or elsewhere."""
     holder: Holder | None = None
     keeping: asyncio.Task[None] | None = None
-    """The task that keeps the place filled."""
+    """The task that keeps the role running."""
     incarnation: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     phase: str = "starting"
     waits_for: str = ""
-    """Names of the resources for which its holder waits."""
+    """Names of the resources that the process waits for."""
     failure: str | None = None
     turned_at: float | None = None
-    """When the main loop of its holder last said that it turns; None before it does."""
+    """Time of the main loop's last reported iteration; None before the first."""
     hangs: bool = False
-    """Whether its holder is ended because its main loop does not turn."""
+    """Whether the process is being killed because its main loop stalled."""
     replaced: Counter[str] = field(default_factory=Counter)
-    """Earlier holders, by how they ended: "died" or "hung"."""
+    """Earlier processes, by how they ended: "died" or "hung"."""
     restarts: Restarts = field(default_factory=Restarts)
 
 
 class StartupFailed(Exception):
-    """A process of this node cannot start; the message is for people."""
+    """A process of this node cannot start; the message is user-facing."""
 
 
 class Keeper:
-    """Fills places with processes, whatever happens to them."""
+    """Keeps roles running through crashes and hangs."""
 
     def __init__(
         self,
@@ -132,10 +132,10 @@ class Keeper:
         prepare: Callable[[], object] = lambda: None,
         hang_timeout: float = math.inf,
     ) -> None:
-        """Make a keeper that calls `prepare` before it starts a process.
+        """Make a keeper that calls `prepare` before each process start.
 
-        A process of this node whose main loop does not turn for `hang_timeout` seconds is replaced.
-        `prepare` may raise an OSError, which counts as a process that cannot be started.
+        A local process whose main loop does not progress for `hang_timeout` seconds is replaced. An
+        OSError of `prepare` counts as a failure to create the process.
         """
         self._prepare = prepare
         self._hang_timeout = hang_timeout
@@ -146,18 +146,18 @@ class Keeper:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the keeper began."""
+        """Seconds since the keeper was created."""
         return time.monotonic() - self._started_at
 
     def fill(self, role: Role) -> None:
-        """Start filling a place, until `release` or `retire`."""
+        """Keep a role running until `release` or `retire`."""
         role.keeping = asyncio.create_task(self._keep(role))
 
     async def until_ready(self, roles: Sequence[Role], *others: asyncio.Future[Any]) -> None:
-        """Wait until all of the places are filled, or one of the other futures is done.
+        """Wait until all roles are ready, or one of the other futures is done.
 
         Raises:
-            StartupFailed: a process ended before it was ready.
+            StartupFailed: a process exited before it was ready.
         """
 
         async def all_ready() -> None:
@@ -176,14 +176,14 @@ class Keeper:
                 await keeper  # a keeper ends only by raising StartupFailed
 
     async def release(self, role: Role) -> None:
-        """Stop filling a place; its present holder is left alone."""
+        """Stop watching a role; its current process is left running."""
         if role.keeping is not None:
             role.keeping.cancel()
             await asyncio.gather(role.keeping, return_exceptions=True)
             role.keeping = None
 
     async def retire(self, role: Role, within: float) -> None:
-        """Empty a place: its holder has this many seconds to end by itself."""
+        """Stop a role: its process gets `within` seconds for an orderly exit."""
         await self.release(role)
         role.ready.clear()
         role.phase, role.waits_for = "retiring", ""
@@ -198,10 +198,10 @@ class Keeper:
         self._report_death(role)
 
     async def _keep(self, role: Role) -> None:
-        """Keep a place filled until told otherwise.
+        """Keep a role running until cancelled.
 
         Raises:
-            StartupFailed: its first holder could not start.
+            StartupFailed: its first process could not start.
         """
         while True:
             try:
@@ -209,7 +209,7 @@ class Keeper:
             except StartupFailed:
                 raise
             except Exception:
-                logger.exception("%s is started again: its place could not be watched", role.name)
+                logger.exception("%s is restarted: watching it failed", role.name)
                 if role.holder is not None and role.holder.alive:
                     role.holder.kill()
                     await role.holder.wait()
@@ -218,10 +218,10 @@ class Keeper:
             await asyncio.sleep(wait)
 
     async def _hold(self, role: Role) -> float:
-        """Fill a place once; return the seconds until it has to be filled again.
+        """Run a role's process once; return the seconds until its restart.
 
         Raises:
-            StartupFailed: its first holder could not start.
+            StartupFailed: its first process could not start.
         """
         started = time.monotonic()
         try:
@@ -256,9 +256,9 @@ class Keeper:
         return wait
 
     async def _watch(self, role: Role) -> None:
-        """End the holder of a place once its main loop has stopped turning.
+        """Kill a role's process if its main loop stalls.
 
-        Not one that a signal has stopped, and not while this process was held up itself.
+        Excludes processes stopped by a signal, and times when this process itself was stalled.
         """
         holder = role.holder
         if not isinstance(holder, Child):
@@ -275,8 +275,8 @@ class Keeper:
             if silence > self._hang_timeout:
                 role.hangs = True
                 logger.error(
-                    "%s hangs: its main loop has not turned for %.0f s (--hang-timeout); it is "
-                    "replaced after it has printed the stacks of its threads", role.name, silence,
+                    "%s hangs: its main loop has made no progress for %.0f s (--hang-timeout); it "
+                    "is replaced once it has printed its threads' stacks", role.name, silence,
                 )  # fmt: skip
                 await holder.end_hung()
                 return
@@ -328,4 +328,4 @@ class Keeper:
             return f"{role.name}: {role.failure}"
         assert role.holder is not None
         lines = "\n".join(f"    {line}" for line in role.holder.last_lines)
-        return f"{role.name} {end.how} while {role.phase}. Its last words:\n{lines}"
+        return f"{role.name} {end.how} while {role.phase}. Its last output:\n{lines}"

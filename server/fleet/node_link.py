@@ -30,11 +30,11 @@ from server.fleet.scaling import EngineScaler
 from server.router.load_table import MAX_ENGINES
 
 _LOOK_INTERVAL = 0.1
-"""Seconds between two looks at whether there is something to report."""
+"""Seconds between checks whether a report is due."""
 
 
 class NodeScaling:
-    """One node of several: its reports, its assignments, and what operators ask of it.
+    """One node of several: its reports, its assignments, and operators' requests.
 
     A state machine without I/O: `NodeLink` owns the socket.
     """
@@ -42,7 +42,7 @@ class NodeScaling:
     def __init__(
         self, name: str, incarnation: int, capacity: int, interval: float, group: str = ""
     ) -> None:
-        """Make one that reports every `interval` seconds, and at once when something changes."""
+        """Report every `interval` seconds, and immediately on changes."""
         self._name = name
         self._group = group
         self._incarnation = incarnation
@@ -57,7 +57,7 @@ class NodeScaling:
         self._due = float("-inf")
 
     def tick(self, own: ControlStatus, now: float) -> NodeReport | None:
-        """Return the report that is due at `now` (seconds, monotonic).
+        """Return the report if one is due at `now` (seconds, monotonic).
 
         Args:
             own: the engines of this node.
@@ -69,11 +69,11 @@ class NodeScaling:
         return report
 
     def leave(self, own: ControlStatus) -> NodeReport:
-        """Return the last report of a node that ends."""
+        """Return the last report of a node that leaves."""
         return self._report(own, leaving=True)
 
     def receive(self, order: NodeOrder) -> Assignment | None:
-        """Take an order; return what this node has to do now."""
+        """Process an order; return the assignment if it is new."""
         self._order = order
         if self._wish is not None and order.heard == self._wish.number:
             self._wish, self._error = None, order.error
@@ -84,7 +84,7 @@ class NodeScaling:
         return assignment
 
     def refused(self, refusal: Refused) -> None:
-        """The coordinator has refused this node."""
+        """Record that the coordinator refused this node."""
         reason = refusal.reason
         if refusal.field == "protocol":
             self._protocol = next_protocol(self._protocol)
@@ -93,7 +93,7 @@ class NodeScaling:
         self._wish, self._error = None, f"the coordinator refused this node: {reason}"
 
     def handle(self, request: ControlRequest, own: ControlStatus) -> ControlStatus:
-        """Note what an operator asks for; return the state of all nodes."""
+        """Record an operator's request; return the state of all nodes."""
         match request:
             case ScaleEngines(size) if not 1 <= size <= MAX_ENGINES:
                 error = f"there can be 1 to {MAX_ENGINES} engines, not {size}"
@@ -131,11 +131,11 @@ class NodeScaling:
     def _status(self, own: ControlStatus, error: str | None) -> ControlStatus:
         nodes = [self._own(own)]
         if self._order is not None:
-            # What is known of this node here is newer than what the coordinator sent back.
+            # The local state is newer than the coordinator's copy.
             here = self._order.you
             nodes = [*self._order.nodes[:here], *nodes, *self._order.nodes[here + 1 :]]
         seen: Counter[str] = Counter()
-        for at, node in enumerate(nodes):  # supervisors of the same name are told apart by numbers
+        for at, node in enumerate(nodes):  # number the supervisors that share a name
             seen[node.name] += 1
             if (number := seen[node.name]) > 1:
                 nodes[at] = msgspec.structs.replace(node, name=f"{node.name}#{number}")
@@ -161,7 +161,7 @@ class NodeScaling:
 
 
 class NodeLink:
-    """Reports what the node runs, and has its scaler do what the coordinator decides."""
+    """Reports the node's engines, and applies the coordinator's assignments to its scaler."""
 
     def __init__(
         self, scaler: EngineScaler, capacity: int, cluster: ClusterConfig, transport: Transport
@@ -169,7 +169,7 @@ class NodeLink:
         """Connect.
 
         Args:
-            capacity: how many engines the node can run.
+            capacity: maximum number of engines of the node.
 
         Raises:
             InsecureCluster: there is no key, and --insecure-cluster is not set.
@@ -187,7 +187,7 @@ class NodeLink:
         self._orders.attach(asyncio.get_running_loop(), self._receive)
 
     def handle(self, request: ControlRequest) -> ControlStatus:
-        """Pass an operator's wish on; return the state of all nodes at once."""
+        """Forward an operator's request; return the state of all nodes without waiting."""
         status = self._scaling.handle(request, self._scaler.status)
         self._report()
         return status
@@ -213,6 +213,6 @@ class NodeLink:
             self._report()
 
     def close(self) -> None:
-        """Say that the node ends, and close the socket."""
+        """Report that the node leaves, and close the socket."""
         self._orders.send(encode(self._scaling.leave(self._scaler.status)))
         self._orders.close(linger_ms=200)

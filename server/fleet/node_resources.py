@@ -1,4 +1,4 @@
-"""What a node has for its processes: CUDA devices, room for engines, CPUs."""
+"""A node's resources for its processes: CUDA devices, engine capacity, CPUs."""
 
 import os
 from collections.abc import Mapping
@@ -14,22 +14,21 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def visible_devices(environment: Mapping[str, str], driver: Path = _DRIVER) -> int:
-    """Return how many CUDA devices engines will see, without loading CUDA."""
+    """Return the number of CUDA devices visible to engines, without loading CUDA."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     present = len(list(driver.iterdir())) if driver.is_dir() else 0
     if visible is None:
         return present
     named = [entry.strip() for entry in visible.split(",")]
-    # CUDA takes entries up to the first that names no device.
+    # CUDA ignores the list from the first invalid entry on.
     valid = next((i for i, entry in enumerate(named) if entry in ("", "-1")), len(named))
     return min(present, valid)
 
 
 def engine_capacity(config: ServeConfig, devices: int) -> int:
-    """Return how many engines a node with this many CUDA devices can run.
+    """Return the maximum number of engines on a node with this many CUDA devices.
 
-    A node that was told to run none runs none; one that was told to run more than seem to fit may
-    run that many.
+    0 if the configured number is 0; a larger configured number than seems to fit is accepted.
     """
     parallel = config.parallel
     told = parallel.engines_on_node
@@ -47,12 +46,12 @@ def plan_cpus(
     others: int = 0,
     devices: int | None = None,
 ) -> CpuPlan:
-    """Return where a node's processes run.
+    """Return the CPU placement of a node's processes.
 
     Args:
-        config: of all its engines.
-        others: how many front ends and coordinators run beside them.
-        devices: how many CUDA devices engines see; default: as many as there are.
+        config: settings of all of its engines.
+        others: number of front ends and coordinators on the node.
+        devices: number of CUDA devices visible to engines; default: detected.
 
     Raises:
         BadCpuBind: the lists of `--cpu-bind` do not fit the machine or the engines.
@@ -73,7 +72,7 @@ def plan_cpus(
 
 
 def of_engine_alone(config: EngineConfig) -> EngineConfig:
-    """Return the settings, with its own CPUs, of an engine that no supervisor started.
+    """Return the settings of an engine without a supervisor, bound to its own CPUs.
 
     Raises:
         BadCpuBind: the lists of `--cpu-bind` do not fit the machine or the engines.

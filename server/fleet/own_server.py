@@ -1,4 +1,4 @@
-"""A server that a command, like run-batch or chat, starts for itself and stops at its end."""
+"""A server that a command such as run-batch or chat starts for itself and stops at its end."""
 
 import re
 import subprocess
@@ -19,11 +19,11 @@ _STOP_TIMEOUT = 30.0
 
 
 class ServerFailed(Exception):
-    """The server did not become ready; the message holds its last output."""
+    """The server did not become ready; the message contains its last output."""
 
 
 def shared_settings(config: Section) -> Iterator[tuple[Setting, Any]]:
-    """Yield what `swell serve` knows, too, of a command's settings, and differs from defaults."""
+    """Yield a command's settings that `swell serve` shares and that differ from their defaults."""
     known = {(setting.section, setting.name) for setting in settings_of(ServeConfig)}
     for setting in settings_of(type(config)):
         value = getattr(getattr(config, setting.section), setting.name)
@@ -32,7 +32,7 @@ def shared_settings(config: Section) -> Iterator[tuple[Setting, Any]]:
 
 
 def serve_arguments(config: Section) -> list[str]:
-    """Return the arguments of `swell serve` for the settings that a command shares with it."""
+    """Return arguments of `swell serve` for the settings that a command shares with it."""
     arguments: list[str] = []
     for setting, value in shared_settings(config):
         if setting.name == "model":
@@ -47,7 +47,7 @@ def serve_arguments(config: Section) -> list[str]:
 
 
 def stop_process(process: subprocess.Popen[Any], timeout: float) -> None:
-    """Ask a process to end, and kill it if it has not ended after `timeout` seconds."""
+    """Terminate a process; kill it if it has not exited after `timeout` seconds."""
     process.terminate()
     try:
         process.wait(timeout)
@@ -57,7 +57,7 @@ def stop_process(process: subprocess.Popen[Any], timeout: float) -> None:
 
 
 class OwnServer:
-    """`swell serve` on a port of this machine, as a context manager; port 0 is a free one."""
+    """`swell serve` on a local port, as a context manager; port 0 selects a free one."""
 
     def __init__(self, arguments: list[str], startup_timeout: float, port: int = 0) -> None:
         self._arguments = [*arguments, "--port", str(port)]
@@ -78,7 +78,7 @@ class OwnServer:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process, which then stops the server
+            start_new_session=True,  # Ctrl-C reaches only this process, which then stops the server
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

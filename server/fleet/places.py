@@ -1,4 +1,4 @@
-"""The places of a node's processes: the program of each and its parameters."""
+"""The roles of a node's processes: their programs and launch parameters."""
 
 import itertools
 import mmap
@@ -16,10 +16,10 @@ from server.router.load_table import create_load_table
 
 
 def coordinator_role(config: ServeConfig, *, is_new: bool, cpus: CpuList = ()) -> Role:
-    """Return the coordinator's place; in a new cluster the first one has no predecessors.
+    """Return the coordinator's role; in a new cluster its first process has no predecessors.
 
     Args:
-        cpus: what it runs on; empty: any.
+        cpus: CPUs to bind to; empty: any.
     """
     starts = itertools.count()
     size, here = config.parallel.data_parallel_size, config.parallel.engines_on_node
@@ -37,7 +37,7 @@ def coordinator_role(config: ServeConfig, *, is_new: bool, cpus: CpuList = ()) -
 
 
 def control_address(directory: Path) -> str:
-    """Return where a node's supervisor listens for its front ends."""
+    """Return the address where a node's supervisor listens for its front ends."""
     return f"ipc://{directory}/control"
 
 
@@ -50,14 +50,14 @@ def front_end_roles(
     scalable: bool,
     cpus: CpuList = (),
 ) -> list[Role]:
-    """Return the places of all front ends of a node.
+    """Return the roles of all front ends of a node.
 
     Args:
-        node: its private directory; the files that front ends share are made in it.
+        node: the node's private directory; the front ends' shared files are created in it.
         listen_fd: the bound HTTP socket that front ends inherit.
-        numbered: whether they are the cluster's only ones, so that their places are their numbers.
+        numbered: whether there are no others in the cluster, so that they number themselves.
         scalable: whether the node runs engines, whose number can be changed.
-        cpus: what they run on; empty: any.
+        cpus: CPUs to bind to; empty: any.
     """
     places = range(config.supervisor.api_server_count)
     create_load_table(node.share("loads"), len(places))
@@ -67,14 +67,14 @@ def front_end_roles(
     for place in places:
         for kind in ("counter", "histogram"):
             # The names that prometheus_client opens. It cannot read an empty file, which another
-            # front end would find before the one that writes there has started.
+            # front end could find before the file's writer has started.
             os.truncate(node.share(f"metrics/{kind}_api-{place}.db"), mmap.PAGESIZE)
 
     def role_of(place: int) -> Role:
         index = place if numbered else -1
 
         def launch(incarnation: int) -> dict[str, object]:
-            # The fields of `server.front_end.FrontEndLaunch`, whose module would bring the whole
+            # The fields of `server.front_end.FrontEndLaunch`, whose module would load the whole
             # HTTP stack into the supervisor.
             return {
                 "config": config.front_end(),
@@ -105,9 +105,9 @@ def front_end_roles(
 
 
 def engine_role(config: ServeConfig, place: int, *, numbered: bool = True) -> Role:
-    """Return the place of one engine of a node, the first being number 0.
+    """Return the role of a node's engine number `place`, counted from 0.
 
-    Unless it is `numbered` as the settings say, the coordinator gives it a rank.
+    Unless it is `numbered` according to the settings, the coordinator assigns its rank.
     """
     engine = config.engine()
     rank = engine.parallel.rank_on_node(place) if numbered else None

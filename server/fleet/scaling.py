@@ -1,8 +1,8 @@
-"""How many engines a node runs, and API servers on the nodes of engines, while it serves.
+"""Scaling of a node's engines, and of API servers on engines' nodes, while serving.
 
-Engines are added by filling another place and taken away by retiring the highest ranks: an engine
-that is asked to end first tells the coordinator, so that nothing new is routed to it, and ends
-when its requests have. Changes are carried out one after the other; the newest wish wins.
+Engines are added by starting another role and removed by retiring the highest ranks: an engine that
+is asked to exit first notifies the coordinator, so that nothing new is routed to it, and exits when
+its requests are finished. Changes run one after the other; the newest request wins.
 """
 
 import asyncio
@@ -24,24 +24,24 @@ from server.router.load_table import MAX_ENGINES
 logger = logging.getLogger(__name__)
 
 LEAVE_AFTER = 30.0
-"""Seconds after which a node without engines needs no API server: longer than a restart takes."""
+"""Seconds without engines after which a node's API server is stopped: longer than a restart."""
 
 LOOK_INTERVAL = 0.5
-"""Seconds between looks at where engines are."""
+"""Seconds between checks of the engines' nodes."""
 
 REPLACED_OF = 16
 """One engine in 16, and at least one, is replaced at a time, so that the others keep serving."""
 
 
 class EngineScaler:
-    """Adds or removes a node's engines up to the wished number, and replaces them on demand.
+    """Adds or removes a node's engines to match the requested number, and replaces them on demand.
 
     Args:
-        engines: the places that are filled already, by rank; kept up to date.
-        make_role: makes the place of a rank.
-        retire_within: seconds that a retiring engine gets.
-        start_within: seconds that a new engine gets to be ready.
-        is_alone: whether there can be no second engine.
+        engines: the running roles, by rank; kept up to date.
+        make_role: makes the role of a rank.
+        retire_within: seconds for a retiring engine to exit.
+        start_within: seconds for a new engine to become ready.
+        is_alone: whether there cannot be a second engine.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class EngineScaler:
         self._restart_wanted = False
         self._wished = asyncio.Event()
         self._newer_wish = asyncio.Event()
-        """Replaced with each wish; the old one is set."""
+        """Set and replaced with each request."""
         self._busy = False
         self._error: str | None = None
 
     def handle(self, request: ControlRequest) -> ControlStatus:
-        """Note a wish; return the state at once."""
+        """Record a request; return the state without waiting."""
         match request:
             case ScaleEngines(size) if not 1 <= size <= MAX_ENGINES:
                 return self._status(f"there can be 1 to {MAX_ENGINES} engines, not {size}")
@@ -85,7 +85,7 @@ class EngineScaler:
         return self._status(None)
 
     def assign(self, target: int, *, restart: bool) -> None:
-        """Run this many engines (or none), as decided for all nodes; or replace each."""
+        """Apply the cluster-wide decision: run `target` engines (0 is allowed), or replace each."""
         self._target = target
         self._restart_wanted |= restart
         self._begin()
@@ -99,7 +99,7 @@ class EngineScaler:
 
     @property
     def status(self) -> ControlStatus:
-        """The engines as they are now."""
+        """The current state of the engines."""
         return self._status(self._error)
 
     def _status(self, error: str | None) -> ControlStatus:
@@ -113,7 +113,7 @@ class EngineScaler:
         return status
 
     async def run(self) -> None:
-        """Carry out wishes until cancelled."""
+        """Apply requests until cancelled."""
         while True:
             await self._wished.wait()
             self._wished.clear()
@@ -143,7 +143,7 @@ class EngineScaler:
         spare = ranks[-1] + 1 if len(ranks) == 1 and not self._is_alone else None
         if spare is not None:
             await self._add(spare)  # serves while the only engine is replaced
-        # The first alone: if its successor cannot start, the others stay.
+        # The first alone: if its successor cannot start, the others keep running.
         at_once = max(1, len(ranks) // REPLACED_OF)
         batches = [ranks[first : first + at_once] for first in range(1, len(ranks), at_once)]
         for batch in [ranks[:1], *batches]:
@@ -170,16 +170,16 @@ class EngineScaler:
             await self._retire(rank)
             raise
         except TimeoutError:
-            if not proven:  # where one has served, another will as soon as it can
+            if not proven:  # a proven role is kept, since it will start eventually
                 await self._retire(rank)
             raise
         if resizing and rank >= self._target and not role.ready.is_set():
             await self._retire(rank)
 
     async def _ready_or_unwanted(self, rank: int, role: Role) -> None:
-        """Wait for a new engine, whose machine may not be there yet.
+        """Wait for a new engine, whose machine may not exist yet.
 
-        A newer wish for fewer engines ends the wait.
+        A newer request for fewer engines ends the wait.
         """
         while rank < self._target and not role.ready.is_set():
             newer = asyncio.create_task(self._newer_wish.wait())
@@ -200,12 +200,12 @@ async def _all_of(changes: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 class NodeApiServers:
-    """Keeps the places of API servers on the nodes of engines.
+    """Keeps an API server on each node that has engines.
 
     Args:
-        engines: the places of engines, by rank; read only.
-        make_role: makes the place on a node; None: that node needs none.
-        drain_within: seconds that an API server gets to end.
+        engines: the engines' roles, by rank; read only.
+        make_role: makes the role on a node; None: that node needs none.
+        drain_within: seconds for an API server to exit.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class NodeApiServers:
         drain_within: float,
     ) -> None:
         self.roles: dict[str, Role] = {}
-        """By the node's name."""
+        """By node name."""
         self._keeper = keeper
         self._engines = engines
         self._make_role = make_role
@@ -243,7 +243,7 @@ class NodeApiServers:
             await asyncio.sleep(LOOK_INTERVAL)
 
     def look(self, now: float) -> None:
-        """Fill places on nodes that have got engines, and empty those of nodes without."""
+        """Start API servers on nodes that gained engines, and stop those on nodes without."""
         holders = [role.holder for role in self._engines.values() if role.holder is not None]
         for node in {holder.node for holder in holders} - {""}:
             self._had_engines[node] = now
@@ -257,7 +257,8 @@ class NodeApiServers:
                 continue
             keeping = there.keeping
             if keeping is not None and keeping.done():
-                # Try again later: on a node that has joined since, this ends nothing else.
+                # Retry later: on a node that joined after the start, a failure does not end the
+                # stack.
                 reason = None if keeping.cancelled() else keeping.exception()
                 logger.error("%s; again in %.0f s", reason, MAX_BACKOFF)
                 self._not_before[node] = now + MAX_BACKOFF

@@ -1,4 +1,4 @@
-"""The parent of a node's processes: start order, readiness, death, restart and stop (policy)."""
+"""The supervisor of a node's processes: start order, readiness, death, restart and stop."""
 
 import asyncio
 import contextlib
@@ -42,24 +42,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 5.0
-"""Seconds that a child has to end, beyond what it was promised, before it is killed."""
+"""Seconds for a child to exit, in addition to its drain timeout, before it is killed."""
 
 PROGRESS_INTERVAL = 2.0
-"""Seconds between looks at what processes do that are not ready yet."""
+"""Seconds between log lines about processes that are not ready yet."""
 
 MEND_INTERVAL = 1.0
-"""Seconds between looks at whether the node's directory is still whole."""
+"""Seconds between checks of the node's directory."""
 
 
 class Supervisor:
-    """Starts a coordinator, engines and front ends, and keeps each place filled."""
+    """Starts a coordinator, engines and front ends, and keeps each of them running."""
 
     def __init__(
         self, backend: "ProcessBackend | RayBackend", console: Console, node: NodeDirectory
     ) -> None:
-        """Make a supervisor whose processes share the files in `node`, which it keeps whole.
+        """Make a supervisor.
 
-        Its engines are where `backend` has them.
+        Args:
+            backend: creates the engines' roles.
+            node: directory of the processes' shared files, which the supervisor keeps intact.
         """
         self._backend = backend
         self._console = console
@@ -87,13 +89,13 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
 
-    # -- life ------------------------------------------------------------------------------------
+    # -- lifecycle -------------------------------------------------------------------------------
 
     async def run(self) -> int:
         """Serve until a signal; return the exit code.
 
         Raises:
-            StartupFailed: it does not serve; all processes have ended.
+            StartupFailed: startup failed; all processes have exited.
         """
         loop = asyncio.get_running_loop()
         for signum in end_signals():
@@ -113,7 +115,7 @@ class Supervisor:
             if self._config.ray.api_server_placement == "every-node":
                 port = self._config.http.port
                 if self._listener is not None:
-                    port = self._listener.getsockname()[1]  # all nodes have the same
+                    port = self._listener.getsockname()[1]  # the same on all nodes
                 self._node_api_servers = NodeApiServers(
                     self._keeper,
                     self._engines,
@@ -143,11 +145,11 @@ class Supervisor:
             raise StartupFailed(
                 "a node that no other can join needs engines and API servers of its own"
                 if lacks
-                else "nothing to run: neither engines nor API servers are asked for"
+                else "nothing to run: neither engines nor API servers are configured"
             )
 
     def _on_signal(self, signum: int) -> None:
-        # A terminal that closes may send SIGHUP more than once.
+        # A closing terminal may send SIGHUP more than once.
         if self._stop.is_set() and signum != signal.SIGHUP:
             self._force.set()
         self._stop.set()
@@ -173,7 +175,7 @@ class Supervisor:
 
     async def _start_all(self) -> None:
         others = [*self._engines.values(), *self._front_ends]
-        # Front ends alone wait for engines for as long as it takes, and say so to probes.
+        # Front ends alone wait for engines without a limit; their probes report it.
         timeout = self._config.supervisor.startup_timeout if self._engines else None
         stopping = asyncio.create_task(self._stop.wait())
         telling = asyncio.create_task(self._tell_progress())
@@ -195,7 +197,7 @@ class Supervisor:
         finally:
             stopping.cancel()
             telling.cancel()
-        if not self._stop.is_set():  # else what waits for a template would be started without it
+        if not self._stop.is_set():  # else roles waiting for a template would start without it
             await self._close_templates()
 
     async def _close_templates(self) -> None:
@@ -212,11 +214,12 @@ class Supervisor:
                     self._say(f"{role.name}: {escape(role.phase)}")
 
     def _report_death(self, role: Role) -> None:
-        """Tell the coordinator at once, so that its end is not found by missing heartbeats."""
+        """Report a death to the coordinator, which would otherwise detect it by missing
+        heartbeats."""
         if role.member is None:
             return
         for left_behind in self._node.path.glob(f"{role.incarnation:x}-*"):
-            left_behind.unlink(missing_ok=True)  # the sockets of a front end that was killed
+            left_behind.unlink(missing_ok=True)  # sockets of a killed front end
         if self._registration is None:
             try:
                 transport = Transport(self._config.cluster, self._context)
@@ -226,7 +229,7 @@ class Supervisor:
                     identity=f"supervisor-{secrets.randbits(48):x}".encode(),
                 )
             except (InsecureCluster, OSError):
-                return  # nor could the child join
+                return  # the child could not have joined either
         kind, index = role.member
         self._registration.send(encode(Goodbye(kind, index, role.incarnation)))
 
@@ -255,7 +258,7 @@ class Supervisor:
 
     async def _scale_until_stopped(self) -> None:
         def engine_role(place: int) -> Role:
-            # Ranks beyond the configured ones may be others' here.
+            # Higher ranks may belong to other nodes, so the coordinator assigns them.
             numbered = self._is_alone or place < self._config.parallel.engines_on_node
             return self._backend.engine_role(self._config, place, numbered=numbered)
 
@@ -321,24 +324,24 @@ class Supervisor:
     # -- stopping --------------------------------------------------------------------------------
 
     async def _stop_all(self) -> None:
-        """Let front ends drain, then stop engines, then the coordinator; kill what hangs."""
+        """Drain front ends, then stop engines, then the coordinator; kill processes that hang."""
         engines = list(self._engines.values())
         front_ends = [*self._front_ends, *self._remote_front_ends]
         for role in (*front_ends, *engines, *self._coordinator):
             await self._keeper.release(role)
         await self._end(front_ends, self._config.http.shutdown_timeout)
         for role in front_ends:
-            self._report_death(role)  # engines need not finish their requests
+            self._report_death(role)  # so that engines need not finish their requests
         await self._end([role for role in engines if not role.ready.is_set()], 0.0)
-        # Serving engines may finish requests of front ends on other nodes.
+        # Serving engines may have requests of front ends on other nodes.
         await self._end(engines, 0.0 if self._is_alone else self._config.cluster.drain_timeout)
         await self._end(self._coordinator, 0.0)
 
     async def _end(self, roles: Sequence[Role], promised: float) -> None:
-        """Ask the holders of these places to end; kill those that have not ended in time.
+        """Terminate these roles' processes; kill those that have not exited in time.
 
         Args:
-            promised: seconds that they have to finish their work; a second signal ends the wait.
+            promised: seconds for finishing their work; a second signal ends the wait.
         """
         children = [role.holder for role in roles if role.holder is not None]
         if not children:
@@ -387,13 +390,13 @@ def run(config: ServeConfig) -> int:
             return await Supervisor(backend, console, node).run()
 
     try:
-        # What is missing of the hub's model is fetched here, with its progress.
+        # Missing files of a hub model are downloaded here, with a progress display.
         directory = model_directory(config.model, weights=needs_weights)
         report = begin_usage_report(config, directory)
         code = asyncio.run(serve())
         end_usage_report(config, report, code)
         return code
-    # Said when all processes have ended, so that nothing comes after it.
+    # Printed after all processes have exited, so that it is the last output.
     except (OSError, BadNode, CannotServe, ModelNotFound, StartupFailed) as error:
         text = f"[bold red]swell cannot start:[/] {escape(str(error))}"
         console.print(text, highlight=False, soft_wrap=True)
@@ -401,11 +404,11 @@ def run(config: ServeConfig) -> int:
 
 
 def _backend_for(config: ServeConfig, directory: Path) -> "ProcessBackend | RayBackend":
-    """Return the backend that the settings name; the one that needs Ray is imported on demand.
+    """Return the configured backend; the one that needs Ray is imported on demand.
 
     Raises:
         CannotServe: the backend cannot serve here.
-        BadNode: a setting contradicts another, or lacks one.
+        BadNode: settings contradict each other, or one is missing.
         OSError: a name cannot be resolved.
     """
     check_span(config)

@@ -1,4 +1,4 @@
-"""What `--usage-report` writes: a file of this machine. Nothing is sent anywhere."""
+"""The report that `--usage-report` writes to a local file. Nothing is sent anywhere."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class UsageReport(msgspec.Struct):
-    """What was served where; docs/deploy-reference.md says what each field is."""
+    """What was served on which machine; docs/deploy-reference.md describes the fields."""
 
     version: str
     protocol: int
@@ -39,7 +39,7 @@ class UsageReport(msgspec.Struct):
 
 
 def begin_usage_report(config: ServeConfig, model: Path) -> UsageReport | None:
-    """Write what is known at the start, if that is wanted; `model` is the model's directory.
+    """Write the report at startup, if configured; `model` is the model's directory.
 
     Raises:
         OSError: it cannot be written.
@@ -65,7 +65,7 @@ def begin_usage_report(config: ServeConfig, model: Path) -> UsageReport | None:
 
 
 def end_usage_report(config: ServeConfig, report: UsageReport | None, code: int) -> None:
-    """Add how it ended, if there is a report."""
+    """Add the end time and exit code to the report, if there is one."""
     path = config.supervisor.usage_report
     if report is None or path is None:
         return
@@ -77,7 +77,7 @@ def end_usage_report(config: ServeConfig, report: UsageReport | None, code: int)
 
 
 def _settings(config: Section) -> dict[str, Any]:
-    """Return the settings that differ from their defaults; true for what people wrote."""
+    """Return the settings that differ from their defaults; free text is replaced by true."""
     found = {}
     for each in settings_of(type(config)):
         value = getattr(getattr(config, each.section), each.name)

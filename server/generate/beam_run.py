@@ -6,7 +6,7 @@ from engine.shared.messages import RequestOutput, SamplingParams, TokenLogprob
 from server.generate.beams import Beam, Beams, BeamSearch
 from server.generate.fold import ChoiceFold, Delta, failure
 from server.generate.request import GenerationRequest, Prompt
-from server.generate.run import Output, first_token
+from server.generate.run import first_token
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
 from server.router.generation_client import GenerationClient
@@ -30,7 +30,7 @@ class BeamRun:
         table: TokenTable,
         metrics: FrontEndMetrics,
     ) -> None:
-        """Nothing runs before `push_to`."""
+        """Nothing runs before `next`."""
         self._request = request
         self._beams = beams
         self._client = client
@@ -46,9 +46,11 @@ class BeamRun:
         self._cached: dict[int, int] = {}
         self.finish_reasons: list[str] = []
         """Why each answer ended, as far as they have."""
+        self.finished = False
+        """Whether the searches are over."""
 
-    async def push_to(self, output: Output) -> None:
-        """Search, and push the best answers to `output` at once.
+    async def next(self) -> list[tuple[int, Delta]]:
+        """Search, and return the best answers at once, each with its number.
 
         Raises:
             GenerationFailed: an engine gave a beam up.
@@ -69,7 +71,8 @@ class BeamRun:
             for prompt, search in zip(prompts, searches, strict=True)
             for beam in search.result()
         ]
-        await output.push(list(enumerate(deltas)), self.usage())
+        self.finished = True
+        return list(enumerate(deltas))
 
     async def _search(self, index: int, prompt: Prompt) -> list[Beam]:
         request, asked = self._request, self._request.sampling

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from server.answer.tool_choice import ToolUse
@@ -12,9 +11,10 @@ from server.errors import invalid, invalid_field, too_complex
 from server.generate.model import ServedModel
 from server.generate.request import Conversation
 from server.json_price import Price, TooCostly, price
+from server.limits import MAX_ECHO
 from server.schema.body import JsonObject
 from server.schema.messages import ChatMessage, MediaPart, RefusalPart
-from server.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, Rendering, TemplateFailed
+from server.text.chat_template import RESERVED_ARGUMENTS, Rendering, TemplateFailed
 from server.text.placeholders import IMAGE, PART
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -59,26 +59,23 @@ async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> 
             f"chat_template_kwargs.{min(reserved)}: set this as a field of the request",
             "chat_template_kwargs",
         )
-    attempts = partial(_attempts, source, tools, model)
     many = sum(map(_pieces, messages)) + len(source.documents or ()) > _INLINE_PIECES
+    if many:
+        forms = await asyncio.to_thread(_attempts, source, tools, model)
+    else:
+        forms = _attempts(source, tools, model)
     try:
         if template is not None and templates is not None:
-            forms = await asyncio.to_thread(attempts) if many else attempts()
             text = await templates.render(template, forms)
         else:
             assert own is not None
-            render = partial(_render, own, attempts)
-            text = await asyncio.to_thread(render) if many else render()
+            text = await asyncio.to_thread(own.render, *forms) if many else own.render(*forms)
     except TemplateFailed as error:
         field = "messages" if template is None else "chat_template"
         raise invalid_field(field, str(error)) from error
     if source.images and model.images is not None:
         text = model.images.prompt_text(text, source.shown_images)
     return text
-
-
-def _render(own: ChatTemplate, attempts: Callable[[], list[Rendering]]) -> str:
-    return own.render(*attempts())
 
 
 def _attempts(source: Conversation, tools: ToolUse, model: ServedModel) -> list[Rendering]:
@@ -181,10 +178,19 @@ def _as_texts(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return plain
 
 
-def said_last(messages: Sequence[ChatMessage]) -> str:
-    """Return the text of the last message if it is an assistant's, else ""."""
+def echo_of(messages: Sequence[ChatMessage], answers: int) -> str:
+    """Return the last message if it is an assistant's, for answers to repeat; else "".
+
+    Raises:
+        ApiError: all answers together would repeat too much.
+    """
     last = messages[-1]
-    return _content(last, f"messages[{len(messages) - 1}]") if last.role == "assistant" else ""
+    text = _content(last, f"messages[{len(messages) - 1}]") if last.role == "assistant" else ""
+    if len(text) * answers > MAX_ECHO:
+        raise invalid_field(
+            "echo", f"{answers} answers that repeat {len(text)} characters are more than {MAX_ECHO}"
+        )
+    return text
 
 
 def _as_it_is(value: Any) -> Any:

@@ -61,7 +61,15 @@ class GrammarCheck:
             ApiError: they cannot, or it cannot be checked now.
         """
         try:
-            return await self._required(wanted, param, tenant)
+            spec = await self._spec(wanted, param, tenant)
+            digest = blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
+            if digest in self._found:
+                self._found.move_to_end(digest)
+            else:
+                check = self._checks.submit(tenant, self._job, Check(spec, self._special_tokens))
+                self._found[digest] = (await asyncio.wrap_future(check)).error
+                if len(self._found) > MAX_REMEMBERED:
+                    self._found.popitem(last=False)
         except QueueFull:
             raise unavailable(
                 "Too many grammars are waiting to be checked; try again later."
@@ -69,20 +77,6 @@ class GrammarCheck:
         except OSError as error:
             logger.warning("cannot check grammars: %s", error)
             raise unavailable("Grammars cannot be checked now; try again later.") from error
-
-    async def _required(
-        self, wanted: GrammarSpec | GrammarText | StructuralTag, param: str, tenant: int
-    ) -> GrammarSpec:
-        spec = await self._spec(wanted, param, tenant)
-        digest = blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
-        if digest in self._found:
-            self._found.move_to_end(digest)
-        else:
-            job = Check(spec, self._special_tokens)
-            check = self._checks.submit(tenant, self._job, job)
-            self._found[digest] = (await asyncio.wrap_future(check)).error
-            if len(self._found) > MAX_REMEMBERED:
-                self._found.popitem(last=False)
         reason = self._found[digest]
         if reason is not None:
             raise invalid_field(param, reason)

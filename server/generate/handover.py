@@ -19,20 +19,17 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[?[0-9A-Fa-f:.]+\
 _TCP = "tcp://"
 
 
-def hand_over(
-    request: GenerationRequest, offers: Mapping[int, KvOffer], *, allowed: bool, stream: bool
-) -> None:
+def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allowed: bool) -> None:
     """Have a request's blocks offered, or read, if it asks for that.
 
     Args:
         offers: engines that offer blocks, by rank.
         allowed: whether the operator lets clients ask.
-        stream: whether the answer is a stream.
 
     Raises:
         ApiError: it is not allowed, or cannot be.
     """
-    asked = request.kv_transfer
+    asked = request.fields.kv_transfer_params
     if asked is None:
         return
     if not allowed:
@@ -48,7 +45,7 @@ def hand_over(
         request.kv_source = _source(asked)
     if not asked.do_remote_decode:
         return
-    if request.num_sequences != 1 or request.beams is not None or stream:
+    if request.num_sequences != 1 or request.beams is not None or request.fields.stream:
         raise invalid_field(FIELD, "do_remote_decode is for one sequence, without stream")
     if not any(each.source.address.startswith(_TCP) for each in offers.values()):
         needed = "--kv-role, and --data-parallel-address"

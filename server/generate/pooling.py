@@ -7,7 +7,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from engine.shared.pooling import PoolingSpec
-from server.errors import ApiError, invalid, invalid_field
+from server.errors import ApiError, element, invalid, invalid_field
 from server.limits import MAX_INPUT_TOKENS
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer, check_vocabulary
@@ -149,7 +149,7 @@ class PoolingModel:
             ApiError: one is too long or empty, or has tokens that there are not.
         """
         for index, token_ids in enumerate(lists):
-            check_vocabulary(token_ids, self._tokenizer.vocab_size, _name(field, index, lists))
+            check_vocabulary(token_ids, self._tokenizer.vocab_size, element(field, index, lists))
         kept = lists
         if length.keep is not None:
             kept = [length.cut(token_ids, length.keep) for token_ids in lists]
@@ -215,7 +215,7 @@ class PoolingModel:
                             keep_beginning=length.keep_beginning,
                         )
                     except TextTooLong as error:
-                        name = _name(field, index, texts)
+                        name = element(field, index, texts)
                         raise _too_long(name, str(error), length.max_tokens) from error
                 found.append(token_ids if length.keep is None else length.cut(token_ids, room))
                 total += len(found[-1])
@@ -252,7 +252,7 @@ def _checked(inputs: list[PoolingInput], length: Length, field: str) -> list[Poo
     total = 0
     for index, each in enumerate(inputs):
         count = len(each.token_ids)
-        name = _name(field, index, inputs)
+        name = element(field, index, inputs)
         if not count:
             raise invalid(f"{name}: must not be empty", field)
         if count > length.max_tokens:
@@ -269,7 +269,3 @@ def _too_many(field: str, count: int) -> ApiError:
         f"{count} tokens in all are more than the {MAX_INPUT_TOKENS} that a request "
         "may have; send several requests",
     )
-
-
-def _name(field: str, index: int, items: Sequence[object]) -> str:
-    return f"{field}[{index}]" if len(items) > 1 else field

@@ -2,17 +2,16 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
 
 from server.answer.tool_choice import ToolUse
-from server.errors import ApiError, invalid, invalid_field
-from server.generate.conversation import rendered, said_last
+from server.errors import ApiError, element, invalid, invalid_field
+from server.generate.conversation import rendered
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest, Prompt
-from server.limits import MAX_ECHO
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer, check_vocabulary
 
@@ -53,7 +52,7 @@ async def prompts_of(
         prompts = _of_token_lists(request, model.tokenizer)
     for index, prompt in enumerate(prompts):
         if not prompt.token_ids:
-            raise invalid(f"{_prompt_name(index, prompts)}: must not be empty", "prompt")
+            raise invalid(f"{element('prompt', index, prompts)}: must not be empty", "prompt")
     return prompts, ""
 
 
@@ -129,32 +128,14 @@ async def shortened(
     return best or await from_turn(len(starts) - 1)
 
 
-def echo_of(source: Conversation, answers: int) -> str:
-    """Return the last message if it is an assistant's, for answers to repeat; else "".
-
-    Raises:
-        ApiError: all answers together would repeat too much.
-    """
-    text = said_last(source.messages)
-    if len(text) * answers > MAX_ECHO:
-        raise invalid_field(
-            "echo", f"{answers} answers that repeat {len(text)} characters are more than {MAX_ECHO}"
-        )
-    return text
-
-
 def _of_token_lists(request: GenerationRequest, tokenizer: ServedTokenizer) -> list[Prompt]:
     lists, reserved = request.token_lists, tokenizer.placeholder_ids
     for index, token_ids in enumerate(lists):
-        name = _prompt_name(index, lists)
+        name = element("prompt", index, lists)
         check_vocabulary(token_ids, tokenizer.vocab_size, name)
         if reserved and not reserved.isdisjoint(token_ids):
             raise invalid_field(name, "has tokens that stand for images")
     return [Prompt(_truncated(token_ids, request), None) for token_ids in lists]
-
-
-def _prompt_name(index: int, items: Sequence[object]) -> str:
-    return "prompt" if len(items) == 1 else f"prompt[{index}]"
 
 
 async def _of_texts(request: GenerationRequest, tokenizer: ServedTokenizer) -> list[Prompt]:
@@ -193,14 +174,15 @@ async def _text_prompt(
     add_special_tokens: bool,
     name: str,
 ) -> Prompt:
+    keep, from_beginning = _wanted(request)
     try:
         kept, all_of_it = await encode_prompt(
             tokenizer,
             text,
             add_special_tokens=add_special_tokens,
             longest=request.max_model_len,
-            keep=_tokens_to_keep(request),
-            keep_beginning=_keeps_beginning(request),
+            keep=keep,
+            keep_beginning=from_beginning,
         )
     except TextTooLong as error:
         raise invalid_field(
@@ -212,18 +194,16 @@ async def _text_prompt(
     return Prompt(kept, text if all_of_it else None)
 
 
-def _tokens_to_keep(request: GenerationRequest) -> int | None:
-    """Return how many of a prompt's tokens are wanted; -1 leaves room for one more."""
-    keep = request.fields.truncate_prompt_tokens
-    return request.max_model_len - 1 if keep == -1 else keep
-
-
 def _truncated(token_ids: list[int], request: GenerationRequest) -> list[int]:
-    keep = _tokens_to_keep(request)
+    keep, from_beginning = _wanted(request)
     if keep is None:
         return token_ids
-    return token_ids[:keep] if _keeps_beginning(request) else token_ids[-keep:]
+    return token_ids[:keep] if from_beginning else token_ids[-keep:]
 
 
-def _keeps_beginning(request: GenerationRequest) -> bool:
-    return request.fields.truncation_side == "right"
+def _wanted(request: GenerationRequest) -> tuple[int | None, bool]:
+    """Return how many of a prompt's tokens are wanted, None for all, and whether the first ones."""
+    keep = request.fields.truncate_prompt_tokens
+    if keep == -1:
+        keep = request.max_model_len - 1  # leaves room for one more
+    return keep, request.fields.truncation_side == "right"

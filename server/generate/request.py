@@ -20,7 +20,7 @@ from server.generate.beams import Beams
 from server.schema.answer import PromptTokensDetails, Usage
 from server.schema.body import JsonObject
 from server.schema.fields import SamplingFields
-from server.schema.kv_transfer import KvHandedOn, KvTransferParams
+from server.schema.kv_transfer import KvHandedOn
 from server.schema.messages import ChatMessage
 from server.schema.tools import Tool, ToolChoice
 
@@ -116,8 +116,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     """The field that an error about `max_tokens` names; the next two are for scores."""
     scores_field: str = "logprobs"
     prompt_scores_field: str = "prompt_logprobs"
-    kv_transfer: KvTransferParams | None = None
-    """What is asked for of KV blocks; see `server.generate.handover`."""
     blame: Callable[[ApiError], ApiError] | None = None
     """Turns an error about these fields into one about those that the client wrote."""
 
@@ -176,20 +174,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
         return self.num_prompts * self.n
 
     @property
-    def priority(self) -> int:
-        return self.fields.priority or 0
-
-    @property
-    def names_ids(self) -> bool:
-        """Whether scores name tokens by their ids, not their texts."""
-        return bool(self.fields.return_tokens_as_token_ids)
-
-    @property
-    def prompt_field(self) -> str:
-        """The field that the prompts came in."""
-        return "messages" if self.conversations else "prompt"
-
-    @property
     def conversation(self) -> Conversation | None:
         """What says how answers are read, if the prompts are conversations: the first of them."""
         return self.conversations[0] if self.conversations else None
@@ -223,7 +207,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
             wave=0,
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
-            priority=self.priority,
+            priority=self.fields.priority or 0,
             tenant=self.tenant,
             cache_root=self.cache_root,
             group=group,

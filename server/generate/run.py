@@ -2,8 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 import msgspec
 
@@ -23,14 +22,6 @@ _SLICE = 8
 """Sequences that are submitted without a break: each takes some forty microseconds."""
 
 
-class Output(Protocol):
-    """Where deltas go."""
-
-    async def push(self, deltas: Sequence[tuple[int, Delta]], usage: Usage | None) -> None:
-        """Take deltas, each with its sequence; with `usage` they are the last."""
-        ...
-
-
 def first_token(timers: Iterable[SequenceTimer]) -> float | None:
     """Return when the first token of any sequence came, in monotonic seconds."""
     times = [timer.first_token for timer in timers]
@@ -47,7 +38,7 @@ class Run:
         table: TokenTable,
         metrics: FrontEndMetrics,
     ) -> None:
-        """Nothing runs before `push_to`."""
+        """Nothing runs before `next`."""
         self._request = request
         self._client = client
         self._table = table
@@ -59,9 +50,20 @@ class Run:
         self.finish_reasons: list[str] = []
         """Why each sequence ended, as far as they have."""
         self._unread = Unread()
+        self._sums: list[DeltaSum] | None = None
+        """Of all sequences, if only the best are shown."""
+        if request.best_of > request.n:
+            self._sums = [DeltaSum() for _ in range(request.num_sequences)]
 
-    async def push_to(self, output: Output) -> None:
-        """Submit every sequence, and push everything that is generated to `output`.
+    @property
+    def finished(self) -> bool:
+        """Whether all sequences have ended."""
+        return not self._unfinished
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        """Wait for and return everything new, as (answer, delta); the first time submit everything.
+
+        Of more sequences than are shown nothing comes before all have ended.
 
         Raises:
             GenerationFailed: an engine gave a sequence up.
@@ -69,13 +71,26 @@ class Run:
             NoEngineAvailable: no engine takes a sequence, or one was lost and nothing can take it
                 over.
         """
-        await self._start()
-        while True:
-            deltas = await self._next()
-            if not self._unfinished:
-                break
-            await output.push(deltas, None)
-        await output.push(deltas, self.usage())
+        if not self._streams:
+            await self._start()
+        deltas = []
+        for index, output in await self._unread.next():
+            if not self._folds[index].finished:
+                deltas.append((index, self._fold(index, output)))
+        if self._sums is None:
+            return deltas
+        for index, delta in deltas:
+            self._sums[index].add(delta)
+        return [] if self._unfinished else self._best(self._sums)
+
+    def _best(self, sums: "list[DeltaSum]") -> list[tuple[int, Delta]]:
+        """Return the sequences of each prompt with the highest mean log probability per token."""
+        best: list[Delta] = []
+        for first in range(0, len(sums), self._request.best_of):
+            of_prompt = sums[first : first + self._request.best_of]
+            of_prompt.sort(key=lambda one: one.logprob_sum / max(1, len(one)), reverse=True)
+            best += [one.whole() for one in of_prompt[: self._request.n]]
+        return list(enumerate(best))
 
     async def _start(self) -> None:
         """Submit every sequence.
@@ -110,14 +125,6 @@ class Run:
         stream = self._client.submit(message, request.pinned_rank, self._unread)
         self._streams.append(stream)
         return stream
-
-    async def _next(self) -> list[tuple[int, Delta]]:
-        """Wait for and return everything new, as (sequence, delta)."""
-        return [
-            (index, self._fold(index, output))
-            for index, output in await self._unread.next()
-            if not self._folds[index].finished
-        ]
 
     def _fold(self, index: int, output: RequestOutput) -> Delta:
         fold, timer = self._folds[index], self._timers[index]
@@ -229,28 +236,3 @@ class DeltaSum:
         text, scores = "".join(self._pieces), self._logprobs
         token_ids, prompt_scores = self._token_ids, self._prompt_logprobs
         return Delta(text, token_ids, scores, *self._reasons, prompt_scores, self.logprob_sum)
-
-
-class BestOf:
-    """Holds all deltas back, and shows the best sequences once all have ended.
-
-    The best have the highest mean log probability per token.
-    """
-
-    def __init__(self, output: Output, prompts: int, n: int, best_of: int) -> None:
-        """Each of `prompts` has `best_of` sequences, of which `n` go to `output`."""
-        self._output = output
-        self._n = n
-        self._sums = [[DeltaSum() for _ in range(best_of)] for _ in range(prompts)]
-
-    async def push(self, deltas: Sequence[tuple[int, Delta]], usage: Usage | None) -> None:
-        """Add deltas; with `usage` they are the last."""
-        best_of = len(self._sums[0])
-        for index, delta in deltas:
-            self._sums[index // best_of][index % best_of].add(delta)
-        if usage is not None:
-            best = []
-            for sums in self._sums:
-                sums.sort(key=lambda one: one.logprob_sum / max(1, len(one)), reverse=True)
-                best += [one.whole() for one in sums[: self._n]]
-            await self._output.push(list(enumerate(best)), usage)

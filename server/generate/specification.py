@@ -12,9 +12,9 @@ from server.answer.tool_choice import ToolUse, tool_use
 from server.errors import context_length_exceeded, invalid, invalid_field
 from server.generate.beams import beams_of, check_candidates
 from server.generate.budget import check_named_tokens, room_for_output
-from server.generate.conversation import rendered
+from server.generate.conversation import echo_of, rendered
 from server.generate.model import ServedModel
-from server.generate.prompts import echo_of, prompts_of
+from server.generate.prompts import prompts_of
 from server.generate.request import Conversation, GenerationRequest
 from server.generate.structured_outputs import check_copies, requested_grammar
 from server.schema.fields import SamplingFields
@@ -150,7 +150,7 @@ async def specify(request: GenerationRequest, model: ServedModel) -> None:
     tools, grammar, whole = await _form(request, model)
     echo = ""
     if source is not None and source.echo and not request.is_batch:
-        echo = echo_of(source, request.n)
+        echo = echo_of(source.messages, request.n)
     request.prompts, text = await prompts_of(request, tools, model)
     max_tokens = _max_tokens(request, model.tokenizer)
     sampling = await sampling_params(request, model.tokenizer, max_tokens, grammar)
@@ -267,7 +267,11 @@ def _max_tokens(request: GenerationRequest, tokenizer: ServedTokenizer) -> int:
     max_len, asked = request.max_model_len, request.max_tokens
     longest = max([len(prompt.token_ids) for prompt in request.prompts])
     if longest + (asked or 1) > max_len:
-        param = request.prompt_field if longest >= max_len else request.tokens_field
+        param = (
+            ("messages" if request.conversations else "prompt")
+            if longest >= max_len
+            else request.tokens_field
+        )
         raise context_length_exceeded(max_len, longest, asked or 1, param)
     room = room_for_output(request, request.num_prompt_tokens)
     default = tokenizer.sampling_defaults.max_new_tokens or request.default_tokens or max_len

@@ -1,13 +1,11 @@
 """A request whose body is read under limits, and the answer to it, which may be a stream."""
 
 import asyncio
-import logging
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,12 +13,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from server.access.admission import Reservation
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
-from server.errors import ApiError, internal, invalid, timed_out, unavailable
+from server.errors import ApiError, invalid, timed_out, unavailable
 from server.http.body_budget import BodyBudget, NoRoomForBody
-from server.http.errors import to_api_error
-from server.http.middleware import REQUEST_ID
-
-logger = logging.getLogger(__name__)
 
 _RANK = re.compile(rb"[0-9]{1,6}")
 _JSON = (b"content-type", b"application/json")
@@ -55,7 +49,11 @@ class ClientDisconnected(Exception):
 
 
 class Call(Request):
-    """One request and the answer to it."""
+    """One request and the answer to it.
+
+    While it is entered (`with call:`), the client's hanging up ends the block with
+    `ClientDisconnected`. One task waits for that; nothing is added to what the block awaits.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
         super().__init__(scope, receive)
@@ -64,10 +62,15 @@ class Call(Request):
         self.arrived = time.monotonic()
         self.status: int | None = None
         """Status of the answer once it has begun."""
-        self.sent_at = 0.0
+        self._sent_at = 0.0
         """When the last part of a stream of events was sent, in monotonic seconds."""
-        self.sign: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._sign: asyncio.Task[None] | None = None
         """Sends `show_life`; the next events wait for it."""
+        self._owner: asyncio.Task[object] | None = None
+        """Has entered the call, and is cancelled when the client hangs up."""
+        self._watch: asyncio.Task[None] | None = None
+        self._hung_up = False
         self.has_client = True
         """Whether a client reads the answer as it is made."""
         self.weight_version: Callable[[], str] | None = None
@@ -92,25 +95,18 @@ class Call(Request):
         for name, value in scope["headers"]:
             if name == b"content-type":
                 self._content_type = value
-            elif name == b"x-request-id" and REQUEST_ID.fullmatch(value):
+            elif name == b"x-request-id":  # every request has one (`RequestIdMiddleware`)
                 self.request_id = value.decode()
             elif name == b"x-data-parallel-rank":
                 self._pinned_rank = value
             elif name == b"content-length":
                 self._declared = int(value)
-        self.request_id = self.request_id or secrets.token_hex(16)
 
     @property
     def trace_context(self) -> dict[str, str]:
         """The client's W3C trace context, if it sent one."""
         wanted = (b"traceparent", b"tracestate")
         return {n.decode(): v.decode("latin-1") for n, v in self.scope["headers"] if n in wanted}
-
-    @property
-    def lasting_headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that matter for what is made after the call has been answered."""
-        wanted = (b"traceparent", b"tracestate", b"x-data-parallel-rank")
-        return [(name, value) for name, value in self.scope["headers"] if name in wanted]
 
     @property
     def pins_rank(self) -> bool:
@@ -155,10 +151,25 @@ class Call(Request):
                 "The server is holding too many request bytes; retry later."
             ) from None
 
-    def hand_over(self, other: "Call") -> None:
-        """Let another call go on with what was sent, under the same name, when this one ends."""
+    def detached(self, send: Send) -> "Call":
+        """Return a call that goes on with what was sent, under the same name, when this one ends.
+
+        No client hangs up, and the answer goes to `send`. It keeps only the headers for tracing and
+        for the choice of an engine.
+        """
+        wanted = (b"traceparent", b"tracestate", b"x-data-parallel-rank")
+        headers = [(name, value) for name, value in self.scope["headers"] if name in wanted]
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            return {"type": "http.disconnect"}
+
+        scope = {"type": "http", "path": self.path, "headers": headers, SCOPE_KEY: self.key}
+        other = Call(scope, receive, send, self.limits)
+        other.has_client = False
         other.content, other.request_id = self.content, self.request_id
         other._kept_bytes, self._kept_bytes = self._kept_bytes, 0
+        return other
 
     def release(self) -> None:
         """Give back what the call holds; idempotent."""
@@ -218,22 +229,22 @@ class Call(Request):
 
     async def send_events(self, frames: bytes, *, more: bool) -> None:
         """Send a part of a stream of events, which begins with the first."""
-        if self.sign is not None:
-            await self.sign
+        if self._sign is not None:
+            await self._sign
         if self.status is None:
             await self.start(200, list(_EVENT_STREAM))
         if frames or not more:
-            self.sent_at = time.monotonic()
+            self._sent_at = time.monotonic()
             await self._answer({"type": "http.response.body", "body": frames, "more_body": more})
 
     async def show_life(self) -> None:
         """Send the headers of a stream of events or, if they are out, a comment."""
-        self.sent_at = time.monotonic()
+        self._sent_at = time.monotonic()
         if self.status is None:
             await self.start(200, list(_EVENT_STREAM))
         else:
             await self._answer({"type": "http.response.body", "body": COMMENT, "more_body": True})
-        self.sign = None
+        self._sign = None
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message of the answer, which names the request."""
@@ -282,49 +293,18 @@ class Call(Request):
         """Send an error body."""
         await self.send_json(error.status, error.body(self.path), tuple(error.headers))
 
+    # -- while it is entered ---------------------------------------------------------------------
 
-class Pushed(Response):
-    """A response that a function sends over the call as it is made."""
-
-    def __init__(self, push: Callable[[], Awaitable[None]]) -> None:
-        self._push = push
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._push()
-
-
-def foreseen(error: Exception, request_id: str) -> ApiError:
-    """Return what the client is told about an error, logging unexpected ones."""
-    known = to_api_error(error)
-    if known is None:
-        logger.error(
-            "request %s failed", request_id, exc_info=error, extra={"request_id": request_id}
-        )
-        return internal()
-    return known
-
-
-class CancelOnDisconnect:
-    """While entered, the client's hanging up ends the block with `ClientDisconnected`.
-
-    One task waits for the disconnect; nothing is added to what the block awaits.
-    """
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._owner: asyncio.Task[object] | None = None
-        self._watch: asyncio.Task[None] | None = None
-        self._fired = False
-
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._owner = asyncio.current_task()
-        self._watch = asyncio.create_task(self._wait())
+        self._watch = asyncio.create_task(self._wait_for_end())
+        return self
 
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    async def _wait_for_end(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
             pass
         if self._owner is not None:
-            self._fired = True
+            self._hung_up = True
             self._owner.cancel()
 
     def __exit__(
@@ -334,45 +314,37 @@ class CancelOnDisconnect:
         traceback: TracebackType | None,
     ) -> None:
         owner, self._owner = self._owner, None
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._fired and owner is not None and owner.uncancel() == 0:
+        for ended in (self._watch, self._timer, self._sign):
+            if ended is not None:
+                ended.cancel()
+        self._watch = self._timer = self._sign = None  # or they would keep each other
+        if self._hung_up and owner is not None and owner.uncancel() == 0:
             raise ClientDisconnected from error
 
+    def keep_alive(self, interval: float) -> None:
+        """Have a stream send its headers soon, and comments while it is silent, until the exit.
 
-class KeepAlive:
-    """While entered, a call's stream sends its headers soon, and comments while it is silent.
+        Load balancers cut silent connections. `interval` is seconds of silence before a comment; 0
+        sends none, nor early headers.
+        """
+        if interval and self.has_client:
+            loop = asyncio.get_running_loop()
+            first = min(HEADERS_WITHIN, interval)
+            self._timer = loop.call_later(first, self._look, interval, loop)
 
-    Load balancers cut silent connections.
-
-    Args:
-        call: its answer is a stream.
-        interval: seconds of silence before a comment.
-    """
-
-    def __init__(self, call: Call, interval: float) -> None:
-        self._call = call
-        self._interval = interval
-        self._loop = asyncio.get_running_loop()
-
-    def __enter__(self) -> None:
-        self._timer = self._loop.call_later(min(HEADERS_WITHIN, self._interval), self._look)
-
-    def _look(self) -> None:
-        call, silent = self._call, 0.0
-        if call.status is not None:
-            silent = time.monotonic() - call.sent_at
+    def _look(self, interval: float, loop: asyncio.AbstractEventLoop) -> None:
+        silent = 0.0 if self.status is None else time.monotonic() - self._sent_at
         # A sign that is still being sent waits for a client that does not read.
-        if call.sign is None and (call.status is None or silent >= self._interval):
-            call.sign, silent = self._loop.create_task(call.show_life()), 0.0
-        self._timer = self._loop.call_later(max(self._interval - silent, 0.1), self._look)
+        if self._sign is None and (self.status is None or silent >= interval):
+            self._sign, silent = loop.create_task(self.show_life()), 0.0
+        self._timer = loop.call_later(max(interval - silent, 0.1), self._look, interval, loop)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        if self._call.sign is not None:
-            self._call.sign.cancel()
+
+class Pushed(Response):
+    """A response that a function sends over the call as it is made."""
+
+    def __init__(self, push: Callable[[], Awaitable[None]]) -> None:
+        self._push = push
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._push()

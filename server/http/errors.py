@@ -1,6 +1,7 @@
 """Turns exceptions, and paths that there are not, into the errors that clients see."""
 
 import difflib
+import logging
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from http import HTTPStatus
@@ -14,14 +15,23 @@ from starlette.exceptions import HTTPException
 
 from engine.shared.fair_threads import QueueFull
 from server.access.admission import Overloaded
-from server.errors import RETRY_AFTER_SECONDS, ApiError, invalid, kills_engines, unavailable
+from server.errors import (
+    ApiError,
+    internal,
+    invalid,
+    kills_engines,
+    rate_limited,
+    unavailable,
+)
 from server.generate.fold import NoRoomInEngine, RequestRefused
 from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
 from server.router.token_stream import ReaderTooSlow
 
+logger = logging.getLogger(__name__)
 
-def to_api_error(error: Exception) -> ApiError | None:
-    """Return what the client is told, or None for an unexpected error."""
+
+def foreseen(error: Exception, request_id: str) -> ApiError:
+    """Return what the client is told about an error, logging unexpected ones."""
     match error:
         case ApiError():
             known = error
@@ -37,18 +47,10 @@ def to_api_error(error: Exception) -> ApiError | None:
         case KillsEngines():
             known = kills_engines(str(error))
         case Overloaded():
-            known = ApiError(
-                429,
-                str(error),
-                kind="tokens" if "tokens" in error.what else "requests",
-                code="rate_limit_exceeded",
-                headers=(("retry-after", str(error.retry_after)),),
-            )
+            kind = "tokens" if "tokens" in error.what else "requests"
+            known = rate_limited(str(error), kind=kind, retry_after=error.retry_after)
         case QueueFull():
-            known = ApiError(
-                429, str(error), kind="requests", code="rate_limit_exceeded",
-                headers=(("retry-after", str(RETRY_AFTER_SECONDS)),),
-            )  # fmt: skip
+            known = rate_limited(str(error), kind="requests")
         case ReaderTooSlow():
             known = ApiError(408, str(error), code="client_too_slow")
         case RequestValidationError():
@@ -62,7 +64,10 @@ def to_api_error(error: Exception) -> ApiError | None:
                 headers=tuple((error.headers or {}).items()),
             )
         case _:
-            return None
+            logger.error(
+                "request %s failed", request_id, exc_info=error, extra={"request_id": request_id}
+            )
+            known = internal()
     return known
 
 

@@ -6,17 +6,20 @@ all connections that a client opens at once, and one front end could get nearly 
 
 import asyncio
 import contextlib
-import functools
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
 
 from server.access.admission_table import AdmissionTable
+from server.http.connection_book import TooManyConnections
 from server.http.protocol import LimitedHttpProtocol
-from server.http.tls import Certificates, Handshakes
+from server.http.tls import Certificates, Handshake
+
+logger = logging.getLogger(__name__)
 
 YIELD_SECONDS = 0.004
 """Seconds that a front end with many connections leaves a new one to others."""
@@ -25,7 +28,7 @@ _PAUSE = 0.1
 """Seconds before accepting again after an error, such as a lack of descriptors."""
 
 _END_SECONDS = 1.0
-"""Most seconds that tasks for connections may take to end."""
+"""Most seconds that connections which are not served yet may take to end."""
 
 _MAX_FREE = 64
 """Most connections that are accepted without yielding after no neighbour took one."""
@@ -96,28 +99,6 @@ class AcceptBackoff:
         self._free, self._next = 0, 1
 
 
-class Tasks:
-    """Tasks for connections that are not served yet."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do something until it is done, or until `end`."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def end(self) -> None:
-        """End everything."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_END_SECONDS)
-
-
 class Acceptor:
     """Accepts connections of one listening socket, one at a time, so that other tasks can run.
 
@@ -184,9 +165,6 @@ class Acceptor:
         return True
 
 
-logger = logging.getLogger(__name__)
-
-
 class HttpServer(uvicorn.Server):
     """Serves on sockets; a client that does not finish its TLS handshake is cut off.
 
@@ -204,7 +182,9 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._handshake_timeout = handshake_timeout
         self._share = share
-        self._tasks = Tasks()
+        self._certificates: Certificates | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Of connections that are not served yet."""
         self._acceptors: list[Acceptor] = []
 
     @contextlib.contextmanager
@@ -234,45 +214,67 @@ class HttpServer(uvicorn.Server):
             await super().startup(sockets)
             return
         await super().startup([])
-        protocol_class = config.http_protocol_class
-        assert issubclass(protocol_class, LimitedHttpProtocol)
-        make = functools.partial(
-            protocol_class,
-            config=config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
+        if config.ssl is not None:
+            self._certificates = Certificates(config, config.ssl)
+        for each in sockets if sockets is not None else [config.bind_socket()]:
+            acceptor = Acceptor(each, self._take, self._share)
+            acceptor.begin(config.backlog)
+            self._acceptors.append(acceptor)
 
-        async def serve(connection: socket.socket) -> None:
+    def _take(self, connection: socket.socket, address: str) -> None:
+        """Begin to serve a connection that was accepted."""
+        protocol_class = self.config.http_protocol_class
+        assert issubclass(protocol_class, LimitedHttpProtocol)
+        options: dict[str, Any] = {}
+        handshake = None
+        if self._certificates is not None:
             try:
-                await asyncio.get_running_loop().connect_accepted_socket(make, connection)
+                handshake = Handshake(protocol_class.book, address)
+            except TooManyConnections:
+                connection.close()
+                return
+            options = {
+                "ssl": self._certificates.current(time.monotonic()),
+                "ssl_handshake_timeout": self._handshake_timeout,
+            }
+
+        def make() -> LimitedHttpProtocol:
+            return protocol_class(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                on_made=handshake.leave if handshake is not None else lambda: None,
+            )
+
+        async def serve() -> None:
+            try:
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    make, connection, **options
+                )
             except OSError as error:
                 logger.debug("a connection ended before it was served: %s", error)
                 connection.close()
 
-        def take(connection: socket.socket, address: str) -> None:
-            if handshakes is None:
-                self._tasks.begin(serve(connection))
-            else:
-                handshakes.take(connection, address)
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if handshake is not None:
+                handshake.leave()
+                if task.cancelled():  # perhaps before it began
+                    connection.close()
 
-        handshakes = None
-        if config.ssl is not None:
-            handshakes = Handshakes(
-                lambda done: make(on_made=done),
-                protocol_class.book,
-                Certificates(config, config.ssl),
-                self._handshake_timeout,
-                self._tasks.begin,
-            )
-        for each in sockets if sockets is not None else [config.bind_socket()]:
-            acceptor = Acceptor(each, take, self._share)
-            acceptor.begin(config.backlog)
-            self._acceptors.append(acceptor)
+        task = asyncio.get_running_loop().create_task(serve())
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+        if handshake is not None:
+            handshake.task = task
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down as uvicorn does, after closing connections that are not served yet."""
         for acceptor in self._acceptors:
             acceptor.end()
-        await self._tasks.end()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_SECONDS)
         await super().shutdown(sockets)

@@ -37,10 +37,11 @@ class RequestIdMiddleware:
         self._app = app
         self._root = root_path
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    # No coroutines of their own: what waits for tokens is resumed through all that wait for it.
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         scope["path"] = plain_path(scope["path"], self._root)
         scope["root_path"] = self._root
         if scope["method"] == "HEAD":
@@ -55,7 +56,6 @@ class RequestIdMiddleware:
             others = [pair for pair in scope["headers"] if pair[0] != _HEADER]
             scope["headers"] = [*others, (_HEADER, name)]
 
-        # No coroutine of its own: a stream sends once per token.
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 headers = message.setdefault("headers", [])
@@ -63,7 +63,7 @@ class RequestIdMiddleware:
                     message["headers"] = [*headers, (_HEADER, name)]
             return send(message)
 
-        await self._app(scope, receive, named)
+        return self._app(scope, receive, named)
 
 
 def plain_path(path: str, root: str) -> str:
@@ -88,21 +88,20 @@ class LoadHeader:
         self._app = app
         self._load = load
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         form = b""
         if scope["type"] == "http" and scope["method"] == "POST":
             form = next((value for name, value in scope["headers"] if name == ASKED), b"")
         value = self._value(form.strip().lower()) if form else None
         if value is None:
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
 
         def told(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (TOLD, value)]
             return send(message)
 
-        await self._app(scope, receive, told)
+        return self._app(scope, receive, told)
 
     def _value(self, form: bytes) -> bytes | None:
         match form:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from server.access.tenants import EVERYBODY, SCOPE_KEY
 from server.config import GuardConfig
-from server.errors import ApiError, unavailable
+from server.errors import rate_limited, unavailable
 from server.http.connection_book import Connection, ConnectionBook, TooManyConnections, client_of
 from server.http.descriptors import room_for_connections
 from server.http.request_meter import Excess, MeterLimits, Phase, RequestMeter
@@ -27,12 +27,7 @@ from server.tenant_budget import TenantBudget
 FREE_BYTES = 2**13
 """What a connection may buffer without being counted, so that as many as there may be fit."""
 
-_TOO_MUCH_OF_ONE = ApiError(
-    429,
-    "Too many bytes of answers are unread: read them, then retry.",
-    code="rate_limit_exceeded",
-    headers=(("retry-after", "1"),),
-)
+_TOO_MUCH_OF_ONE = rate_limited("Too many bytes of answers are unread: read them, then retry.")
 _TOO_MUCH = unavailable("Too many bytes of answers wait to be read; try again.")
 
 
@@ -55,53 +50,43 @@ class UnsentBudget:
         """
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            held = 0
-            tenant = 0
+            held = tenant = 0
             refused = False
 
-            def hold(size: int) -> None:
-                nonlocal held
-                held += size
-                self._held.take(tenant, size)
-
-            def release() -> None:
-                nonlocal held
-                self._held.give_back(tenant, held)
-                held = 0
-
             async def send_counted(message: Message) -> None:
-                nonlocal tenant, refused
+                nonlocal held, tenant, refused
                 if refused:
                     return
-                if message["type"] == "http.response.start":
+                begins = message["type"] == "http.response.start"
+                if begins:
                     tenant = scope.get(SCOPE_KEY, EVERYBODY).id
                     lengths = [v for n, v in message.get("headers", ()) if n == b"content-length"]
                     size = int(lengths[0]) if lengths else 0
-                    if size > FREE_BYTES:
-                        exceeded = self._held.exceeded(tenant, size)
-                        if exceeded is not None:
-                            refused = True
-                            error = _TOO_MUCH_OF_ONE if exceeded == "own" else _TOO_MUCH
-                            await error.send(scope["path"], send)
-                            return
-                        hold(size)
-                    await send(message)
-                    return
-                size = len(message.get("body", b""))
+                    exceeded = size > FREE_BYTES and self._held.exceeded(tenant, size)
+                    if exceeded:
+                        refused = True
+                        error = _TOO_MUCH_OF_ONE if exceeded == "own" else _TOO_MUCH
+                        await error.send(scope["path"], send)
+                        return
+                else:
+                    size = len(message.get("body", b""))
                 if held or size <= FREE_BYTES:
                     await send(message)
-                else:
-                    hold(size)
-                    await send(message)
+                    return
+                held = size
+                self._held.take(tenant, size)
+                await send(message)
+                if not begins:  # a part of a stream
                     await drain()
-                    release()
+                    self._held.give_back(tenant, held)
+                    held = 0
 
             try:
                 await app(scope, receive, send_counted)
                 if held:
                     await drain()
             finally:
-                release()
+                self._held.give_back(tenant, held)
 
         return answer
 

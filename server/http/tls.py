@@ -4,20 +4,13 @@ The certificate is that of the files as they are now. Connections count from the
 """
 
 import asyncio
-import functools
 import logging
-import socket
 import ssl
-import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import uvicorn
 
 from engine.shared.watched_file import WatchedFile, any_changed
-from server.http.connection_book import Connection, ConnectionBook, TooManyConnections, client_of
-
-Leave = Callable[[], None]
+from server.http.connection_book import Connection, ConnectionBook, client_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +76,9 @@ class Handshake:
         self.task: asyncio.Task[None] | None = None
         """Makes the handshake."""
         self._book = book
-        self._address = address
+        self._client = client_of(address)
         self._counts = True
-        victim = book.open(self, address)
+        victim = book.open(self, self._client)
         if victim is not None:
             victim.cut()
 
@@ -93,62 +86,9 @@ class Handshake:
         """It is done, or has failed: leave its place to the connection's server; idempotent."""
         if self._counts:
             self._counts = False
-            self._book.close(self, self._address)
+            self._book.close(self, self._client)
 
     def cut(self) -> None:
         """End the connection at once."""
         if self.task is not None:
             self.task.cancel()
-
-
-class Handshakes:
-    """Has the clients of new connections finish their handshakes.
-
-    Args:
-        make: makes what serves a connection; it calls what it is given when it takes it over.
-        timeout: seconds that a client has for its handshake.
-        begin: makes a task of one, and ends it when the server ends.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[Leave], asyncio.Protocol],
-        book: ConnectionBook[Connection],
-        certificates: Certificates,
-        timeout: float,
-        begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-    ) -> None:
-        self._make = make
-        self._book = book
-        self._certificates = certificates
-        self._timeout = timeout
-        self._begin = begin
-
-    def take(self, connection: socket.socket, address: str) -> None:
-        """Begin the handshake of a connection that was accepted."""
-        try:
-            handshake = Handshake(self._book, client_of(address))
-        except TooManyConnections:
-            connection.close()
-            return
-        handshake.task = self._begin(self._shake(connection, handshake))
-        handshake.task.add_done_callback(functools.partial(_ended, connection, handshake))
-
-    async def _shake(self, connection: socket.socket, handshake: Handshake) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.connect_accepted_socket(
-                lambda: self._make(handshake.leave),
-                connection,
-                ssl=self._certificates.current(time.monotonic()),
-                ssl_handshake_timeout=self._timeout,
-            )
-        except (OSError, TimeoutError) as error:
-            logger.debug("a handshake failed: %s", error)
-            connection.close()
-
-
-def _ended(connection: socket.socket, handshake: Handshake, task: asyncio.Task[None]) -> None:
-    handshake.leave()
-    if task.cancelled():  # perhaps before it began
-        connection.close()

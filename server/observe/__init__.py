@@ -1,1 +1,1 @@
-"""What a front end tells about itself: metrics, logs, traces."""
+"""Observability of a front end: metrics, logs, traces."""

@@ -1,4 +1,4 @@
-"""One log line per HTTP answer. Plain ASGI around the application; never logs keys or bodies."""
+"""One log line per HTTP response. Pure ASGI middleware; never logs keys or bodies."""
 
 import logging
 import time
@@ -8,11 +8,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 logger = logging.getLogger(__name__)
 
 _PROBES = frozenset(("/health", "/ping", "/ready", "/metrics"))
-"""Asked again and again by machines: only what is not 200 there has a line."""
+"""Polled by machines: logged only if the status is not 200."""
 
 
 class AccessLog:
-    """Logs who asked for what, the answer's status, how long it took and the request's name."""
+    """Logs client, method, path, status, duration and id of each request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,7 +43,7 @@ class AccessLog:
 
 def _log(scope: Scope, status: int | None, request_id: str, seconds: float) -> None:
     client = scope.get("client")
-    # The path comes as decoded bytes of the client: what it says must stay one line.
+    # The path contains decoded bytes from the client: escape it to keep one line per response.
     path = scope["path"].encode("unicode_escape").decode()
     fields = {
         "client": client[0].removeprefix("::ffff:") if client else "",

@@ -1,4 +1,4 @@
-"""Metrics of the engines and the cluster, read from the newest cluster view at every scrape."""
+"""Metrics of engines and cluster, computed from the newest cluster view at every scrape."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,8 +30,8 @@ _Sample = tuple[float, *tuple[str, ...]]
 _Samples = Iterable[_Sample]
 
 _ENGINE_GAUGES: tuple[tuple[str, str, _EngineValue], ...] = (
-    ("num_requests_running", "Sequences that run.", lambda stats: stats.running),
-    ("num_requests_waiting", "Sequences that wait for a slot.", lambda stats: stats.waiting),
+    ("num_requests_running", "Running sequences.", lambda stats: stats.running),
+    ("num_requests_waiting", "Sequences waiting for a slot.", lambda stats: stats.waiting),
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda stats: stats.kv_usage),
     (
         "queued_prefill_tokens",
@@ -40,7 +40,7 @@ _ENGINE_GAUGES: tuple[tuple[str, str, _EngineValue], ...] = (
     ),
     (
         "kv_transfer_offered_bytes",
-        "Memory taken by copies of KV blocks that others are to read.",
+        "Bytes of copies of KV blocks waiting to be read.",
         lambda stats: stats.counters.kv_transfer_offered_bytes,
     ),
 )
@@ -49,7 +49,7 @@ _PROCESS_GAUGES: tuple[tuple[str, str, Callable[[ProcessUse], float]], ...] = (
     ("resident_memory_bytes", "Resident memory.", lambda use: use.resident_bytes),
     ("open_fds", "Open file descriptors.", lambda use: use.open_fds),
     ("max_fds", "Maximum open file descriptors.", lambda use: use.max_fds),
-    ("start_time_seconds", "Unix time at which the process began.", lambda use: use.started),
+    ("start_time_seconds", "Unix time at which the process started.", lambda use: use.started),
 )
 
 _MEMBER_GAUGES: tuple[tuple[str, str, Callable[[EngineEntry], bool]], ...] = (
@@ -78,7 +78,7 @@ def _counters() -> Iterator[tuple[str, str, str]]:
 _ENGINE_COUNTERS = tuple(_counters())
 _STEP_TOKENS_LABELS = [*map(floatToGoString, STEP_TOKENS_BOUNDS), "+Inf"]
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-"""vLLM's words, by the level of sleep."""
+"""vLLM's state names, by sleep level."""
 _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
     "block_size": lambda setup: setup.block_size,
     "cache_dtype": lambda setup: setup.kv_cache_dtype,
@@ -90,13 +90,13 @@ _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
     "num_gpu_blocks": lambda setup: setup.num_kv_blocks,
     "num_gpu_blocks_override": lambda setup: setup.num_kv_blocks_set,
 }
-"""vLLM's labels, as text like there; the cache is on one device."""
+"""vLLM's labels; values are text as in vLLM."""
 
 
 class EngineCollector(Collector):
-    """What the newest cluster view says of some engines, or of all, and maybe of the cluster.
+    """Metrics of some or all engines, and optionally of the cluster, from a cluster view.
 
-    Samples are a number and the values of all labels but the first, which is the model's name.
+    A sample is a number followed by the values of all labels but the first, the model's name.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class EngineCollector(Collector):
     ) -> None:
         """Show the engines of `ranks`, None for all.
 
-        Ages are seconds since the coordinator's view, and each engine's stats by rank, arrived.
+        Ages are seconds since the arrival of the view, and of each engine's stats by rank.
         """
         self._prefix = prefix
         self._model_name = model_name
@@ -214,11 +214,11 @@ class EngineCollector(Collector):
                 or (self._shows_cluster and not each.name.startswith("engine "))
             ]
         labels = ("process", "host")
-        text = "1; the labels are the version of Swell and the protocol that a process speaks."
+        text = "1; the labels are the version of Swell and the protocol of a process."
         builds = [(1, each.name, each.host, each.version, str(each.protocol)) for each in chosen]
         yield self._gauge("build_info", text, builds, *labels, "version", "protocol")
         uses = [(each.use, each.name, each.host) for each in chosen if each.use is not None]
-        text = "Processor time that the process has taken."
+        text = "Processor time used by the process."
         times = [(use.cpu_seconds, name, host) for use, name, host in uses]
         yield self._counter("process_cpu_seconds", text, times, *labels)
         for name, text, value in _PROCESS_GAUGES:
@@ -228,10 +228,10 @@ class EngineCollector(Collector):
     def _cluster(self, view: ClusterView) -> Iterator[Metric]:
         for name, text, number in (
             ("engines_ready", "Engines that take requests.", sum(e.ready for e in view.engines)),
-            ("engines_expected", "Engines that there shall be.", view.expected),
+            ("engines_expected", "Expected number of engines.", view.expected),
             ("front_ends", "Front ends registered.", view.num_front_ends),
-            ("coordinator_open_fds", "File descriptors of the coordinator.", view.descriptors[0]),
-            ("coordinator_max_fds", "File descriptors that it may open.", view.descriptors[1]),
+            ("coordinator_open_fds", "Open descriptors of the coordinator.", view.descriptors[0]),
+            ("coordinator_max_fds", "The coordinator's descriptor limit.", view.descriptors[1]),
         ):
             yield self._gauge(name, text, [(number,)])
         if self._view_age is not None:
@@ -246,7 +246,7 @@ class EngineCollector(Collector):
         )
 
     def _adapters(self, view: ClusterView, chosen: list[EngineEntry]) -> Iterator[Metric]:
-        """Yield which adapters run and wait, as vLLM tells it, and which engines have which."""
+        """Yield running and waiting adapters as in vLLM, and the loaded adapters of each engine."""
         if view.adapters is None:
             return
         entries = view.adapters.sheet.entries
@@ -300,9 +300,9 @@ class EngineCollector(Collector):
 
 
 def shown_on(host: str, view: ClusterView) -> frozenset[int]:
-    """Return the engines that the API servers of a node show, so that each is shown on one node.
+    """Return the engines shown by a node's API servers, so that each is shown on one node.
 
-    Those of the node itself, and a share of those whose nodes have no API servers.
+    These are the node's own, and a share of those on nodes without API servers.
     """
     serving = {host} | {each.host for each in view.processes if each.name.startswith("api ")}
     nodes = sorted(serving)
@@ -314,7 +314,7 @@ def shown_on(host: str, view: ClusterView) -> frozenset[int]:
 
 
 def engine_load(client: GenerationClient) -> dict[str, float]:
-    """Return how many sequences wait and run in all engines, and the mean KV cache usage."""
+    """Return the waiting and running sequences of all engines, and the mean KV cache usage."""
     view = client.view
     stats = [] if view is None else [entry.stats for entry in view.engines if entry.stats]
     return {

@@ -1,4 +1,4 @@
-"""Makes Prometheus metrics with the served model's name as first label, and writes them."""
+"""Creates and formats Prometheus metrics whose first label is the served model's name."""
 
 from collections.abc import Iterable
 from typing import Generic, TypeVar
@@ -15,7 +15,7 @@ M = TypeVar("M", Counter, Histogram)
 
 
 class Labelled(Generic[M]):
-    """A metric whose first label is the model's name; its children are kept."""
+    """A metric whose first label is the model's name; caches its children."""
 
     def __init__(self, metric: M, model_name: str) -> None:
         self._metric: M = metric
@@ -23,7 +23,7 @@ class Labelled(Generic[M]):
         self._children: dict[tuple[str | int, ...], M] = {}
 
     def child(self, *values: str | int) -> M:
-        """Return the metric of one combination of further labels."""
+        """Return the child metric for these values of the other labels."""
         known = self._children.get(values)
         if known is None:
             known = self._metric.labels(self._model_name, *map(str, values))
@@ -32,7 +32,7 @@ class Labelled(Generic[M]):
 
 
 class MetricFactory:
-    """Registers metrics whose names begin with one prefix."""
+    """Registers metrics with a common name prefix."""
 
     def __init__(self, prefix: str, model_name: str, registry: CollectorRegistry) -> None:
         self._prefix = prefix
@@ -40,7 +40,7 @@ class MetricFactory:
         self._registry = registry
 
     def counter(self, name: str, text: str, *labels: str) -> Labelled[Counter]:
-        """Return a counter; its name gets `_total`. Without further labels it is shown at 0."""
+        """Return a counter; `_total` is appended to its name. Without labels it starts at 0."""
         names = ("model_name", *labels)
         counter = Counter(self._prefix + name, text, names, registry=self._registry)
         made = Labelled(counter, self._model_name)
@@ -51,7 +51,7 @@ class MetricFactory:
     def histogram(
         self, name: str, text: str, buckets: tuple[float, ...], *labels: str
     ) -> Labelled[Histogram]:
-        """Return a histogram with these upper bounds; without further labels it is shown at 0."""
+        """Return a histogram with these upper bounds; without labels it starts at 0."""
         histogram = Histogram(
             self._prefix + name,
             text,
@@ -66,9 +66,9 @@ class MetricFactory:
 
 
 def text_of(families: Iterable[Metric]) -> bytes:
-    """Return families of gauges, counters and histograms as text; their names must be valid.
+    """Format gauges, counters and histograms as text; their names must be valid.
 
-    `generate_latest` checks label names each time, which takes long where series are many.
+    Faster than `generate_latest` for many series, since it does not check label names each time.
     """
     lines = []
     escaped: dict[str, str] = {}

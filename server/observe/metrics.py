@@ -1,12 +1,11 @@
 """Prometheus metrics of a front end.
 
-What front ends do (tokens, latencies, routing) is counted by them, through `prometheus_client`:
-in its multiprocess mode, when `PROMETHEUS_MULTIPROC_DIR` is set before this module is imported,
-one scrape of any front end sums all of the node's, ended ones included. That mode maps a file per
-process and kind of metric; the supervisor makes those of counters and histograms in memory. A
-gauge here would need one too. What engines report is
-read from the cluster view at each scrape: every front end has the same view, so nothing is
-summed twice.
+Front ends count their own work (tokens, latencies, routing) with `prometheus_client`. In its
+multiprocess mode, active if `PROMETHEUS_MULTIPROC_DIR` is set before this module is imported, one
+scrape of any front end sums all of the node's, including those that have exited. That mode maps a
+file per process and metric type; the supervisor creates those of counters and histograms in memory.
+A gauge here would need another file. Engine metrics are computed from the cluster view at each
+scrape: every front end has the same view, so nothing is summed twice.
 """
 
 import os
@@ -31,19 +30,19 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "admission_rejections": (
-        "Requests refused with 429 before any work, by the limit that they met.", "reason",
+        "Requests refused with 429 before any work, by limit.", "reason",
     ),
     "api_server_restarts": ("API servers that replaced one that died or hung.", "reason"),
-    "forwarded_requests": ("Answers of other servers, by their model.", "model", "status"),
+    "forwarded_requests": ("Responses of other servers, by model.", "model", "status"),
     "held_request_seconds": (
         "Seconds that requests waited because there was no engine (--cold-start-timeout).",
     ),
     "http_requests": ("Answers by endpoint and HTTP status.", "endpoint", "status"),
-    "image_pixel_bytes": ("Bytes of pixels that images had as engines take them.",),
+    "image_pixel_bytes": ("Bytes of pixels of images in the form sent to engines.",),
     "image_refusals": ("Requests refused because of their images, by reason.", "reason"),
-    "image_tokens": ("Prompt tokens that stand for images, counted as the images are.",),
+    "image_tokens": ("Prompt tokens of images prepared for engines.",),
     "images": (
-        "Images that were prepared for engines, each as often as a request named it.",
+        "Images prepared for engines, counted once per occurrence in a request.",
     ),
     "key_generation_tokens": ("Generated tokens, by the name of the API key.", "key"),
     "key_prompt_tokens": ("Prompt tokens of requests, by the name of the API key.", "key"),
@@ -53,9 +52,9 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "lora_generation_tokens": ("Tokens generated with an adapter.", "lora_name"),
     "lora_prompt_tokens": ("Prompt tokens of requests for an adapter.", "lora_name"),
     "lora_requests": ("Requests that were answered with an adapter.", "lora_name"),
-    "mm_cache_hits": ("Of mm_cache_queries, images that the engine had.",),
+    "mm_cache_hits": ("Images of mm_cache_queries that the engine had already.",),
     "mm_cache_queries": (
-        "Images that sequences sent to engines show; those that the engine has are not sent again.",
+        "Images of sequences sent to engines; those that the engine has are not sent again.",
     ),
     "requests_resumed": (
         "Requests that continued on another engine after theirs was lost.",
@@ -77,7 +76,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
         "Answers that a parser read for tool calls, by its name.", "parser",
     ),
 }  # fmt: skip
-"""Help and labels of what this process counts, by name."""
+"""Help text and labels of each counter, by name."""
 
 _PREPROCESS_BUCKETS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -99,22 +98,22 @@ _TIMES: dict[str, tuple[str, tuple[float, ...]]] = {
         (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0),
     ),
 }  # fmt: skip
-"""Help and buckets of what it measures."""
+"""Help text and buckets of each histogram, by name."""
 
 
 class FrontEndMetrics:
-    """All metrics of one front-end process, and what a scrape of it shows."""
+    """All metrics of one front-end process."""
 
     def __init__(self, config: FrontEndConfig, place: int | None = None) -> None:
-        """Register all metrics under names that begin with the configured prefix.
+        """Register all metrics with the configured name prefix.
 
         Args:
-            config: of the front end.
-            place: which of its node's front ends this is; it continues the counts of earlier
-                processes in that place, which are in memory that the supervisor holds.
+            config: the front end's.
+            place: the front end's index on its node; counts of its earlier processes, which are in
+                memory that the supervisor holds, are continued.
 
         Raises:
-            ValueError: the prefix cannot begin a Prometheus name.
+            ValueError: the prefix is not valid in a Prometheus name.
         """
         self._prefix = config.http.metrics_prefix
         self._model_name = served_names(config.model)[0]
@@ -140,26 +139,26 @@ class FrontEndMetrics:
             for name, (text, buckets) in _TIMES.items()
         }
         for reason in ("died", "hung"):
-            self.count("api_server_restarts", reason, by=0)  # so that the series is there
+            self.count("api_server_restarts", reason, by=0)  # create the series
         self.store_usage: Callable[[], tuple[int, int]] | None = None
-        """Returns the bytes that are kept and their limit, if responses are kept."""
+        """Returns the stored bytes and their limit; None if responses are not stored."""
         self.index_size: Callable[[], int] | None = None
-        """Returns how many KV blocks prefix-aware routing knows of, if it is on."""
+        """Returns the number of indexed KV blocks; None without prefix-aware routing."""
         self._exposed = registry
         if multiprocess:
             self._exposed = CollectorRegistry()
             MultiProcessCollector(self._exposed)  # type: ignore[no-untyped-call]
 
     def count(self, name: str, *labels: str | int, by: float = 1) -> None:
-        """Add to a counter of `_COUNTERS`, with its labels."""
+        """Increment a counter of `_COUNTERS` with these labels."""
         self._counters[name].child(*labels).inc(by)
 
     def observe(self, name: str, seconds: float) -> None:
-        """Note a time of `_TIMES`."""
+        """Record a duration in a histogram of `_TIMES`."""
         self._times[name].observe(seconds)
 
     def replaces(self, replaced: Mapping[str, int]) -> None:
-        """Say how many processes there were in this one's place, by what became of them.
+        """Set the number of earlier processes in this one's place, by how they ended.
 
         Some may have died before they counted anything.
         """
@@ -169,21 +168,22 @@ class FrontEndMetrics:
             counter.inc(max(0.0, count - family.samples[0].value))
 
     def submitted(self, arrived: float) -> None:
-        """A request that arrived at `arrived` (monotonic seconds) has gone to the engines."""
+        """Record that a request that arrived at `arrived` (monotonic seconds) was sent to
+        engines."""
         self.observe("request_preprocess_time_seconds", time.monotonic() - arrived)
 
     def sequence(
         self, arrived: float, params: PromptParams, times: EngineTimes, *, first: bool = False
     ) -> SequenceTimer:
-        """Return what measures a sequence, the first or another of a request of that time."""
+        """Return a timer for a sequence; `first` is the first one of its request."""
         if first:
             self.submitted(arrived)
         return SequenceTimer(self._sequences, arrived, params, times)
 
     def used(self, kind: str, name: str, prompt_tokens: int, generation_tokens: int) -> None:
-        """Count a request that has ended under the name of its API key or adapter.
+        """Count a finished request by its API key's or adapter's name; an empty name is ignored.
 
-        `kind` is "key" or "lora". Nothing counts without a name.
+        `kind` is "key" or "lora".
         """
         if name:
             self.count(f"{kind}_requests", name)
@@ -191,7 +191,7 @@ class FrontEndMetrics:
             self.count(f"{kind}_generation_tokens", name, by=generation_tokens)
 
     def first_token_times(self) -> tuple[float, int]:
-        """Return the sum (seconds) and the number of the node's times to first token."""
+        """Return the sum (seconds) and count of the node's times to first token."""
         self._sequences.flush()
         name = f"{self._prefix}time_to_first_token_seconds"
         sums = {f"{name}_sum": 0.0, f"{name}_count": 0.0}
@@ -203,7 +203,7 @@ class FrontEndMetrics:
         return sums[f"{name}_sum"], int(sums[f"{name}_count"])
 
     def scrape(self, client: GenerationClient) -> Callable[[], bytes]:
-        """Return what makes the text of `render` as of now; it may be called in another thread."""
+        """Return a thread-safe function that formats the metrics as of now."""
         self._sequences.flush()
         engines = self._engines(client, None)
         own = []
@@ -222,11 +222,11 @@ class FrontEndMetrics:
         return render
 
     def render(self, client: GenerationClient) -> bytes:
-        """Return all series in Prometheus text format: this node's and every engine's."""
+        """Return all series in Prometheus text format: this node's and all engines'."""
         return self.scrape(client)()
 
     def render_engine(self, client: GenerationClient, rank: int) -> bytes | None:
-        """Return the series of one engine; None if the view does not have it."""
+        """Return the series of one engine; None if it is not in the view."""
         view = client.view
         if view is None or all(entry.rank != rank for entry in view.engines):
             return None

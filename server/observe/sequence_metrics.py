@@ -1,7 +1,7 @@
-"""How long sequences take and how they end: as their tokens reach the front end, and in engines.
+"""Latency and completion metrics of sequences, measured in the front end and in engines.
 
-They are series of the engine that ran a sequence. Names, labels and meanings are vLLM's; bounds are
-vLLM's and some smaller ones. docs/metrics.md says where a meaning needs more words.
+The series belong to the engine that ran a sequence. Names, labels and meanings are vLLM's; buckets
+are vLLM's and some smaller ones. docs/metrics.md explains the meanings in detail.
 """
 
 import time
@@ -16,7 +16,7 @@ from server.observe.metric_factory import COUNT_BUCKETS, MetricFactory
 from server.router.request import EngineTimes, EngineVisit
 
 _FLUSH_AFTER = 0.25
-"""Maximum seconds that counts wait to be handed over in bulk."""
+"""Maximum seconds between flushes of buffered counts."""
 
 _LATENCY_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -79,9 +79,9 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of sequences that got their first token.", "", ("",)),
-    "prompt_tokens_cached": ("Those of them that the prefix cache had.", "", ("",)),
+    "prompt_tokens_cached": ("Prompt tokens found in the prefix cache.", "", ("",)),
     "prompt_tokens_by_source": (
-        "Prompt tokens computed, and found.", "source", ("local_compute", "local_cache_hit"),
+        "Prompt tokens by source.", "source", ("local_compute", "local_cache_hit"),
     ),
     "generation_tokens": ("Tokens generated.", "", ("",)),
     "request_success": (
@@ -89,34 +89,34 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("stop", "length", "abort", "error"),
     ),
 }  # fmt: skip
-"""Help of each counter, its label besides the engine, and the values of that."""
+"""Help text of each counter, its label besides the engine, and that label's values."""
 
 OTHERS = "others"
-"""The label `engine` of all engines that have no series of their own."""
+"""Value of the label `engine` shared by all engines without separate series."""
 
 
 class Distribution:
-    """A histogram whose observations are counted here and handed over in bulk.
+    """A histogram that buffers its observations and flushes them in bulk.
 
-    One observation of a memory-mapped histogram costs microseconds, and a sequence makes a dozen.
+    An observation of a memory-mapped histogram takes microseconds, and a sequence makes a dozen.
     """
 
     __slots__ = ("_bounds", "_counts", "_histogram", "_sum")
 
     def __init__(self, histogram: Histogram, bounds: tuple[float, ...]) -> None:
-        self._histogram: Any = histogram  # its parts have no public names
+        self._histogram: Any = histogram  # accesses private fields
         self._bounds = bounds
         self._counts: dict[int, int] = {}
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count a value, or several that are equal."""
+        """Record a value `count` times."""
         index = bisect_left(self._bounds, value)
         self._counts[index] = self._counts.get(index, 0) + count
         self._sum += value * count
 
     def flush(self) -> None:
-        """Make everything counted visible to scrapes of any process."""
+        """Make all buffered observations visible to scrapes of any process."""
         if not self._counts:
             return
         for index, count in self._counts.items():
@@ -127,7 +127,7 @@ class Distribution:
 
 
 class EngineSeries:
-    """The series of one engine, all at zero in the beginning."""
+    """The series of one engine; all start at zero."""
 
     def __init__(self, metrics: "SequenceMetrics", rank: int | str) -> None:
         self.histograms = {
@@ -135,7 +135,7 @@ class EngineSeries:
             for name, family in metrics.histograms.items()
         }
         self.pending: Tally[tuple[str, str]] = Tally()
-        """Counts that are not handed over yet, by name and label."""
+        """Counts not flushed yet, by name and label."""
         self._counters: dict[tuple[str, str], Counter] = {
             (name, value): family.child(rank, *filter(None, (value,)))
             for name, family in metrics.counters.items()
@@ -143,7 +143,7 @@ class EngineSeries:
         }
 
     def flush(self) -> None:
-        """Make everything counted visible to scrapes of any process."""
+        """Make all buffered observations visible to scrapes of any process."""
         for distribution in self.histograms.values():
             distribution.flush()
         for key, count in self.pending.items():
@@ -151,8 +151,8 @@ class EngineSeries:
         self.pending.clear()
 
     def prompt(self, tokens: int, cached: int) -> None:
-        """Count a prompt, some of whose tokens the prefix cache had."""
-        cached = min(cached, tokens)  # an engine may report a number that a counter would refuse
+        """Count a prompt, of whose tokens `cached` were in the prefix cache."""
+        cached = min(cached, tokens)  # counters reject negative increments
         pending = self.pending
         pending["prompt_tokens", ""] += tokens
         pending["prompt_tokens_cached", ""] += cached
@@ -161,10 +161,9 @@ class EngineSeries:
 
 
 class SequenceMetrics:
-    """Metrics of sequences by engine, whatever request they belong to.
+    """Metrics of all sequences, by engine.
 
-    An engine has some 300 series, in each process of each node: those of the ranks from `limit`
-    on share theirs.
+    An engine has some 300 series per process and node, so the ranks from `limit` on share one set.
     """
 
     def __init__(self, factory: MetricFactory, limit: int) -> None:
@@ -182,7 +181,7 @@ class SequenceMetrics:
         self._flushed_at = 0.0
 
     def of_engine(self, rank: int) -> EngineSeries:
-        """Return the series of an engine, which are made the first time."""
+        """Return the series of an engine, creating them on first use."""
         place = min(rank, self._limit)
         known = self._series.get(place)
         if known is None:
@@ -191,11 +190,11 @@ class SequenceMetrics:
         return known
 
     def began(self) -> None:
-        """A sequence began, and will end."""
+        """Count a sequence as unfinished."""
         self._unfinished += 1
 
     def ended(self, now: float) -> None:
-        """A sequence ended; when the last one has, everything is made visible."""
+        """Record that a sequence ended; flush if it was the last unfinished one."""
         self._unfinished -= 1
         if not self._unfinished:
             self.flush()
@@ -203,19 +202,19 @@ class SequenceMetrics:
             self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Make everything counted visible if that was some time ago."""
+        """Flush if the last flush was long enough ago."""
         if now - self._flushed_at > _FLUSH_AFTER:
             self._flushed_at = now
             self.flush()
 
     def flush(self) -> None:
-        """Make everything counted visible to scrapes of any process."""
+        """Make all buffered observations visible to scrapes of any process."""
         for series in self._series.values():
             series.flush()
 
 
 class PromptParams:
-    """What the sequences of one prompt have in common, and how long the longest of them got."""
+    """Common parameters of one prompt's sequences, and the length of the longest one."""
 
     def __init__(self, prompt_tokens: int, max_tokens: int, n: int, sequences: int) -> None:
         self.prompt_tokens = prompt_tokens
@@ -225,7 +224,7 @@ class PromptParams:
         self._unfinished = sequences
 
     def ended(self, num_tokens: int) -> bool:
-        """Count a sequence that ended with `num_tokens` tokens; return whether it was the last."""
+        """Record the length of an ended sequence; return whether it was the last."""
         self.longest = max(self.longest, num_tokens)
         self._unfinished -= 1
         return self._unfinished == 0
@@ -234,7 +233,7 @@ class PromptParams:
 class SequenceTimer:
     """Measures one sequence, from the arrival of its request to its end.
 
-    What happens counts for the engine that the sequence is in when it happens.
+    Events count for the engine that has the sequence at that time.
     """
 
     __slots__ = (
@@ -256,7 +255,7 @@ class SequenceTimer:
         self._num_tokens = 0
         self._cached = 0
         self.timing: RequestTiming | None = None
-        """How long it took in engines, once it has ended in one."""
+        """Durations in the engine in which it ended; None until then."""
         metrics.began()
 
     def _current(self) -> EngineSeries:
@@ -266,7 +265,7 @@ class SequenceTimer:
         return self._series
 
     def tokens(self, count: int, cached: int = 0, reason: str | None = None) -> None:
-        """The engine sent `count` more tokens; it had found `cached` of the prompt's.
+        """Record `count` more tokens, and the number of cached prompt tokens.
 
         With `reason` the sequence has ended.
         """
@@ -288,23 +287,23 @@ class SequenceTimer:
             self.finished(reason)
 
     def pooled(self, cached: int) -> None:
-        """The engine sent the sequence's vector; it had found `cached` of its tokens."""
+        """Record that the sequence's vector has arrived, and its number of cached tokens."""
         self._cached = cached
         self._current().prompt(self._params.prompt_tokens, cached)
         self.finished("stop")
 
     @property
     def first_token(self) -> float | None:
-        """When the first token came, in monotonic seconds."""
+        """Arrival of the first token, in monotonic seconds."""
         return self._first if self._num_tokens else None
 
     @property
     def visits(self) -> list[EngineVisit]:
-        """The engines that it has been in, once it has ended."""
+        """The engines that had the sequence, once it has ended."""
         return self._times.visits
 
     def finished(self, reason: str) -> None:
-        """The sequence ended, for whatever reason."""
+        """Record the end of the sequence."""
         series, params, now = self._current(), self._params, time.monotonic()
         histograms, count = series.histograms, self._num_tokens
         timing = self.timing = self._times.ended(now)
@@ -317,7 +316,7 @@ class SequenceTimer:
             decoding = (self._last - self._first) / (count - 1)
             histograms["request_time_per_output_token_seconds"].observe(decoding)
         if timing is not None:
-            if count == 0:  # the token that was drawn was not asked for
+            if count == 0:  # a token was sampled but not requested
                 series.prompt(params.prompt_tokens, self._cached)
             computed = max(0, params.prompt_tokens - self._cached)
             histograms["request_prefill_kv_computed_tokens"].observe(computed)

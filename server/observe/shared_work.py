@@ -1,4 +1,4 @@
-"""Work of many milliseconds, kept off the event loop."""
+"""Deduplicated, rate-limited work that runs off the event loop."""
 
 import asyncio
 import time
@@ -8,27 +8,27 @@ from typing import Generic, TypeVar
 Result = TypeVar("Result")
 
 SHARE = 0.25
-"""Of a processor that work may take, however often it is asked for."""
+"""Maximum share of a processor that the work takes, however often it is requested."""
 
 
 class SharedWork(Generic[Result]):
-    """Does work in a thread, once for all who ask for it while it is being done.
+    """Runs work in a thread, once for all callers that request it meanwhile.
 
-    The next time it is done late enough that no more than `SHARE` of the time goes into it: who
-    asks again and again waits, and takes little from those whose tokens come through the process.
+    The next run is delayed so that it takes no more than `SHARE` of the time: frequent callers
+    wait, instead of slowing down the streams that this process serves.
     """
 
     def __init__(self, prepare: Callable[[], Callable[[], Result]]) -> None:
-        """`prepare` runs on the event loop and returns what runs in the thread."""
+        """`prepare` runs on the event loop and returns the function to run in the thread."""
         self._prepare = prepare
         self._running: asyncio.Task[Result] | None = None
         self._not_before = 0.0
 
     async def result(self) -> Result:
-        """Wait for and return the result; a caller that is cancelled takes nothing from others.
+        """Wait for the result; cancelling one caller does not affect the others.
 
         Raises:
-            Exception: what the work raised, to all who waited for it.
+            Exception: whatever the work raised, to all callers that waited for it.
         """
         if self._running is None:
             self._running = asyncio.create_task(self._do())

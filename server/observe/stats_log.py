@@ -1,4 +1,4 @@
-"""One line now and then on what each engine does, while it does something."""
+"""A periodic log line per busy engine."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLine(NamedTuple):
-    """What one engine did since the line before."""
+    """Activity of one engine since the last line."""
 
     engine: int
     prompt_tokens_per_s: float
@@ -22,7 +22,7 @@ class EngineLine(NamedTuple):
     kv_usage: float
     prefix_cache_hit_rate: float
     draft_acceptance_rate: float | None = None
-    """Share of the draft tokens that were accepted; None without any."""
+    """Share of draft tokens that were accepted; None if there were none."""
 
     def __str__(self) -> str:
         drafts = ""
@@ -37,13 +37,13 @@ class EngineLine(NamedTuple):
 
 
 class StatsLog:
-    """Turns counters that only grow into rates."""
+    """Converts cumulative counters to rates."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, EngineStats]] = {}
 
     def lines(self, view: ClusterView | None, now: float) -> list[EngineLine]:
-        """Return a line for every engine that has work or had some since the last call."""
+        """Return a line for every engine that has work, or had some since the last call."""
         lines = []
         for entry in [] if view is None else view.engines:
             stats = entry.stats

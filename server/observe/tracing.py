@@ -1,10 +1,10 @@
-"""OpenTelemetry traces: a span per request and, below it, one per engine, made when it has ended.
+"""OpenTelemetry traces: a span per finished request, with a child span per engine.
 
-The span lies in the client's trace if the request carried a W3C `traceparent` header. Its name and
-attributes are those of OpenTelemetry's conventions for generative AI (1.38), beside vLLM's names
-for the latencies and for what older conventions called otherwise; prompts and texts are not among
-them. The packages (extra `otel`) are imported only when an endpoint is set, and without one nothing
-is measured that would not be otherwise.
+The span belongs to the client's trace if the request has a W3C `traceparent` header. Its name and
+attributes follow OpenTelemetry's conventions for generative AI (1.38), with vLLM's names for the
+latencies and for attributes that older conventions named differently; they exclude prompts and
+texts. The packages (extra `otel`) are imported only if an endpoint is set; without one nothing
+extra is measured.
 """
 
 import os
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 _NS = 1_000_000_000
 
 MAX_TRACED_SEQUENCES = 16
-"""Sequences of a request, the first ones, whose engines have spans of their own."""
+"""Maximum sequences of a request, from the first on, whose engines get separate spans."""
 
 
 class TracingUnavailable(Exception):
-    """Traces are wanted and cannot be made; the message says what to install."""
+    """Tracing is configured but not installed; the message says what to install."""
 
 
 class EndedRequest(msgspec.Struct, kw_only=True):
-    """What is known of a request when it has ended; times in monotonic seconds."""
+    """A finished request; times in monotonic seconds."""
 
     operation: str
     """`text_completion` or `chat`."""
     request_id: str
     model: str
     carrier: dict[str, str]
-    """`traceparent` and `tracestate` of the client, if it sent them."""
+    """The client's `traceparent` and `tracestate` headers, if sent."""
     sampling: "SamplingParams"
     n: int
     arrived: float
@@ -50,15 +50,15 @@ class EndedRequest(msgspec.Struct, kw_only=True):
     completion_tokens: int
     finish_reasons: list[str]
     error: str | None
-    """Kind of the failure that ended it."""
+    """Type of the error that ended it."""
     timing: "RequestTiming | None" = None
-    """How long its first sequence took in engines, if that is known."""
+    """Durations of its first sequence in engines, if known."""
     visits: "list[list[EngineVisit]]" = []
-    """The engines that each of its sequences was in."""
+    """The engines that had each of its sequences."""
 
 
 class RequestTracer:
-    """Makes spans and hands them to an exporter, which sends them from a thread of its own."""
+    """Creates spans and passes them to an exporter, which sends them from a background thread."""
 
     def __init__(self, exporter: "SpanExporter") -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -73,11 +73,11 @@ class RequestTracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("swell")
         self._propagator = TraceContextTextMapPropagator()
-        # Spans are stamped with wall-clock time, everything here is measured in monotonic time.
+        # Spans have wall-clock times; everything here is measured in monotonic time.
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def record(self, request: EndedRequest) -> None:
-        """Make the span of a request that has just ended."""
+        """Create the spans of a request that has just ended."""
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         now = time.monotonic()
@@ -116,7 +116,7 @@ class RequestTracer:
             span.add_event("first token", timestamp=self._at(request.first_token))
         _set_times(span, request.timing)
         for sequence, visits in enumerate(request.visits[:MAX_TRACED_SEQUENCES]):
-            # A span of each engine that a sequence was in, and of each move to another one.
+            # A span for each engine that had a sequence, and for each move to another one.
             context, before = set_span_in_context(span), None
             for visit in visits:
                 if before is not None:
@@ -146,7 +146,7 @@ class RequestTracer:
         return self._epoch_ns + int(monotonic * _NS)
 
     def close(self) -> None:
-        """Send what is left and end the exporter's thread."""
+        """Send pending spans and stop the exporter's thread."""
         self._provider.shutdown()
 
 

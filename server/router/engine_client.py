@@ -159,6 +159,10 @@ class EngineClient:
         return self._router.members.serves_images
 
     @property
+    def wants_whole_images(self) -> bool:
+        return self._router.members.wants_whole_images
+
+    @property
     def num_slots(self) -> int:
         return self._router.members.num_slots
 

@@ -81,6 +81,11 @@ class GenerationClient(Protocol):
         ...
 
     @property
+    def wants_whole_images(self) -> bool:
+        """Whether engines resize images themselves (`EngineSetup.whole_images`)."""
+        ...
+
+    @property
     def num_slots(self) -> int:
         """Sequences that the engines can run at once; further ones wait."""
         ...

@@ -261,6 +261,12 @@ class Members:
         return any(route.is_open and route.takes_images for route in self.routes.values())
 
     @property
+    def wants_whole_images(self) -> bool:
+        """Whether an engine that is there resizes images itself."""
+        setups = [route.entry.setup for route in self.routes.values() if route.is_open]
+        return any(setup is not None and setup.whole_images for setup in setups)
+
+    @property
     def num_slots(self) -> int:
         """Sequences that the engines can run at once, now or after they resume."""
         usable = [route for route in self.routes.values() if route.is_usable]

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from server import limits
 from server.schema.body import Alternatives, Count, RequestBody
+from server.schema.kv_transfer import KvTransferParams
 from server.schema.structured import ResponseFormat, StructuredOutputs
 from server.schema.support import (
     LABELS,
@@ -165,6 +166,11 @@ class SamplingFields(DrawingFields):
         False, description="Log probabilities name each token as token_id:ID."
     )
     response_format: ResponseFormat | None = None
+    kv_transfer_params: KvTransferParams | None = Field(
+        None,
+        description="Where an outside router has KV blocks of the prompt handed on.",
+        json_schema_extra=different("refused unless the operator allows it"),
+    )
     truncate_prompt_tokens: Alternatives | None = Field(
         None, description="Keep only this many of the prompt's tokens; -1: all that fit."
     )

@@ -6,7 +6,6 @@ import msgspec
 from pydantic import Field
 
 from server.schema.body import Name, RequestBody
-from server.schema.support import different
 
 
 class KvTransferParams(RequestBody):
@@ -20,9 +19,6 @@ class KvTransferParams(RequestBody):
     remote_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     remote_request_id: Name | None = None
     tp_size: Annotated[int, Field(ge=1, le=1024)] | None = None
-
-
-KV_TRANSFER = different("refused unless the operator allows it")
 
 
 class KvHandedOn(msgspec.Struct):

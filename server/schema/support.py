@@ -72,7 +72,6 @@ _NO_PROCESSORS = "there are no custom logits processors"
 NO_KV_TRANSFER = refused("KV blocks are not handed between servers", "kv_transfer_params")
 
 UNSERVED: Rows = {
-    **NO_KV_TRANSFER,
     **refused("there are no encoder caches to hand over", "ec_transfer_params"),
     **refused("there are no extensions that could read it", "vllm_xargs", {}),
     **refused("repetition is not looked for", "repetition_detection"),

@@ -1,12 +1,12 @@
 """A PostgreSQL database that the front ends of all nodes share."""
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import psycopg
 
-from server.store.records import TABLES, BackendFailed, Rows
+from server.store.records import TABLES, BackendFailed, since_boot
 
 _WAIT = 10
 """Seconds for which a front end waits for a connection, a lock or a statement."""
@@ -38,7 +38,7 @@ class PostgresDatabase:
             (epoch,) = self.execute("SELECT extract(epoch FROM clock_timestamp())").fetchone()
         except (psycopg.Error, BackendFailed) as error:
             raise OSError(f"the store of responses cannot be used: {error}") from error
-        self._epoch = float(epoch) - _since_boot()
+        self._epoch = float(epoch) - since_boot()
 
     def _connect(self) -> "psycopg.Connection[tuple[object, ...]]":
         connection = psycopg.connect(
@@ -57,14 +57,14 @@ class PostgresDatabase:
 
     def now(self) -> float:
         """Return the database's time at the start of this process, and what has passed since."""
-        return self._epoch + _since_boot()
+        return self._epoch + since_boot()
 
     def has_room(self, _: int) -> bool:
         """Always true: the database's operator looks after its disk."""
         return True
 
-    def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
-        """Execute a statement whose values are `?`.
+    def execute(self, statement: str, values: Sequence[object] = ()) -> Any:
+        """Execute a statement whose values are `?`; return the library's cursor.
 
         Outside a transaction that is done on a new connection if this one is lost.
         """
@@ -98,7 +98,3 @@ class PostgresDatabase:
             raise
         finally:
             self._in_transaction = False
-
-
-def _since_boot() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,6 +1,7 @@
 """Records of the store: responses, and the conversations that they belong to, each of a tenant."""
 
-from typing import Any, Literal, Protocol
+import time
+from typing import Literal
 
 import msgspec
 
@@ -76,14 +77,6 @@ class DiskFull(BackendFailed):
     """The file system of the database has no room."""
 
 
-class Rows(Protocol):
-    """The result of a statement, of either library."""
-
-    def fetchone(self) -> Any: ...
-
-    def fetchall(self) -> list[Any]: ...
-
-
 TABLES = """
 CREATE TABLE IF NOT EXISTS tenants (tenant TEXT PRIMARY KEY, bytes BIGINT NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
@@ -102,3 +95,8 @@ CREATE TABLE IF NOT EXISTS parts (
 );
 """
 """Texts of any length are in `parts`, as every change of a row writes all of it."""
+
+
+def since_boot() -> float:
+    """Return seconds that no change of the clock affects, the same in all processes."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

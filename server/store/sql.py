@@ -1,7 +1,7 @@
 """Records in an SQL database that several front ends share."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from server.limits import MAX_CHAIN, MAX_KEPT_BATCHES, MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.store.records import (
@@ -11,7 +11,6 @@ from server.store.records import (
     Part,
     Progress,
     Record,
-    Rows,
     StoreFull,
     TooLong,
 )
@@ -203,7 +202,7 @@ class SqlBackend:
                 self._grow(tenant, id_, -row[0] - ROW_BYTES)
             return row is not None
 
-    def _execute(self, statement: str, *values: object) -> Rows:
+    def _execute(self, statement: str, *values: object) -> Any:
         return self._database.execute(statement, values)
 
     def _parts(self, tenant: str, id_: str, first: int, limit: int = MAX_KEPT_ITEMS) -> list[Part]:

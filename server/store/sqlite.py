@@ -8,8 +8,9 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from server.store.records import TABLES, BackendFailed, DiskFull, Rows
+from server.store.records import TABLES, BackendFailed, DiskFull, since_boot
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class SqliteDatabase:
                 connection.execute(
                     "INSERT INTO boots SELECT ?, ? WHERE NOT EXISTS"
                     " (SELECT 1 FROM boots WHERE id = ?)",
-                    (boot, time.time() - _since_boot(), boot),
+                    (boot, time.time() - since_boot(), boot),
                 )
                 (self._epoch,) = connection.execute(
                     "SELECT epoch FROM boots WHERE id = ?", (boot,)
@@ -153,7 +154,7 @@ class SqliteDatabase:
 
     def now(self) -> float:
         """Return seconds since boot, from the epoch that the first process of this boot noted."""
-        return float(self._epoch) + _since_boot()
+        return float(self._epoch) + since_boot()
 
     def has_room(self, size: int) -> bool:
         """Whether the file has enough unused pages, or the file system more than the reserve."""
@@ -167,7 +168,7 @@ class SqliteDatabase:
         reserved = min(disk.f_blocks // _RESERVED_SHARE * disk.f_frsize, _MOST_RESERVED)
         return disk.f_bavail * disk.f_frsize > size + reserved
 
-    def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
+    def execute(self, statement: str, values: Sequence[object] = ()) -> Any:
         """Execute a statement whose values are `?`, in the transaction if there is one."""
         try:
             return self._connected().execute(statement, tuple(values))
@@ -212,7 +213,3 @@ def _make_tables(connection: sqlite3.Connection) -> None:
     for statement in tables.split(";"):
         connection.execute(statement)
     connection.execute(f"PRAGMA user_version = {_VERSION}")
-
-
-def _since_boot() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -96,34 +96,29 @@ def read_sampling_defaults(
         raise BadGenerationConfig(f"{flag} is no JSON object: {error}") from error
     if unknown:
         raise BadGenerationConfig(f"{flag}: {min(unknown)!r} is no default of requests")
-    path = _config_file(model, source)
-    found = {} if path is None else _values(path)
-    if path is not None:
-        _defaults(found, str(path))
+    found = _recommended(model, source)
     if source == "auto" and known and not found.keys() & known.keys():
         logger.info("sampling: %s (from the presets, presets.yaml)", json.dumps(known))
         found |= known
     return _defaults(found | wanted, flag)
 
 
-def _config_file(model: Path, source: str) -> Path | None:
+def _recommended(model: Path, source: str) -> dict[str, Any]:
+    """Return what the model's file, or the named one, says."""
     if source in NEUTRAL:
-        return None
-    directory = model if source == "auto" else Path(source).expanduser()
-    path = directory / "generation_config.json"
-    if path.is_file():
-        return path
-    if source == "auto":
-        return None
-    raise BadGenerationConfig(f"--generation-config: there is no {path}")
-
-
-def _values(path: Path) -> dict[str, Any]:
+        return {}
+    path = (model if source == "auto" else Path(source).expanduser()) / "generation_config.json"
+    if not path.is_file():
+        if source == "auto":
+            return {}
+        raise BadGenerationConfig(f"--generation-config: there is no {path}")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return {name: value for name, value in values.items() if value is not None}
+        found = {name: value for name, value in values.items() if value is not None}
     except (OSError, ValueError, AttributeError) as error:
         raise BadGenerationConfig(f"{path} cannot be used: {error}") from error
+    _defaults(found, str(path))
+    return found
 
 
 def _defaults(values: dict[str, Any], source: str) -> SamplingDefaults:

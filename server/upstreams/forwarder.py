@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from server.errors import MESSAGES_PREFIX, ApiError, unavailable
-from server.http.call import Call, CancelOnDisconnect
+from server.http.call import Call
 from server.observe.metrics import FrontEndMetrics
 from server.upstreams.routes import ModelRoutes
 
@@ -131,7 +131,7 @@ class Forwarder:
             ApiError: 503, the server cannot be reached.
             ClientDisconnected: the client hung up.
         """
-        with CancelOnDisconnect(call.receive):
+        with call:
             response = await self._ask(call, model)
             call.forget_body()
             self._metrics.count("forwarded_requests", model, response.status_code)

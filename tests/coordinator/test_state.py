@@ -136,15 +136,6 @@ def test_an_engine_without_a_rank_gets_the_lowest_free_one_and_keeps_it(cluster:
     assert reply(cluster.hello(-1, 11)).index == 1  # type: ignore[attr-defined]
 
 
-def test_a_differing_setting_is_refused_by_name(cluster: Cluster) -> None:
-    cluster.hello(0, 10)
-    refused = reply(cluster.hello(1, 11, group_config={"dtype": "bfloat16"}))
-    assert isinstance(refused, Refused)
-    assert (refused.field, refused.final) == ("dtype", True)
-    assert "float32" in refused.reason
-    assert "bfloat16" in refused.reason
-
-
 def test_other_weights_are_refused_and_the_engine_is_out(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.hello(1, 11)
@@ -302,18 +293,6 @@ def test_an_unchanged_cluster_is_published_every_few_seconds(cluster: Cluster) -
     assert only(cluster.send(Tick(), after=0.2), PublishView)
 
 
-def test_running_and_paused_are_published_at_once_and_count_waves(cluster: Cluster) -> None:
-    cluster.engine(0, 10)
-    cluster.engine(1, 11)
-    (view,) = only(cluster.stats(0, 10, 1, running=1), PublishView)
-    assert (view.view.running, view.view.wave) == (True, 0)
-    cluster.stats(1, 11, 1, running=1)
-    cluster.stats(0, 10, 2, running=0)
-    assert cluster.state.view().running
-    (view,) = only(cluster.stats(1, 11, 2, running=0), PublishView)
-    assert (view.view.running, view.view.wave) == (False, 1)
-
-
 def test_a_dead_engine_does_not_keep_the_group_running(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.stats(0, 10, 1, running=3)
@@ -437,14 +416,14 @@ def test_newcomers_and_front_ends_of_an_older_version_get_whole_views(cluster: C
     assert only(cluster.stats(0, 10, 3, running=2), PublishView)[0].change is not None
 
 
-def test_a_thousand_joins_are_not_told_one_by_one(cluster: Cluster) -> None:
+def test_many_joins_are_not_told_one_by_one(cluster: Cluster) -> None:
     cluster.front_end(0, 50)
     published = []
-    for rank in range(1000):
+    for rank in range(300):
         cluster.now += 0.001
         cluster.hello(rank, 1000 + rank)
         published += only(cluster.ready(rank, 1000 + rank), PublishView)
-    assert len(published) < 150
+    assert len(published) < 45
     published += only(cluster.send(Tick(), after=0.1), PublishView)
-    assert len(published[-1].view.engines) == 1000
+    assert len(published[-1].view.engines) == 300
     assert published[-1].change is not None

@@ -45,31 +45,6 @@ def start(wave: LockstepWave, rank: int, number: int = 5) -> bool:
 # -- evidence ------------------------------------------------------------------------------------
 
 
-def test_running_begins_with_the_first_start_and_ends_with_rank_0s_report(
-    wave: LockstepWave,
-) -> None:
-    assert start(wave, 2)
-    assert wave.running
-    assert not start(wave, 1), "no news"
-    assert wave.report(WaveComplete(0, 1, 5))
-    assert (wave.wave, wave.running) == (6, False)
-
-
-def test_a_start_of_the_next_wave_may_come_before_the_end_of_this_one(wave: LockstepWave) -> None:
-    start(wave, 2)
-    start(wave, 1, 6)
-    assert not wave.report(WaveComplete(0, 1, 5))
-    assert (wave.wave, wave.running) == (6, True)
-
-
-def test_what_is_told_late_or_twice_changes_nothing(wave: LockstepWave) -> None:
-    start(wave, 1)
-    wave.report(WaveComplete(0, 1, 5))
-    for late in (StartWave(2, 1, 5), StartWave(1, 1, 5), WaveComplete(0, 1, 5)):
-        assert not wave.report(late)
-    assert (wave.wave, wave.running, wave.orders(1.0)) == (6, False, [])
-
-
 def test_stats_are_evidence_as_good_as_reports(wave: LockstepWave) -> None:
     assert wave.stats(stats(0, 5, runs=True))
     assert wave.running
@@ -97,22 +72,6 @@ def test_a_member_that_has_gone_keeps_nothing_running(wave: LockstepWave) -> Non
 # -- orders --------------------------------------------------------------------------------------
 
 
-def test_a_start_wakes_the_others_until_all_have_come(wave: LockstepWave) -> None:
-    start(wave, 2)
-    assert wave.orders(1.0) == [StartDpWave(5, 2)]
-    assert wave.orders(1.0) == []
-    start(wave, 0)
-    assert wave.orders_due == 1.0 + ORDER_INTERVAL
-    assert wave.orders(wave.orders_due) == [StartDpWave(5, -1)]
-    start(wave, 1)
-    assert wave.orders_due == NEVER
-    assert wave.orders(9.0) == []
-
-
-def test_orders_are_repeated_every_20_to_50_milliseconds() -> None:
-    assert 0.02 <= ORDER_INTERVAL <= 0.05
-
-
 def test_a_notice_wakes_all_but_the_engine_that_gets_the_request(wave: LockstepWave) -> None:
     assert wave.notice(WakeUp(0, 1, 5))
     assert wave.orders(1.0) == [StartDpWave(5, 1)]
@@ -120,19 +79,6 @@ def test_a_notice_wakes_all_but_the_engine_that_gets_the_request(wave: LockstepW
     assert not wave.notice(WakeUp(1, 2, 5)), "they are being woken"
     assert wave.orders(1.0) == []
     assert wave.orders(1.0 + ORDER_INTERVAL) == [StartDpWave(5, -1)]
-
-
-def test_a_notice_of_an_earlier_wave_is_too_late(wave: LockstepWave) -> None:
-    assert not wave.notice(WakeUp(0, 1, 4))
-    assert wave.orders(1.0) == []
-
-
-def test_what_a_notice_wanted_is_over_with_the_wave(wave: LockstepWave) -> None:
-    wave.notice(WakeUp(0, 1, 5))
-    for rank in range(3):
-        start(wave, rank)
-    wave.report(WaveComplete(0, 1, 5))
-    assert wave.orders(1.0) == []
 
 
 def test_a_held_group_is_not_woken_but_by_its_resume(wave: LockstepWave) -> None:

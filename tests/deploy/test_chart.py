@@ -174,32 +174,6 @@ def test_dashboard_and_alerts_are_those_that_compose_uses() -> None:
     assert "../helm/swell/files/dashboard.json:" in compose
 
 
-@pytest.mark.parametrize(
-    ("setting", "named_in_error"),
-    [
-        ("api.replica=3", "replica"),
-        ("engine.replicas=many", "engine.replicas"),
-        ("image.tag=latest", "image.tag"),
-        ("engine.env.lower=1", "engine.env"),
-        ("api.route.enabled=true", "api.route.parentRefs"),
-        ("api.service.port=0", "api.service.port"),
-        ("engine.autoscaling.waitingPerEngine=4", "waitingPerEngine"),
-        ("engine.autoscaling.authentication.modes=password", "authentication.modes"),
-    ],
-)
-def test_wrong_values_are_refused_by_name(setting: str, named_in_error: str) -> None:
-    done = helm("template", "demo", str(CHART), "--kube-version", "1.30.0", "--set", setting)
-    assert done.returncode != 0
-    assert named_in_error in done.stderr
-
-
-def test_engines_that_step_together_are_not_scaled_while_they_run() -> None:
-    together = "engine.expertParallel=true,engine.autoscaling.enabled=true"
-    done = helm("template", "demo", str(CHART), "--kube-version", "1.30.0", "--set", together)
-    assert done.returncode != 0
-    assert "autoscaling" in done.stderr
-
-
 # -- is it fit to run? -----------------------------------------------------------------------------
 
 
@@ -581,18 +555,6 @@ def test_switching_autoscaling_on_and_off_ends_no_replica_that_runs(tmp_path: Pa
         assert scaler not in cluster.objects
         release(*off)
         assert cluster.objects[path]["spec"]["replicas"] == 8, "without an autoscaler as one says"
-
-
-def test_gpu_engines_ask_for_gpus_and_cpu_engines_use_the_cores_they_have() -> None:
-    on_gpu = find(render(CHART / "examples" / "gpu-64.yaml"), "StatefulSet", "demo-swell-engine")
-    pod = on_gpu["spec"]["template"]["spec"]
-    assert on_gpu["spec"]["replicas"] == 64
-    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
-    assert pod["tolerations"]
-    assert environment(on_gpu)["SWELL_DEVICE"] == "cuda"
-    on_cpu = find(render(), "StatefulSet", "demo-swell-engine")
-    assert environment(on_cpu)["SWELL_THREADS"]["resourceFieldRef"]["resource"] == "limits.cpu"
-    assert "nvidia.com/gpu" not in str(on_cpu)
 
 
 def test_engines_that_share_experts_know_how_many_they_are() -> None:

@@ -31,14 +31,12 @@ def rows(trial: Trial, attacks: Callable[[], Iterator[str]]) -> list[Row]:
     return trial.rows
 
 
-def test_requests_of_anybody_cost_no_more_than_their_share() -> None:
+def test_requests_patterns_and_grammars_of_anybody_cost_no_more_than_their_share() -> None:
     trial = Trial(bystanders=0)
-    rows(trial, lambda: chain(trial.costly(), trial.fields(0.003)))
-
-
-def test_patterns_and_grammars_of_anybody_cost_no_more_than_their_share() -> None:
-    trial = Trial(bystanders=0)
-    made = rows(trial, lambda: chain(trial.patterns(0.25), trial.grammars()))
+    made = rows(
+        trial,
+        lambda: chain(trial.costly(), trial.fields(0.003), trial.patterns(0.25), trial.grammars()),
+    )
     found = {row.name: row.outcome for row in made}
     assert found["json: ^(a|a)*$ of a text"].startswith("200, ")
     assert found["69 KB of optional letters"].startswith("400, ")

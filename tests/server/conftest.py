@@ -43,6 +43,9 @@ from engine.shared.pooling import PoolingSpec
 from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
+from server.generate import grammar_check
+from server.generate.grammar_process import NOTHING
+from server.helper_process import HelperProcess
 from server.observe.metrics import FrontEndMetrics
 from server.router.adapters import Adapters
 from server.router.generation_client import KvOffer, NoEngineAvailable
@@ -175,6 +178,7 @@ class FakeGenerationClient:
         self.view_age: float | None = None
         self.num_slots = 4
         self.serves_images = True
+        self.wants_whole_images = False
         self.adapters = Adapters(0, 1)
         self.changes: list[tuple[str, str | None, bool]] = []
         self.outcome = AdapterOutcome(1, 200)
@@ -330,6 +334,25 @@ def config() -> FrontEndConfig:
 @pytest.fixture
 def engines(tokenizer: ServedTokenizer) -> FakeGenerationClient:
     return FakeGenerationClient(tokenizer)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def grammar_process() -> Iterator[None]:
+    """One process checks the grammars of all apps: to start it takes longer than most tests."""
+    process, turn = HelperProcess(grammar_check._PROCESS, NOTHING), threading.Lock()
+
+    class Shared:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def answer(self, job: bytes, seconds: float) -> bytes | None:
+            with turn:
+                return process.answer(job, seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_check, "HelperProcess", Shared)
+        yield
+    process.end()
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
-"""Qwen 2 VL and 2.5 VL: Qwen 2 with a vision encoder; image tokens have row and column
-positions."""
+"""Qwen 2 VL and 2.5 VL: Qwen 2 with a vision encoder and row and column positions of images."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Settings of an engine and of the cluster that it joins, each defined once.
 
-Names are those that users of vLLM know, where it has the setting.
+Names follow vLLM where it has the setting.
 """
 
 # ruff: noqa: F403 - the names of these modules are names of this one too

@@ -1,4 +1,4 @@
-"""Settings of the engines of a cluster and of the links between its processes."""
+"""Settings of a cluster's engines and of the connections between its processes."""
 
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ from engine.shared.config.section import NonNegativeInt, PositiveFloat, Positive
 
 _MANY_LAYERS = 100_000
 _LONG_NUMBER = 10
-"""More digits than any model's number of layers has."""
+"""More digits than the number of layers of any model."""
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
@@ -18,8 +18,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     data_parallel_size: Annotated[
         int,
         Meta(ge=1, le=1024),
-        "Number of engines; default of a single node with CUDA devices: as many as these suffice "
-        "for.",
+        "Number of engines; default on a single node with CUDA devices: as many as they can run.",
     ] = 2
     data_parallel_size_local: Annotated[
         NonNegativeInt | None,
@@ -139,7 +138,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
 
     @property
     def layers_of_stages(self) -> tuple[int, ...] | None:
-        """Layers of each pipeline stage, 0 for text that is not a number; None if not set."""
+        """Layers of each pipeline stage, 0 for a part that is not a number; None if not set."""
         if self.pipeline_layer_partition is None:
             return None
         parts = [part.strip() for part in self.pipeline_layer_partition.split(",")]
@@ -147,30 +146,30 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
 
     @property
     def processes(self) -> int:
-        """How many processes (on CUDA: devices) compute one engine's model."""
+        """Number of processes (on CUDA: devices) that compute one engine's model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def processes_on_node(self) -> int:
-        """How many of them are on each node that the engine spans."""
+        """Number of those processes on each node that the engine spans."""
         return self.processes // self.nnodes
 
     @property
     def engines_on_node(self) -> int:
-        """How many engines this node runs."""
+        """Number of engines that this node runs."""
         if self.data_parallel_size_local is not None:
             return self.data_parallel_size_local
         return self.data_parallel_size if self.data_parallel_rank is None else 1
 
     @property
     def number_on_node(self) -> int:
-        """Which of its node's engines this is, from 0; ranks may interleave between nodes."""
+        """Index of this engine on its node; ranks can interleave between nodes."""
         if self.data_parallel_rank_local is not None:
             return self.data_parallel_rank_local
         return (self.data_parallel_rank or 0) % max(1, self.data_parallel_size_local or 1)
 
     def rank_on_node(self, number: int) -> int | None:
-        """Return the rank of the node's engine `number`; None if the coordinator chooses it."""
+        """Return the rank of the node's engine `number`; None if the coordinator assigns it."""
         first = self.data_parallel_start_rank
         if first is None:
             first = self.data_parallel_rank

@@ -11,7 +11,7 @@ from engine.shared.config.section import Section
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
-    """All that one engine needs to know."""
+    """All settings of one engine."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -25,8 +25,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
-    """What the supervisor tells an engine process at its start."""
+    """Launch parameters that the supervisor sends to an engine process."""
 
     config: EngineConfig
     incarnation: int
-    """Random number of this process, chosen by the supervisor so that it can report its death."""
+    """Random id of this process, chosen by the supervisor so that it can report the death."""

@@ -1,4 +1,4 @@
-"""Settings of an engine's steps: how they are planned and computed."""
+"""Settings of the planning and execution of an engine's steps."""
 
 from typing import Annotated, Literal
 
@@ -23,8 +23,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = 2048
     enable_chunked_prefill: Annotated[
         bool,
-        "Compute long prompts in several steps, beside decodes. Without it each prompt is computed "
-        "in one step, and --max-num-batched-tokens has to be at least --max-model-len.",
+        "Prefill long prompts in several steps, batched with decodes. Without it each prompt is "
+        "computed in one step, and --max-num-batched-tokens has to be at least --max-model-len.",
     ] = True
     max_num_encoder_tokens: Annotated[
         PositiveInt | None,
@@ -147,24 +147,24 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
 
     @property
     def encoder_budget(self) -> int:
-        """Maximum tokens of the images that are encoded in one step."""
+        """Maximum image tokens encoded in one step."""
         if not self.enable_chunked_prefill:
             return self.max_num_batched_tokens
         return self.max_num_encoder_tokens or self.max_num_batched_tokens // 16
 
     @property
     def steps_overlap(self) -> bool:
-        """Whether a step is planned while the one before runs; drafts need its tokens first."""
+        """Whether steps are planned ahead; not with drafts, which need the last step's tokens."""
         return self.async_scheduling and not self.max_draft_tokens
 
     @property
     def drafts_with_model(self) -> bool:
-        """Whether draft tokens come from weights beside the model's."""
+        """Whether drafting needs weights besides the model's."""
         return self.speculative_model is not None or self.speculative_method == "mtp"
 
     @property
     def max_draft_tokens(self) -> int:
-        """Maximum draft tokens per step and sequence; 0: none are proposed."""
+        """Maximum draft tokens per step and sequence; 0: speculation is off."""
         if self.drafts_with_model:
             return self.num_speculative_tokens
         return self.speculative_ngram
@@ -239,7 +239,7 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         try:
-            self.bound_to  # noqa: B018 - it is read for the check
+            self.bound_to  # noqa: B018 - validates the lists
         except BadCpuList as error:
             raise ValueError(
                 f"--cpu-bind has to be auto, none or lists of CPUs as 0-3|4-7: {error}"
@@ -247,5 +247,5 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
 
     @property
     def bound_to(self) -> tuple[CpuList, ...]:
-        """The CPUs that `cpu_bind` lists; none for auto and none."""
+        """The CPU lists in `cpu_bind`; empty for auto and none."""
         return () if self.cpu_bind in ("auto", "none") else read_lists(self.cpu_bind)

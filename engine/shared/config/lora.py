@@ -1,4 +1,4 @@
-"""Settings of adapters, and how one is written on a command line."""
+"""Settings of LoRA adapters, and parsing of --lora-modules."""
 
 from typing import Annotated
 
@@ -11,18 +11,18 @@ MAX_NAME_SIZE = 200
 
 
 class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter that is there from the start."""
+    """An adapter that is loaded at start."""
 
     name: str
     path: str
     base_model_name: str | None = None
-    """The served model's name, for a check."""
+    """If given, has to equal the served model's name."""
 
 
 class LoraConfig(Section, frozen=True, kw_only=True):
     """Adapters (LoRA)"""
 
-    enable_lora: Annotated[bool, "Serve adapters of the model beside the model itself."] = False
+    enable_lora: Annotated[bool, "Serve LoRA adapters in addition to the model."] = False
     max_loras: Annotated[
         int,
         Meta(ge=1, le=256),
@@ -30,7 +30,7 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     ] = 1
     max_cpu_loras: Annotated[
         PositiveInt | None,
-        "Maximum adapters that are loaded; default: 64, or --max-loras if that is more.",
+        "Maximum loaded adapters; default: 64, or --max-loras if that is larger.",
     ] = None
     max_lora_rank: Annotated[int, Meta(ge=1, le=512), "Maximum rank of an adapter."] = 16
     lora_modules: Annotated[
@@ -60,10 +60,10 @@ class LoraConfig(Section, frozen=True, kw_only=True):
 
     @property
     def modules(self) -> list[LoraModule]:
-        """The adapters that are there from the start.
+        """The adapters to load at start.
 
         Raises:
-            ValueError: one is written in neither form.
+            ValueError: an entry is neither name=path nor a valid JSON object.
         """
         return [_parse(text) for text in self.lora_modules]
 

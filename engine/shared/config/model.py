@@ -1,7 +1,9 @@
 """Settings of the model and of its KV cache."""
 
+import contextlib
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -16,8 +18,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     model: Annotated[
         str,
-        "Directory or hub id of a Hugging Face model, a GGUF file or one of the hub "
-        "(org/name:Q4_K_M); the bundled model if absent.",
+        "Directory or hub id of a Hugging Face model, or a GGUF file, local or on the hub "
+        "(org/name:Q4_K_M); default: the bundled model.",
     ] = str(BUNDLED_MODEL)
     served_model_name: Annotated[
         tuple[str, ...], "Name(s) that clients use for the model; default: its directory or id."
@@ -25,7 +27,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     revision: Annotated[str | None, "Branch, tag or commit of a model from the hub."] = None
     weights_dir: Annotated[
         str | None,
-        "Directory below which /admin/weights may find checkpoints; default: hub ids only.",
+        "Directory from which /admin/weights can load checkpoints; default: hub ids only.",
     ] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
@@ -51,9 +53,14 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     language_model_only: Annotated[
         bool,
-        "Serve a model that takes images without them: its vision encoder is not loaded, and every "
-        "step may hold a part of a prompt. Set it for engines and API servers alike.",
+        "Serve a vision-language model without images: its vision encoder is not loaded, and any "
+        "prompt can be prefilled in parts. Set it for engines and API servers alike.",
     ] = False
+    limit_mm_per_prompt: Annotated[
+        str,
+        'JSON object with the maximum images of a request, e.g. `{"image": 4}`; 0 refuses images, '
+        "and vLLM engines then load no vision encoder.",
+    ] = '{"image": 32}'
     max_model_len: Annotated[
         PositiveInt | None, "Longest sequence in tokens; default: the model's own limit."
     ] = None
@@ -73,7 +80,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], "Where the model runs."] = "auto"
     generation_config: Annotated[
         str,
-        "Where the defaults of temperature, top_p and the like come from; auto: the model's "
+        "Source of the defaults of temperature, top_p etc.; auto: the model's "
         "generation_config.json; vllm or none: neutral values; else: a directory with such a "
         "file.",
     ] = "auto"
@@ -86,6 +93,29 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         str | None,
         "Jinja file that replaces the model's chat template, or the template itself.",
     ] = None
+
+    def __post_init__(self) -> None:
+        self.max_images  # noqa: B018 - validates the setting
+
+    @property
+    def max_images(self) -> int:
+        """Maximum images per request.
+
+        Raises:
+            ValueError: `limit_mm_per_prompt` is malformed.
+        """
+        limits: Any = None
+        with contextlib.suppress(ValueError):
+            limits = json.loads(self.limit_mm_per_prompt)
+        wrong = ValueError('limit_mm_per_prompt must be a JSON object such as {"image": 4}')
+        if not isinstance(limits, dict):
+            raise wrong
+        if unknown := limits.keys() - {"image", "video", "audio"}:
+            raise ValueError(f"limit_mm_per_prompt: {min(unknown)} is no kind of media")
+        max_images = limits.get("image", 32)
+        if type(max_images) is not int or not 0 <= max_images <= 1024:
+            raise wrong
+        return max_images
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):
@@ -110,26 +140,26 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     ] = 0.9
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "fp8_e4m3"],
-        "How the KV cache keeps keys and values. auto: in the type that they are computed in; "
-        "fp8, or fp8_e4m3: in 8 bits, with a scale for each token and head, for about twice the "
-        "tokens in the same memory.",
+        "Storage type of keys and values. auto: the type that they are computed in; fp8, or "
+        "fp8_e4m3: 8 bits, with a scale per token and head, for about twice the tokens in the same "
+        "memory.",
     ] = "auto"
     enable_prefix_caching: Annotated[
         bool, "Reuse the KV blocks of prompts that begin with the same tokens."
     ] = True
     encoder_cache_bytes: Annotated[
         PositiveInt,
-        "Memory of one engine for encoded images: one that comes again while it is there is not "
-        "encoded again. At least one image fits.",
+        "Memory per engine for encoded images, so that repeated images are not encoded again. At "
+        "least one image fits.",
     ] = 256 << 20
     kv_memory_tier_bytes: Annotated[
         PositiveInt | None,
-        "Host memory (in /dev/shm) for KV blocks that all engines of the node share: a prefix "
-        "that one has computed is read by the others, and after a restart; default: none.",
+        "Host memory (in /dev/shm) for KV blocks shared by all engines of the node: a prefix "
+        "computed by one can be read by the others, and after a restart; default: none.",
     ] = None
     kv_disk_tier_dir: Annotated[
         str | None,
-        "Directory for KV blocks that outlive all engines; private to their user; default: none.",
+        "Directory for KV blocks that outlive all engines; private to its user; default: none.",
     ] = None
     kv_disk_tier_bytes: Annotated[
         PositiveInt, "Limit of --kv-disk-tier-dir; the least recently used blocks are removed."
@@ -141,20 +171,20 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     ] = "all"
     kv_role: Annotated[
         Literal["prefill", "decode", "both"] | None,
-        "What an engine does where prompts are computed by other engines than answers; prefill: it "
-        "computes long prompts and hands their KV blocks on; decode: it reads them and generates; "
-        "both: either, as long as nobody asks for one of them alone; default: no KV blocks are "
-        "handed on, unless --prefill-engines says so.",
+        "Role of an engine in disaggregated prefill; prefill: compute long prompts and offer their "
+        "KV blocks; decode: read these and generate; both: like decode, and like prefill if an "
+        "external router requests it; default: no transfer of KV blocks, unless --prefill-engines "
+        "is set.",
     ] = None
     prefill_engines: Annotated[
         NonNegativeInt,
-        "Number of engines, those of the lowest ranks, that have --kv-role prefill; the others "
-        "have decode. 0: --kv-role is that of all engines of this command.",
+        "Number of engines, those of the lowest ranks, with --kv-role prefill; the others get "
+        "decode. 0: --kv-role applies to all engines of this command.",
     ] = 0
     kv_transfer_bytes: Annotated[
         PositiveInt,
-        "Memory of one engine for copies of KV blocks that another engine is about to read; what "
-        "does not fit is computed there.",
+        "Memory per engine for copies of KV blocks until another engine reads them; blocks that do "
+        "not fit are recomputed there.",
     ] = 1 << 30
     kv_transfer_config: Annotated[
         str | None,
@@ -163,6 +193,6 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     ] = None
     kv_events_config: Annotated[
         str | None,
-        "JSON object with vLLM's keys: engines publish which KV blocks they store and remove, for "
-        "routers of others (docs/kv.md); default: they do not.",
+        "JSON object with vLLM's keys: engines publish the KV blocks that they store and remove, "
+        "for external routers (docs/kv.md); default: off.",
     ] = None

@@ -1,4 +1,4 @@
-"""Settings that every process has: its log lines and its health port."""
+"""Settings of every process: logging and the health port."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ class HealthConfig(Section, frozen=True, kw_only=True):
     health_port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)] | None,
         "Port on which an engine or a coordinator answers GET /health and /ready, on all "
-        "interfaces; default: none. Below `swell serve` the first engine of the node has this port "
+        "interfaces; default: none. Under `swell serve` the first engine of the node has this port "
         "and the others the next ones.",
     ] = None
     stall_timeout: Annotated[

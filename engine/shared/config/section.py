@@ -1,8 +1,8 @@
-"""What a group of settings is, and the shorthand in which one setting is written.
+"""Base class of a group of settings, and shorthands for declaring one.
 
 A setting is a field of a `Section`: `name: Annotated[TYPE, "Help text."] = DEFAULT`, with a
-`msgspec.Meta` between the two where the value has bounds that none of the types below says. From it
-come the command-line flag, the `SWELL_*` variable, the YAML key and the row of docs/settings.md
+`msgspec.Meta` between the two if none of the types below expresses the value's bounds. It defines
+the command-line flag, the `SWELL_*` variable, the YAML key and the row of docs/settings.md
 (`engine.shared.settings`).
 """
 
@@ -19,9 +19,9 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 
 class OneOf(NamedTuple):
-    """What a setting of type str may be: one of these words, or the name of a plugin.
+    """Allowed values of a str setting: one of these words, or the name of a plugin.
 
-    `plugins` is the group of its entry points (`engine.shared.plugins`).
+    `plugins` is the entry-point group (`engine.shared.plugins`).
     """
 
     words: tuple[str, ...]
@@ -32,7 +32,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all groups of settings; the docstring's first line is the group's title in --help."""
 
     def changed(self, **sections: Mapping[str, object]) -> Self:
-        """Return the settings with other values for some, by section: `cluster={"node": "a"}`."""
+        """Return a copy with values replaced, given by section: `cluster={"node": "a"}`."""
         return msgspec.structs.replace(
             self,
             **{

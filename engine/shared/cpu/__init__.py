@@ -1,1 +1,1 @@
-"""Which CPUs the processes of a node run on: lists, what the machine has, the plan, binding."""
+"""CPU placement of a node's processes: CPU lists, machine topology, planning, binding."""

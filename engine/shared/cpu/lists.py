@@ -1,24 +1,24 @@
-"""Lists of CPUs as Linux writes them (`0-3,8`), and several of them in one setting (`0-3|4-7`)."""
+"""Linux CPU lists (`0-3,8`), and several of them in one setting (`0-3|4-7`)."""
 
 CpuList = tuple[int, ...]
-"""Numbers of CPUs, in order, each once. Linux numbers hardware threads."""
+"""Sorted CPU numbers without duplicates. Linux numbers hardware threads."""
 
 MAX_CPUS = 8192
-"""More than Linux can number."""
+"""Above the largest number of CPUs that Linux supports."""
 
 _SHOWN = 80
-"""Characters of a bad value that are repeated to whoever gave it."""
+"""Maximum characters of a bad value quoted in an error."""
 
 
 class BadCpuList(ValueError):
-    """Text that is no list of CPUs; the message says why, for people."""
+    """Malformed CPU list; the message is user-facing."""
 
 
 def read_list(text: str) -> CpuList:
-    """Return the CPUs that `0-3,8` names.
+    """Parse a CPU list such as `0-3,8`.
 
     Raises:
-        BadCpuList: it is none, or names a CPU twice.
+        BadCpuList: the text is malformed, or names a CPU twice.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -29,16 +29,16 @@ def read_list(text: str) -> CpuList:
             raise BadCpuList(f"{_shown(part)} ends before it begins")
         cpus = range(low, high + 1)
         if twice := found.intersection(cpus):
-            raise BadCpuList(f"CPU {min(twice)} is in {_shown(text)} twice")
+            raise BadCpuList(f"CPU {min(twice)} occurs twice in {_shown(text)}")
         found.update(cpus)
     return tuple(sorted(found))
 
 
 def read_lists(text: str) -> tuple[CpuList, ...]:
-    """Return the lists that `0-3|4-7` holds.
+    """Parse several CPU lists such as `0-3|4-7`.
 
     Raises:
-        BadCpuList: one of them is none, or a CPU is in two of them.
+        BadCpuList: a list is malformed, or a CPU is in two lists.
     """
     lists = tuple(read_list(part) for part in text.split("|"))
     owner: dict[int, int] = {}
@@ -50,7 +50,7 @@ def read_lists(text: str) -> tuple[CpuList, ...]:
 
 
 def list_text(cpus: CpuList) -> str:
-    """Return `0-3,8` for CPUs in order."""
+    """Format sorted CPU numbers as `0-3,8`."""
     parts: list[str] = []
     first = last = -1
     for cpu in (*cpus, -1):
@@ -64,13 +64,13 @@ def list_text(cpus: CpuList) -> str:
 
 
 def lists_text(lists: tuple[CpuList, ...]) -> str:
-    """Return `0-3|4-7` for several lists."""
+    """Format several lists as `0-3|4-7`."""
     return "|".join(map(list_text, lists))
 
 
 def _number(text: str, whole: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise BadCpuList(f"{_shown(whole)} is no list of CPUs: write it as 0-3 or 0,2,8-11")
+        raise BadCpuList(f"{_shown(whole)} is not a list of CPUs: write it as 0-3 or 0,2,8-11")
     if len(text) > len(str(MAX_CPUS)) or int(text) >= MAX_CPUS:
         raise BadCpuList(f"there is no CPU {_shown(text)}")
     return int(text)

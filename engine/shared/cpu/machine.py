@@ -1,4 +1,4 @@
-"""What CPUs this machine lets a process use, and how a process is bound to some of them."""
+"""The CPUs available to this process, and CPU binding."""
 
 import contextlib
 import logging
@@ -14,12 +14,12 @@ _ROOT = Path("/")
 
 
 def read_topology(root: Path = _ROOT) -> Topology | None:
-    """Return the CPUs that this process may use; None where processes cannot be bound.
+    """Return the CPUs that this process can use; None where binding is not supported.
 
-    In a container, or below a program such as taskset, these are not all of the machine's.
+    In a container, or under a program such as taskset, these are not all CPUs of the machine.
 
     Args:
-        root: where `/sys` and `/proc` are.
+        root: directory that contains `sys` and `proc`.
     """
     if not hasattr(os, "sched_setaffinity"):
         return None
@@ -31,19 +31,19 @@ def read_topology(root: Path = _ROOT) -> Topology | None:
         cpus = set(_list_in(directory / f"node{number}/cpulist"))
         if own := tuple(core for core in cores if core[0] in cpus):
             nodes.append(own)
-    if sum(map(len, nodes)) != len(cores):  # a kernel without NUMA, or a part of /sys is hidden
+    if sum(map(len, nodes)) != len(cores):  # kernel without NUMA, or /sys partly hidden
         nodes = [tuple(cores)]
     return Topology(tuple(nodes), cpu_quota(root))
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Return how many cores this process may use, whichever of their hardware threads."""
+    """Return the number of physical cores that this process can use."""
     usable = os.sched_getaffinity(0)
     return len({_core(cpu, usable, root) for cpu in usable})
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Return how many CPUs' time the control groups of this process grant; None: no limit."""
+    """Return the CPU quota of this process's control groups, in CPUs; None: no limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -58,9 +58,9 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
             base, read = root / "sys/fs/cgroup/cpu", _quota_of_version_1
         else:
             continue
-        # A container sees its own group as the root, whatever path it has outside.
+        # Inside a container its own group appears as the root, whatever its path outside.
         parts = [part for part in path.split("/") if part]
-        if ".." in parts:  # a group that is not below the one that is seen here
+        if ".." in parts:  # the group is outside the visible hierarchy
             parts = []
         above = (base.joinpath(*parts[:length]) for length in range(len(parts) + 1))
         found += [quota for each in above if (quota := read(each)) is not None]
@@ -68,19 +68,19 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def bind_process(cpus: CpuList) -> bool:
-    """Have all threads of this process run on these CPUs only; return whether they do.
+    """Bind all threads of this process to these CPUs; return whether it worked.
 
-    Called before libraries are loaded, as they count CPUs, and before memory is written, which is
-    then near these CPUs. Without any, nothing is done.
+    Call before loading libraries, which count CPUs, and before allocating memory, which is then
+    local to these CPUs. An empty list does nothing.
     """
     if not cpus:
         return False
     try:
         os.sched_setaffinity(0, cpus)
         for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # the thread has exited
                 os.sched_setaffinity(int(thread.name), cpus)
-    except OSError as error:  # they were taken from the container since they were chosen
+    except OSError as error:  # removed from the container's CPU set since they were chosen
         logger.warning("cannot be bound to CPUs %s: %s", list_text(cpus), error)
         return False
     return True
@@ -95,7 +95,7 @@ def _core(cpu: int, usable: set[int], root: Path) -> Core:
 def _list_in(path: Path) -> CpuList:
     try:
         return read_list(path.read_text().strip())
-    except (OSError, BadCpuList):  # not there, or empty, as of a node with memory only
+    except (OSError, BadCpuList):  # missing, or empty for a node that has only memory
         return ()
 
 

@@ -1,12 +1,12 @@
 """Plans which CPUs each engine of a node runs on (`--cpu-bind`). No I/O.
 
-Memory is where the thread that first writes it runs, so a process that stays on one NUMA node has
-its weights and KV cache there, and reads them at that node's full speed. This is what binding is
-for, and why `auto` leaves a machine with one NUMA node alone: all its memory is equally near, and
-a scheduler that may move threads gets around whatever else runs there.
+Memory is allocated on the NUMA node of the thread that first writes it, so a process that stays on
+one node has local weights and KV cache, and reads them at full speed. That is the purpose of
+binding, and why `auto` does nothing on a machine with one NUMA node: there all memory is equally
+near, and an unbound process can be scheduled around other load.
 
-`auto` takes nothing from anybody: it binds only where all processes get equal shares, next to no
-core is left over but what the front ends need, and nobody else has a say in who gets the CPUs.
+`auto` is conservative: it binds only if all processes get equal shares, almost no core is left over
+besides those for front ends, and no quota suggests that the CPUs are shared.
 """
 
 import msgspec
@@ -14,66 +14,66 @@ import msgspec
 from engine.shared.cpu.lists import CpuList, list_text, lists_text, read_lists
 
 _LEAST_USE = 7 / 8
-"""Share of the cores that engines have to get for `auto` to bind them."""
+"""Minimum share of the cores that engines have to get for `auto` to bind them."""
 
 Core = CpuList
-"""The CPUs of one core, its hardware threads, as far as they may be used."""
+"""The usable hardware threads of one core."""
 
 
 class BadCpuBind(ValueError):
-    """`--cpu-bind` asks for what cannot be had; the message is for people."""
+    """`--cpu-bind` cannot be satisfied; the message is user-facing."""
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The CPUs that may be used."""
+    """The usable CPUs."""
 
     nodes: tuple[tuple[Core, ...], ...]
     """The cores of each NUMA node that has any, in order."""
     quota: float | None = None
-    """How many CPUs' time may be used, if that is limited."""
+    """CPU quota in CPUs; None: no limit."""
 
     @property
     def cpus(self) -> CpuList:
-        """All CPUs, in order."""
+        """All CPUs, sorted."""
         return tuple(sorted(cpu for node in self.nodes for core in node for cpu in core))
 
     @property
     def num_cores(self) -> int:
-        """How many cores there are."""
+        """Number of cores."""
         return sum(map(len, self.nodes))
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be placed on a node."""
+    """The processes to place on a node."""
 
     bind: str
     """The setting: `auto`, `none` or lists of CPUs."""
     engines: int
-    """How many engines the node runs from the start on."""
+    """Number of engines that the node starts with."""
     processes: int = 1
-    """How many processes compute each engine's model."""
+    """Number of processes per engine."""
     others: int = 0
-    """How many front ends and coordinators run beside them."""
+    """Number of front ends and coordinators on the node."""
     threads: int | None = None
-    """Compute threads of each engine, where that is set."""
+    """Compute threads per engine, if configured."""
     on_cpu: bool = True
     """Whether the engines compute a model on CPUs."""
 
 
 class CpuPlan(msgspec.Struct, frozen=True):
-    """Where the processes of a node run."""
+    """CPU placement of a node's processes."""
 
     engines: tuple[tuple[CpuList, ...], ...] = ()
-    """For each bound engine the CPUs of each of its processes, in the order of stages."""
+    """CPUs of each process of each bound engine, in stage order."""
     others: CpuList = ()
     """CPUs of front ends and the coordinator; empty: any."""
     reason: str = ""
-    """Why no engine is bound, for people."""
+    """Why no engine is bound, for the log."""
 
     def of_engine(self, number: int) -> str:
-        """Return the lists of a node's engine, as the setting would have them; else `none`.
+        """Return an engine's lists in the setting's syntax; `none` if it is not bound.
 
-        Engines that scaling adds beyond the plan run wherever there is room.
+        Engines that scaling adds beyond the plan are not bound.
         """
         if number >= len(self.engines):
             return "none"
@@ -81,13 +81,13 @@ class CpuPlan(msgspec.Struct, frozen=True):
 
 
 def make_plan(wish: Wish, topology: Topology | None) -> CpuPlan:
-    """Return where everything runs.
+    """Return the CPU placement of all processes.
 
     Args:
-        topology: what the machine has; None if that is unknown, or processes cannot be bound.
+        topology: the machine's CPUs; None if unknown, or if binding is not supported.
 
     Raises:
-        BadCpuBind: lists that do not fit the machine or the engines.
+        BadCpuBind: the configured lists do not fit the machine or the engines.
     """
     if wish.bind == "none":
         return CpuPlan(reason="--cpu-bind none")
@@ -122,7 +122,7 @@ def _shares(wish: Wish, topology: Topology) -> list[list[Core]] | str:
     )
     if against := [reason for applies, reason in obstacles if applies]:
         return against[0]
-    together = max(1, len(nodes) // count)  # nodes of one process, which are near each other
+    together = max(1, len(nodes) // count)  # adjacent nodes per process
     groups = [
         [core for node in nodes[at : at + together] for core in node]
         for at in range(0, len(nodes), together)
@@ -134,7 +134,7 @@ def _shares(wish: Wish, topology: Topology) -> list[list[Core]] | str:
         return "more than an eighth of the cores would be left over"
     found = []
     for group in groups:
-        used = group[len(group) - size * in_group :]  # Linux's own work is on the first ones
+        used = group[len(group) - size * in_group :]  # the kernel prefers the first cores
         found += [used[at : at + size] for at in range(0, len(used), size)]
     threads = (wish.threads or 0) // wish.processes
     if threads > min(len(_cpus(cores)) for cores in found):
@@ -143,10 +143,10 @@ def _shares(wish: Wish, topology: Topology) -> list[list[Core]] | str:
 
 
 def _chosen(wish: Wish, topology: Topology) -> list[CpuList]:
-    """Return the CPUs of each process as the setting's lists have them.
+    """Return the configured CPUs of each process.
 
     Raises:
-        BadCpuBind: they do not fit.
+        BadCpuBind: the lists do not fit the machine or the engines.
     """
     lists = list(read_lists(wish.bind))
     usable = set(topology.cpus)
@@ -176,10 +176,10 @@ def _chosen(wish: Wish, topology: Topology) -> list[CpuList]:
 
 
 def _divided(cpus: CpuList, wish: Wish, topology: Topology) -> list[CpuList]:
-    """Return an engine's CPUs divided among its processes, whole cores to each.
+    """Return an engine's CPUs divided among its processes, in whole cores.
 
     Raises:
-        BadCpuBind: it has more processes than cores.
+        BadCpuBind: there are more processes than cores.
     """
     wanted, parts = set(cpus), wish.processes
     cores = [
@@ -196,7 +196,7 @@ def _divided(cpus: CpuList, wish: Wish, topology: Topology) -> list[CpuList]:
 
 
 def _rest(wish: Wish, topology: Topology, lists: list[CpuList]) -> CpuList:
-    """Return the CPUs of front ends and the coordinator; empty if they had to share one."""
+    """Return the CPUs for front ends and the coordinator; empty if there is not one for each."""
     taken = {cpu for cpus in lists for cpu in cpus}
     rest = tuple(cpu for cpu in topology.cpus if cpu not in taken)
     return rest if wish.others and len(rest) >= wish.others else ()

@@ -1,1 +1,1 @@
-"""GGUF files as models: what they say of the network, its tokenizer and its chat template."""
+"""GGUF files as models: network config, tokenizer and chat template."""

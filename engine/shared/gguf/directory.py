@@ -1,6 +1,6 @@
-"""A GGUF file's network, tokenizer and chat template as a Hugging Face directory without weights.
+"""A GGUF file's config, tokenizer and chat template as a Hugging Face directory without weights.
 
-Every process of a stack reads these from files; the first one that needs them writes them, for all.
+Every process of a stack reads these files; the first one that needs them writes them.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from engine.shared.gguf.vocabulary import special_tokens, tokenizer_of
 from engine.shared.user_cache import user_cache
 
 _FORM = 3
-"""Increased whenever these files are written in another form."""
+"""Version of the written files; increased whenever their content changes."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -24,11 +24,11 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""Of `general.sampling.*`, by the names of generation_config.json."""
+"""`general.sampling.*` keys and their generation_config.json names."""
 
 
 def is_gguf(model: str) -> bool:
-    """Whether a model is named by a GGUF file."""
+    """Return whether a model's path names a GGUF file."""
     return model.endswith(".gguf") and Path(model).expanduser().is_file()
 
 
@@ -36,11 +36,11 @@ def text_directory(path: Path) -> Path:
     """Return the directory with the text files of a GGUF model, in the user's cache.
 
     Raises:
-        BadGguf: the file is broken, or of a kind that is not served.
-        OSError: it cannot be read, or the cache cannot be written.
+        BadGguf: the file is malformed or unsupported.
+        OSError: the file cannot be read, or the cache cannot be written.
     """
     gguf = read_gguf(path)
-    # What the frequencies are divided by stands among the weights.
+    # The RoPE frequency divisors are stored among the weights, outside the header's digest.
     described = f"{gguf.digest} {frequency_divisors(gguf, path)}"
     digest = hashlib.sha256(described.encode()).hexdigest()
     directory = user_cache() / "gguf" / f"{digest[:32]}-{_FORM}"
@@ -52,7 +52,7 @@ def text_directory(path: Path) -> Path:
 def _files(gguf: Gguf, path: Path) -> dict[str, dict[str, Any]]:
     metadata = gguf.metadata
     text: dict[str, Any] = special_tokens(metadata)
-    # Llama's architecture is that of many: it is no name.
+    # Many models use Llama's architecture, so it does not serve as a name.
     architecture = str(metadata.get("general.architecture"))
     own = "" if architecture == "llama" else architecture
     name = str(metadata.get("general.basename") or own)
@@ -75,7 +75,7 @@ def _files(gguf: Gguf, path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _write(files: dict[str, dict[str, Any]], directory: Path) -> None:
-    """Make the directory in one step, so that nobody finds half of it."""
+    """Create the directory atomically, so that no process sees a partial one."""
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix="new-", dir=directory.parent))
     try:
@@ -84,7 +84,7 @@ def _write(files: dict[str, dict[str, Any]], directory: Path) -> None:
         try:
             made.rename(directory)
         except OSError:
-            if not directory.is_dir():  # else another process was first, with the same
+            if not directory.is_dir():  # otherwise another process has written the same files
                 raise
     finally:
         shutil.rmtree(made, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a GGUF file says of the network, in the words of a Hugging Face config.json."""
+"""A GGUF file's description of the network, as a Hugging Face config.json."""
 
 import struct
 from collections.abc import Mapping
@@ -33,20 +33,20 @@ _READ = (
     "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_log_multiplier", "expert_gating_func", "nextn_predict_layers",
 )  # fmt: skip
-"""Keys that are read in another way, or that say nothing of what is computed."""
+"""Keys that are read elsewhere, or that do not affect the computation."""
 _ENDINGS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class _Architecture(msgspec.Struct, frozen=True):
-    """What an architecture of llama.cpp is called by transformers."""
+    """How transformers names a llama.cpp architecture and its keys."""
 
     name: str
     keys: Mapping[str, str] = {}
-    """Of metadata, by the names of config.json, beside or in place of `_KEYS`."""
+    """Metadata keys to config.json names, in addition to or overriding `_KEYS`."""
     defaults: Mapping[str, Any] = {}
-    """What absent keys mean to llama.cpp, where it is something else to the class."""
+    """llama.cpp's defaults of absent keys, where they differ from the transformers class's."""
     rotates_part: bool = False
-    """Whether `rope.dimension_count` may be less than a head has."""
+    """Whether `rope.dimension_count` can be less than the head dimension."""
 
 
 _WINDOW = {"attention.sliding_window": "sliding_window"}
@@ -77,7 +77,7 @@ _NO_GROUPS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}
 _OF_EXPERTS = {"expert_feed_forward_length": "intermediate_size"}
 
 _ARCHITECTURES = {
-    # Mistral's and Mixtral's too
+    # Also Mistral and Mixtral.
     "llama": _Architecture("LlamaForCausalLM", _OF_EXPERTS),
     "llama4": _Architecture(
         "Llama4ForCausalLM",
@@ -156,10 +156,10 @@ _ARCHITECTURES = {
 
 
 def config_of(gguf: Gguf, path: Path) -> dict[str, Any]:
-    """Return the config of the network.
+    """Return the network's config.
 
     Raises:
-        BadGguf: it is none of those that are served, or the file does not describe it.
+        BadGguf: the architecture is unsupported, or the metadata is incomplete.
         OSError: the file cannot be read.
     """
     found, tensors = gguf.metadata, gguf.tensors
@@ -189,7 +189,7 @@ def config_of(gguf: Gguf, path: Path) -> dict[str, Any]:
         "rope_theta": 10000.0,
         **architecture.defaults,
         **{ours: stated[theirs] for theirs, ours in keys.items() if ours and theirs in stated},
-        # Whoever reads the config says which keys it does not know.
+        # Unknown keys are passed on, so that the config's reader can report them.
         **{
             f"{kind}.{key}": value
             for key, value in stated.items()
@@ -205,7 +205,7 @@ def config_of(gguf: Gguf, path: Path) -> dict[str, Any]:
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int) or not 1 <= layers <= len(tensors):
         raise BadGguf(f"{path}: {kind}.block_count is {layers!r}, with {len(tensors)} tensors")
-    # What is absent means what it means to llama.cpp, and not to another implementation.
+    # Absent keys have llama.cpp's defaults.
     if not config.get("head_dim"):
         hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
         if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
@@ -224,16 +224,16 @@ def config_of(gguf: Gguf, path: Path) -> dict[str, Any]:
 
 
 def _adapt(config: dict[str, Any], kind: str, gguf: Gguf) -> None:
-    """Say what follows from tensors and sizes, where llama.cpp has no key for it."""
+    """Set config entries that follow from tensors and sizes, where llama.cpp has no key."""
     tensors, head_dim = gguf.tensors, config["head_dim"]
     is_normed = "blk.0.attn_q_norm.weight" in tensors
     if kind == "llama" and config.get("num_local_experts"):
         config["architectures"] = ["MixtralForCausalLM"]
     elif kind == "llama4":
-        # The one with 128 experts has no such norms.
+        # The variant with 128 experts has no such norms.
         config["use_qk_norm"] = config.get("num_local_experts") == 16
     elif kind in ("gemma2", "gemma3"):
-        # The versions of 27 billion parameters differ.
+        # The 27-billion-parameter variants differ.
         is_largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[kind]
         width = config["hidden_size"] // config["num_attention_heads"] if is_largest else head_dim
         config["query_pre_attn_scalar"] = width
@@ -251,7 +251,7 @@ def _adapt(config: dict[str, Any], kind: str, gguf: Gguf) -> None:
     elif kind == "gpt-oss" and tensors[_MXFP4_EXPERTS].storage.name == "MXFP4":
         config["quantization_config"] = {"quant_method": "mxfp4"}
     elif kind == "deepseek2":
-        # Files keep what llama.cpp caches. Older ones have no key_length_mla.
+        # Files store what llama.cpp caches. Older ones have no key_length_mla.
         width = config.pop("qk_head_dim", config.pop("head_dim"))
         config["qk_nope_head_dim"] = width - config["qk_rope_head_dim"]
         config["num_key_value_heads"] = config["num_attention_heads"]
@@ -260,7 +260,7 @@ def _adapt(config: dict[str, Any], kind: str, gguf: Gguf) -> None:
         elif config["n_group"] > 1:
             config["topk_method"] = "group_limited_greedy"
     if kind == "glm4moe":
-        # The layers that draft tokens are counted, too.
+        # The count includes the multi-token prediction layers.
         config["num_hidden_layers"] -= gguf.metadata.get(f"{kind}.nextn_predict_layers", 0)
 
 
@@ -284,7 +284,7 @@ def _check_rotation(
 ) -> None:
     head_dim = config.get("head_dim")
     if head_dim is None:
-        return  # latents
+        return  # latent attention
     rotated = stated.get("rope.dimension_count", head_dim)
     if architecture.rotates_part and isinstance(rotated, int):
         config["partial_rotary_factor"] = rotated / head_dim
@@ -292,16 +292,16 @@ def _check_rotation(
     values = stated.get("attention.value_length", head_dim)
     for key, width in (("rope.dimension_count", rotated), ("attention.value_length", values)):
         if width != head_dim:
-            raise BadGguf(f"{path}: {key} is {width}; only {head_dim}, all of a head, is served")
+            raise BadGguf(f"{path}: {key} is {width}; only the whole head, {head_dim}, is served")
 
 
 def frequency_divisors(gguf: Gguf, path: Path) -> dict[str, list[float]]:
-    """Return what the frequencies of rotary positions are divided by, where the file says so.
+    """Return the divisors of the RoPE frequencies that the file stores, if any.
 
-    By `freqs`: in sequences of any length; or `factors_short` and `factors_long`.
+    Keys: `freqs` (for sequences of any length), or `factors_short` and `factors_long`.
 
     Raises:
-        BadGguf: it says something else there.
+        BadGguf: a divisor tensor is not a short F32 vector.
         OSError: the file cannot be read.
     """
     found = {}
@@ -318,13 +318,13 @@ def frequency_divisors(gguf: Gguf, path: Path) -> dict[str, list[float]]:
 
 
 def ending_ids(metadata: dict[str, Any]) -> list[int]:
-    """Return the tokens that end an answer."""
+    """Return the token ids that end an answer."""
     found = [metadata.get(f"tokenizer.ggml.{name}") for name in _ENDINGS]
     return list(dict.fromkeys(each for each in found if isinstance(each, int)))
 
 
 def _scaling(gguf: Gguf, kind: str, config: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """Return how positions are stretched, by the rules of llama.cpp."""
+    """Return the config's rope_scaling by llama.cpp's rules, None if there is no scaling."""
     prefix = f"{kind}.rope.scaling."
     stated = {
         key.removeprefix(prefix): value
@@ -346,7 +346,7 @@ def _scaling(gguf: Gguf, kind: str, config: dict[str, Any], path: Path) -> dict[
         }
     is_stretched = by != "none" and (factor != 1.0 or attention != 1.0)
     if divisors and not is_stretched:
-        # Llama 3's stretching comes as what each frequency is divided by, as LongRoPE's does.
+        # Llama 3's scaling is stored as per-frequency divisors, like LongRoPE's.
         return {
             "rope_type": "longrope",
             "short_factor": divisors["freqs"],
@@ -377,7 +377,7 @@ def _yarn(
             scaling[ours] = stated[theirs]
     multiplier = stated.get("yarn_log_multiplier")
     if multiplier:
-        # DeepSeek's is stored multiplied by 0.1.
+        # DeepSeek's multiplier is stored multiplied by 0.1.
         scale = multiplier * 10 if kind == "deepseek2" else multiplier
         scaling |= {"mscale": scale, "mscale_all_dim": scale}
     else:

@@ -1,7 +1,7 @@
-"""Reads what stands before the weights of a GGUF file: metadata, and where each tensor is.
+"""Reads the header of a GGUF file: metadata, and the location of each tensor.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
-Every count is compared with what the file has left before anything is made of it.
+Every count is checked against the rest of the file before anything is allocated for it.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ import msgspec
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER = 1 << 26
-"""Bytes before the weights; those of models with the largest vocabularies have some 15 MB."""
+"""Maximum bytes before the weights; models with the largest vocabularies have about 15 MB."""
 _MAX_ARRAY_ENTRIES = 1 << 21
-"""Of all arrays together: a vocabulary of 262,144 tokens has 1.3 million with scores, types and
+"""Total over all arrays: a vocabulary of 262,144 tokens has 1.3 million with scores, types and
 merges. An entry takes up to 80 bytes and 0.4 us."""
 _MAX_KEY = 1 << 10
 _MAX_STRING = 1 << 22
 _MAX_ENTRIES = 1 << 16
-"""Metadata keys, and tensors."""
+"""Maximum metadata keys, and maximum tensors."""
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 1 << 40
 _DEFAULT_ALIGNMENT = 32
@@ -33,15 +33,15 @@ _DEFAULT_ALIGNMENT = 32
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SIZES = {**{kind: struct.calcsize(code) for kind, code in _NUMBERS.items()}, _BOOL: 1, _STRING: 8}
-"""Bytes that a value takes at least."""
+"""Minimum bytes per value, by type."""
 
 
 class BadGguf(ValueError):
-    """The file is no GGUF file, or one that is not served; the message says why."""
+    """Malformed or unsupported GGUF file; the message says why."""
 
 
 class Storage(msgspec.Struct, frozen=True):
-    """How a type of tensor is stored: blocks of so many elements in so many bytes."""
+    """Storage format of a tensor type: `elements` elements per block of `num_bytes` bytes."""
 
     name: str
     elements: int
@@ -50,8 +50,8 @@ class Storage(msgspec.Struct, frozen=True):
 
 @cache
 def storage_types() -> dict[int, Storage]:
-    """Return how each type of tensors is stored, by the number that stands for it."""
-    from gguf import GGML_QUANT_SIZES  # brings numpy, which front ends of other models lack
+    """Return the storage format of each supported tensor type, by its type number."""
+    from gguf import GGML_QUANT_SIZES  # loads numpy, which other models' front ends do not need
 
     return {
         int(kind): Storage(kind.name, *sizes)
@@ -61,35 +61,35 @@ def storage_types() -> dict[int, Storage]:
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """Where one tensor is."""
+    """Location and shape of one tensor."""
 
     shape: tuple[int, ...]
-    """Outermost first, as in safetensors."""
+    """Outermost dimension first, as in safetensors."""
     storage: Storage
     offset: int
-    """In bytes from the start of the file."""
+    """Bytes from the start of the file."""
 
     @property
     def num_bytes(self) -> int:
-        """How long it is."""
+        """Size in bytes."""
         return prod(self.shape) // self.storage.elements * self.storage.num_bytes
 
 
 class Gguf(msgspec.Struct, frozen=True):
-    """What a file says of itself."""
+    """The header of a file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
     digest: str
-    """Of all that stands before the weights."""
+    """SHA-256 of everything before the weights."""
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Read metadata and the places of tensors.
+    """Read the metadata and the tensors' locations.
 
     Raises:
-        BadGguf: the file is broken, or of a kind that is not served.
-        OSError: it cannot be read.
+        BadGguf: the file is malformed or unsupported.
+        OSError: the file cannot be read.
     """
     size = path.stat().st_size
     if not size:
@@ -103,7 +103,7 @@ def read_gguf(path: Path) -> Gguf:
 
 
 class _Cursor:
-    """Reads values one after another, up to a limit."""
+    """Reads values sequentially, up to a limit."""
 
     def __init__(self, header: mmap.mmap, limit: int, path: Path) -> None:
         self._header = header
@@ -120,7 +120,7 @@ class _Cursor:
 
     def take(self, count: int) -> bytes:
         if count > self._limit - self.position:
-            raise self.bad("the file ends, or its metadata goes on for too long")
+            raise self.bad("the file is truncated, or its metadata is too long")
         read = self._header[self.position : self.position + count]
         self.position += count
         return read
@@ -132,7 +132,7 @@ class _Cursor:
     def count(self, most: int, what: str) -> int:
         value = self.number("Q")
         if value > most:
-            raise self.bad(f"{value} {what} are more than the {most} that are read")
+            raise self.bad(f"{value} {what} exceed the limit of {most}")
         return value
 
     def text(self, most: int = _MAX_STRING) -> str:
@@ -153,7 +153,7 @@ class _Cursor:
     def _array(self) -> list[Any]:
         kind = self.number("I")
         if kind not in _SIZES:
-            raise self.bad(f"arrays of type {kind} are not read")
+            raise self.bad(f"arrays of type {kind} are not supported")
         possible = (self._limit - self.position) // _SIZES[kind]
         count = self.count(min(possible, self._entries_left), "entries of arrays")
         self._entries_left -= count
@@ -167,7 +167,7 @@ class _Cursor:
 
 def _read(cursor: _Cursor, size: int) -> Gguf:
     if cursor.take(4) != _MAGIC:
-        raise cursor.bad("this is no GGUF file")
+        raise cursor.bad("this is not a GGUF file")
     version = cursor.number("I")
     if version not in _VERSIONS:
         raise cursor.bad(f"GGUF version {version} is not served, only 2 and 3, little-endian")
@@ -179,10 +179,10 @@ def _read(cursor: _Cursor, size: int) -> Gguf:
         metadata[key] = cursor.value(cursor.number("I"))
     placed = dict(_tensor(cursor) for _ in range(num_tensors))
     if len(placed) != num_tensors:
-        raise cursor.bad("two tensors have one name")
+        raise cursor.bad("two tensors have the same name")
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
-        raise cursor.bad(f"the alignment {alignment!r} is not possible")
+        raise cursor.bad(f"the alignment {alignment!r} is invalid")
     start = -(-cursor.position // alignment) * alignment
     tensors = {}
     for name, info in placed.items():

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, in the words of a Hugging Face tokenizer.json."""
+"""The tokenizer of a GGUF file, as a Hugging Face tokenizer.json."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from engine.shared.gguf.reader import BadGguf
 _CONTROL, _USER_DEFINED = 3, 4
 _MAX_TOKENS = 1 << 21
 _MAX_PAIRS = 1 << 27
-"""Characters of all pairs that tokens may be merged from, which a made-up vocabulary could drive
-up."""
+"""Maximum sum of squared token lengths, which bounds the candidate merges of a hostile
+vocabulary."""
 
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -30,21 +30,21 @@ _DEEPSEEK_3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's replacement for a space."""
 
 Json = dict[str, Any]
 
 
 def tokenizer_of(metadata: Json) -> Json:
-    """Return the tokenizer.
+    """Return the content of tokenizer.json.
 
     Raises:
-        BadGguf: it is missing, of a kind that is not served, or makes no sense.
+        BadGguf: the tokenizer is missing, unsupported or inconsistent.
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokens")
     if len(set(tokens)) != len(tokens):
-        raise BadGguf("the tokenizer has tokens twice")
+        raise BadGguf("the tokenizer has duplicate tokens")
     if kind == "gpt2":
         parts = _byte_level(metadata, tokens)
     elif kind == "llama":
@@ -62,7 +62,7 @@ def tokenizer_of(metadata: Json) -> Json:
 
 
 def special_tokens(metadata: Json) -> dict[str, str]:
-    """Return the texts of the tokens that have names, for tokenizer_config.json."""
+    """Return the texts of the named special tokens, for tokenizer_config.json."""
     tokens = _strings(metadata, "tokens")
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     found = {}
@@ -78,15 +78,15 @@ def _strings(metadata: Json, name: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise BadGguf(f"the file has no tokenizer.ggml.{name}: it holds no tokenizer")
     if not found or len(found) > _MAX_TOKENS:
-        raise BadGguf(f"{len(found)} tokenizer.ggml.{name} are not possible")
+        raise BadGguf(f"the number of tokenizer.ggml.{name}, {len(found)}, is out of range")
     return found
 
 
 def _token_id(metadata: Json, name: str, tokens: list[str]) -> int | None:
-    """Return the number of a token that has a name.
+    """Return the id of a named special token, None if the file does not define it.
 
     Raises:
-        BadGguf: there is no such token.
+        BadGguf: the id is out of range.
     """
     number = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if number is None:
@@ -97,7 +97,7 @@ def _token_id(metadata: Json, name: str, tokens: list[str]) -> int | None:
 
 
 def _added(metadata: Json, tokens: list[str]) -> list[Json]:
-    """Return the tokens that are found in texts before these are cut."""
+    """Return the added tokens, which are matched in texts before pre-tokenization."""
     kinds = metadata.get("tokenizer.ggml.token_type") or []
     return [
         {
@@ -119,12 +119,10 @@ def _byte_level(metadata: Json, tokens: list[str]) -> Json:
     known = set(tokens)
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= known:
-            raise BadGguf(f"the tokenizer merges {merge[:3]} to what is no token")
+            raise BadGguf(f"the tokenizer merges {merge[:3]} to something that is not a token")
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _CUTS:
-        raise BadGguf(
-            f"texts are cut by {pre!r}, which is not served; served are {', '.join(_CUTS)}"
-        )
+        raise BadGguf(f"the pre-tokenizer {pre!r} is not supported; supported: {', '.join(_CUTS)}")
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -149,10 +147,10 @@ _CUTS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     "deepseek-v3": _DEEPSEEK_3,
 }
-"""How texts are cut before merging, by `tokenizer.ggml.pre`: by GPT-2's expression, after cutting
-single digits, or by expressions of their own, one after another."""
+"""Pre-tokenization, by `tokenizer.ggml.pre`: GPT-2's expression, GPT-2's after splitting single
+digits, or other expressions applied in sequence."""
 _WHOLE_WORDS = ("llama-bpe", "llama-v3", "llama3", "tekken")
-"""Those that look up words before they merge, and begin texts with a token."""
+"""Those that look up whole words before merging, and prepend a BOS token by default."""
 
 
 def _cut(expressions: tuple[str, ...], byte_level: Json) -> Json:
@@ -187,7 +185,7 @@ def _bpe(tokens: list[str], merges: list[list[str]], **options: Any) -> Json:
 def _sentence_piece(metadata: Json, tokens: list[str]) -> Json:
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise BadGguf("the tokenizer's scores are missing, or not one a token")
+        raise BadGguf("the tokenizer's scores are missing, or not one per token")
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     normalizers = [{"type": "Prepend", "prepend": _SPACE}, replaced] if prefix else [replaced]
@@ -214,7 +212,7 @@ def _sentence_piece(metadata: Json, tokens: list[str]) -> Json:
 
 
 def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
-    """Return the pairs that each token is merged from, those of the best token first."""
+    """Return the merges that produce each token, in order of the tokens' scores."""
     if sum(len(token) ** 2 for token in tokens) > _MAX_PAIRS:
         raise BadGguf("the tokenizer's tokens are too long")
     numbers = {token: number for number, token in enumerate(tokens)}
@@ -230,7 +228,7 @@ def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
 
 
 def _template(metadata: Json, tokens: list[str]) -> Json | None:
-    """Return what puts tokens around a text, by the rules of llama.cpp."""
+    """Return the post-processor that adds BOS and EOS by llama.cpp's rules, None if neither."""
     kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
     begins = kind == "llama" or pre in _WHOLE_WORDS
     begins = metadata.get("tokenizer.ggml.add_bos_token", begins)

@@ -1,4 +1,4 @@
-"""Adapters: which there are in the cluster, and which of them an engine has."""
+"""Adapters of the cluster, and the states of these on an engine."""
 
 from typing import Literal
 
@@ -10,22 +10,22 @@ AdapterState = Literal["loading", "serving", "leaving"]
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One adapter of the cluster, under one name: if it is loaded again, that is another entry."""
+    """One adapter under one name; loading it again creates a new entry."""
 
     serial: int
-    """Tells entries apart; later ones have larger numbers."""
+    """Unique id; grows with every entry."""
     name: str
     path: str
-    """Of its directory, as engines see it."""
+    """Path of its directory on the engines."""
     version: str = ""
-    """Digest of its content; empty before an engine has read it."""
+    """Digest of its content; empty until an engine has read it."""
     state: AdapterState = "loading"
-    """loading: engines read it; serving: requests may name it; leaving: requests that have begun
-    with it may go on."""
+    """loading: engines read it; serving: requests can name it; leaving: only requests that already
+    use it continue."""
     confined: bool = True
-    """Whether it has to lie below the engines' --lora-dir."""
+    """Whether it has to be inside the engines' --lora-dir."""
     ticket: int = 0
-    """A random number of whoever asked for it; 0 for adapters of the settings."""
+    """Random number of the load request; 0 for adapters from the settings."""
 
 
 class AdapterSheet(msgspec.Struct, frozen=True, array_like=True):
@@ -36,7 +36,7 @@ class AdapterSheet(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def serving(self) -> dict[str, AdapterEntry]:
-        """Those that requests may name, by name."""
+        """Adapters that requests can name, by name."""
         return {entry.name: entry for entry in self.entries if entry.state == "serving"}
 
 
@@ -46,44 +46,44 @@ class HeldAdapter(msgspec.Struct, frozen=True, array_like=True):
     serial: int
     version: str = ""
     error: str = ""
-    """Why the engine does not have it."""
+    """Why loading failed."""
 
 
 class AdapterOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """How a wish ended."""
+    """Outcome of a load or unload request."""
 
     ticket: int
     status: int
-    """An HTTP status: 200 once all front ends know that it is done."""
+    """HTTP status: 200 once all front ends know the result."""
     reason: str = ""
 
 
 class AdaptersView(msgspec.Struct, frozen=True, array_like=True):
-    """What front ends are told of adapters."""
+    """State of the adapters as published to front ends."""
 
     sheet: AdapterSheet
     outcomes: list[AdapterOutcome] = []
-    """Of the newest wishes."""
+    """Of the newest requests."""
 
 
 class AdapterWish(Message, frozen=True):
-    """A front end's operator wants an adapter to be loaded, or unloaded if there is no path.
+    """An operator's request, through a front end, to load an adapter, or to unload it if no path.
 
-    Repeated until the view has its outcome.
+    Repeated until the view contains its outcome.
     """
 
     ticket: int
     name: str
     path: str | None = None
     in_place: bool = False
-    """Whether it may replace another one of the same name."""
+    """Whether to replace a loaded adapter of the same name."""
     group: str = ""
 
 
 class AdaptersInUse(Message, frozen=True):
-    """A front end accepts requests by the sheet of this revision.
+    """A front end has applied the sheet of this revision.
 
-    `versions` are those with which it has requests that have not ended.
+    `versions` are those used by its unfinished requests.
     """
 
     front_end: int
@@ -94,11 +94,11 @@ class AdaptersInUse(Message, frozen=True):
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The adapters that an engine's steps use, by version."""
+    """Adapter versions in use by an engine's steps."""
 
     resident: list[str] = []
-    """In slots."""
+    """Loaded in slots."""
     running: list[str] = []
-    """In slots, with sequences that use them."""
+    """Loaded in slots and used by running sequences."""
     waiting: list[str] = []
-    """With sequences that wait."""
+    """Required by waiting sequences."""

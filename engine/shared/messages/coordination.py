@@ -1,4 +1,4 @@
-"""What the coordinator publishes, to engines and to front ends, and what they report to it."""
+"""Messages published by the coordinator to engines and front ends, and their reports to it."""
 
 from typing import Literal
 
@@ -24,18 +24,18 @@ from engine.shared.messages.wire import Message
 
 
 class FrontEnds(Message, frozen=True):
-    """The front ends that are there now; engines connect to new ones and drop the others."""
+    """The current front ends; engines connect to new ones and disconnect from all others."""
 
     epoch: int
     front_ends: list[FrontEndEntry]
     group: str = ""
-    """The engine group that this is for; the same in the other orders."""
+    """The addressed engine group; the same in the other orders."""
 
 
 class StartDpWave(Message, frozen=True):
     """Paused engines of the group start stepping.
 
-    `excluded_rank` already knows (it was sent the request): an optimization only, -1 for none.
+    `excluded_rank` has already received the request itself: an optimization only, -1 for none.
     Held engines obey only a `hold_epoch` that is newer than theirs.
     """
 
@@ -47,10 +47,10 @@ class StartDpWave(Message, frozen=True):
 
 
 class FormGroup(Message, frozen=True):
-    """The engines that hold collectives together from now on; `topology` only grows.
+    """The engines that form the next group of collectives; `topology` only grows.
 
-    Without an address: leave the group before it, if any, and prepare for this one. With an
-    address, which comes when all members have prepared: meet there.
+    Without an address: leave the current group, if any, and prepare for this one. With an address,
+    sent once all members are prepared: rendezvous there.
     """
 
     topology: int
@@ -61,7 +61,7 @@ class FormGroup(Message, frozen=True):
 
 
 class HoldAdapters(Message, frozen=True):
-    """The adapters that engines have from now on; one that knows a newer sheet ignores it."""
+    """The adapters that engines have to load; ignored by an engine that knows a newer sheet."""
 
     epoch: int
     sheet: AdapterSheet
@@ -69,7 +69,7 @@ class HoldAdapters(Message, frozen=True):
 
 
 class FollowFleet(Message, frozen=True):
-    """What operators want of all engines; one that knows a newer order ignores it."""
+    """The operators' current order; ignored by an engine that knows a newer one."""
 
     epoch: int
     order: FleetOrder
@@ -83,9 +83,9 @@ GroupOrder = FrontEnds | StartDpWave | FormGroup | HoldAdapters | FollowFleet
 
 
 class WaveComplete(Message, frozen=True):
-    """Rank 0 of a lockstep group: nobody has work, the group paused at the end of `wave`.
+    """Sent by rank 0 of a lockstep group: no engine has work, the group paused after `wave`.
 
-    With an odd `hold_epoch` the group is held: only a newer hold epoch makes it run again.
+    With an odd `hold_epoch` the group is held: only a newer hold epoch resumes it.
     """
 
     rank: int
@@ -96,10 +96,10 @@ class WaveComplete(Message, frozen=True):
 
 
 class StartWave(Message, frozen=True):
-    """An engine runs `wave` from now on: its peers have to run too.
+    """An engine has started `wave`: its peers have to run too.
 
-    Every engine of a lockstep group says so when it starts, whatever made it start, so that the
-    coordinator knows who follows. Told again while nobody joins.
+    Every engine of a lockstep group sends this when it starts, for whatever reason, so that the
+    coordinator knows who follows. Repeated while no peer joins.
     """
 
     rank: int
@@ -123,27 +123,27 @@ class EngineEntry(msgspec.Struct, frozen=True, array_like=True):
     ready: bool
     host: str
     restarts: int
-    """How many earlier incarnations of this rank the coordinator has seen."""
+    """Number of earlier incarnations of this rank seen by the coordinator."""
     setup: EngineSetup | None
     stats: EngineStats | None
     draining: bool = False
-    """Whether it drains; an engine that is neither ready nor draining is starting."""
+    """An engine that is neither ready nor draining is starting."""
     adapters: list[str] = []
-    """Versions of the adapters that it has."""
+    """Versions of its loaded adapters."""
 
 
 AbsenceReason = Literal["not_joined", "died", "silent", "drained", "refused"]
-"""Why an engine is missing: it never joined; its supervisor saw it die; it was silent for too
-long; it was drained; its weights differed from the others'."""
+"""Why an engine is missing: it never joined; its supervisor reported its death; it timed out;
+it was drained; its weights differed from the others'."""
 
 
 class MissingEngine(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that is expected and not there; see `coordinator.placement`."""
+    """An expected engine that is not a member; see `coordinator.placement`."""
 
     rank: int
     reason: AbsenceReason
     age: float
-    """Seconds for which the coordinator has missed it."""
+    """Seconds since the coordinator first missed it."""
 
 
 class ProcessEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -155,18 +155,18 @@ class ProcessEntry(msgspec.Struct, frozen=True, array_like=True):
     version: str
     protocol: int
     use: ProcessUse | None
-    """None before its first heartbeat, and for processes that are older than the field."""
+    """None before its first heartbeat, and for processes that predate the field."""
 
 
 class TenantUse(msgspec.Struct, frozen=True, array_like=True):
-    """What a tenant has under way in the front ends that share one admission table."""
+    """A tenant's work in flight in the front ends that share one admission table."""
 
     table: str
-    """Name of the table: a node's, or that of a front end alone."""
+    """Name of the table: shared by a node, or private to a front end."""
     tenant: int
     sequences: int
     tokens: int
-    """Prompt tokens that wait."""
+    """Waiting prompt tokens."""
 
 
 class ClusterView(Message, frozen=True):
@@ -184,24 +184,24 @@ class ClusterView(Message, frozen=True):
     wakeups_total: dict[str, int] = {}
     """How often the engines were woken, by source: "front_end" or "engine"."""
     group: str = ""
-    """The engine group that this shows; front ends of others ignore it."""
+    """The engine group of this view; other groups' front ends ignore it."""
     expected: int = 0
-    """How many engines are expected; if nothing says so, those that are there or were lost."""
+    """Number of expected engines; if none is configured, the members plus the missing ones."""
     missing: list[MissingEngine] = []
     adapters: AdaptersView | None = None
-    """None if no engine has any, or the coordinator does not know yet."""
+    """None if no engine supports adapters, or the state is not known yet."""
     descriptors: tuple[int, int] = (0, 0)
-    """How many file descriptors the coordinator has open and may have; 0: not known."""
+    """Open file descriptors of the coordinator and their limit; 0: unknown."""
     fleet: FleetOrder | None = None
-    """What operators want of all engines; None before anybody has wished for anything."""
+    """The operators' current order; None before the first."""
     tenants: list[TenantUse] | None = None
-    """What tenants have under way, where limits for them are set; None: it does not count that."""
+    """Usage per tenant where limits are set; None: not counted by this coordinator."""
     processes: list[ProcessEntry] = []
-    """The coordinator, and its members."""
+    """The coordinator and its members."""
 
 
 class LoadChange(msgspec.Struct, frozen=True, array_like=True):
-    """What routing needs of an engine's newer stats; the rest of them stays as it was told."""
+    """The part of an engine's new stats that routing needs; the rest is unchanged."""
 
     rank: int
     version: int
@@ -212,27 +212,27 @@ class LoadChange(msgspec.Struct, frozen=True, array_like=True):
     kv_usage: float
     queued_prefill_tokens: int
     received: list[Received]
-    """From front ends that have sent more since."""
+    """Only entries of front ends that have sent more since the last view."""
 
 
 class ViewChange(Message, frozen=True):
-    """What is new since the view number `after`, which `view` replaces.
+    """The changes since view number `after`.
 
-    For front ends that say `Hello.takes_changes`. Whoever does not know the view before asks for
-    a whole one, by subscribing again.
+    For front ends with `Hello.takes_changes`. One that missed the earlier view subscribes again to
+    get a whole one.
     """
 
     after: int
     view: ClusterView
-    """Its engines and processes are those that are new or have changed in more than their load."""
+    """Contains only engines and processes that are new or changed in more than their load."""
     loads: list[LoadChange]
     left: list[int]
-    """Ranks of the engines that have gone."""
+    """Ranks of the engines that have left."""
     processes_left: list[str]
 
 
 class WakeUp(Message, frozen=True):
-    """A front end sent a request to `rank` while its view said paused in `wave`."""
+    """A front end sent a request to `rank` while its view showed `wave` as paused."""
 
     front_end: int
     rank: int
@@ -241,7 +241,7 @@ class WakeUp(Message, frozen=True):
 
 
 class TenantsInUse(Message, frozen=True):
-    """What the tenants of a front end have under way; its newest word counts."""
+    """Usage of a front end's tenants; the newest message replaces earlier ones."""
 
     front_end: int
     incarnation: int

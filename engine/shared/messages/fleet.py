@@ -1,4 +1,4 @@
-"""What operators want of all engines of a group, those that are still to come included."""
+"""Operators' orders to all engines of a group, including those that join later."""
 
 from typing import Literal
 
@@ -7,62 +7,62 @@ import msgspec
 from engine.shared.messages.wire import Message
 
 PauseMode = Literal["keep", "wait", "abort", "move"]
-"""What becomes of an engine's requests: they wait there; those that run end first; all are aborted;
-they go to engines that are not halted."""
+"""What happens to an engine's requests: keep: they wait; wait: running ones finish first;
+abort: all are aborted; move: they go to engines that are not halted."""
 
 SleepMode = Literal["keep", "abort", "move"]
 
 ASLEEP_TAGS = ("weights", "kv_cache")
-"""What a sleep at level 1 or 2 gives back, by vLLM's tags."""
+"""Memory released by sleep levels 1 and 2, by vLLM's tags."""
 
 
 PUSHED = "<trainer>"
-"""Where weights come from that a trainer has sent."""
+"""`WeightsSource.model` of weights sent by a trainer."""
 
 
 class WeightsSource(msgspec.Struct, frozen=True, array_like=True):
-    """Where weights were read from, and what they are called."""
+    """The source of weights, and their version name."""
 
     model: str
     """Directory or hub id, or `PUSHED`."""
     revision: str | None = None
     version: str = ""
-    """Empty for those of the settings."""
+    """Empty for the configured weights."""
 
 
 class FleetOrder(msgspec.Struct, frozen=True, array_like=True):
-    """The wish that holds until another one comes; `revision` grows with every change.
+    """The current order, valid until the next one; `revision` grows with every change.
 
-    Engines that start while it holds begin with it.
+    Engines that start later follow it too.
     """
 
     revision: int
     pause: PauseMode | None = None
-    """None: they run."""
+    """None: not paused."""
     pause_revision: int = 0
-    """The revision that brought `pause`: nothing is done about an older one."""
+    """The revision that set `pause`; engines act on it once."""
     sleep_level: int | None = None
-    """0: nothing is given back, 1: weights wait in the host's memory, 2: they are dropped; None:
+    """0: no memory is released; 1: weights are kept in host memory; 2: weights are dropped; None:
     engines are awake."""
     sleep_mode: SleepMode = "keep"
     woken: list[str] = []
-    """Tags of what sleeping engines have back."""
+    """Tags that sleeping engines have reloaded."""
     sleep_revision: int = 0
     tickets: list[int] = []
-    """Those of the newest wishes that it follows from."""
+    """Tickets of the newest requests that this order includes."""
     weights: WeightsSource | None = None
-    """What engines that start load instead of the model of their settings, or wait for a trainer to
-    send; those that run have been told by themselves."""
+    """What starting engines load instead of the configured model, or wait for from a trainer;
+    running engines are sent it separately."""
 
 
 class FleetWish(Message, frozen=True):
-    """An operator's wish for all engines, told again until an order shows its ticket."""
+    """An operator's request to all engines, repeated until an order contains its ticket."""
 
     ticket: int
     action: Literal["pause", "resume", "sleep", "wake_up", "weights"]
     mode: PauseMode = "keep"
     level: int = 1
     tags: list[str] = []
-    """Of `wake_up`; empty: all."""
+    """For `wake_up`; empty: all."""
     weights: WeightsSource | None = None
     group: str = ""

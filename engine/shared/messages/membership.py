@@ -1,4 +1,4 @@
-"""Registration: between the coordinator and everybody."""
+"""Registration messages between the coordinator and its members."""
 
 from typing import Literal
 
@@ -12,50 +12,52 @@ from engine.shared.scope import EVERYTHING, Scope
 MemberKind = Literal["engine", "front_end"]
 
 KvRole = Literal["", "prefill", "decode", "both"]
-"""Whether an engine computes prompts for others, or reads what these have computed, or both."""
+"""Whether an engine computes prompts for other engines, reads their KV blocks, or both."""
 
 
 class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine found out while it set itself up."""
+    """Properties of an engine that are known once it is set up."""
 
     num_kv_blocks: int
     block_size: int
     max_model_len: int
     model_fingerprint: str
-    """Equal on all engines that hold the same weights."""
+    """Equal on all engines with the same weights."""
     max_num_seqs: int = 0
-    """Maximum sequences that the engine runs at once; 0 if it does not say."""
+    """Maximum concurrent sequences; 0 if not reported."""
     enable_prefix_caching: bool | None = None
-    """This and the following are its KV cache settings, as far as it reports them."""
+    """This and the next three: KV cache settings, None if not reported."""
     gpu_memory_utilization: float | None = None
     num_kv_blocks_set: int | None = None
     kv_cache_memory_bytes: int | None = None
     num_cache_groups: int = 1
-    """Groups of layers, each of which has KV blocks of its own for a sequence's tokens."""
+    """Groups of layers, each with separate KV blocks for a sequence's tokens."""
     kv_cache_dtype: str = "auto"
-    """How it keeps keys and values, as it was set."""
+    """Configured storage type of keys and values."""
     is_batch_invariant: bool = False
-    """Whether no token depends on what shares its step."""
+    """Whether tokens are independent of the rest of the batch."""
     utilities: tuple[str, ...] | None = None
-    """What operators can call by name (`engine.core.utilities`); None: all that there are."""
+    """Utilities that operators can call (`engine.core.utilities`); None: all."""
     images: bool = False
-    """Whether prompts may show images (`AddRequest.encoder_inputs`)."""
+    """Whether prompts can contain images (`AddRequest.encoder_inputs`)."""
     tells_blocks: bool = False
     """Whether it answers `KvBlocksWanted`."""
     image_window: int = 0
-    """Bytes of images that it keeps for each front end (`engine.shared.image_window`)."""
+    """Bytes of images kept per front end (`engine.shared.image_window`)."""
     kv_role: KvRole = ""
     kv_address: str = ""
-    """Where others read KV blocks that it offers (`KvSource`); empty if it offers none."""
+    """Address from which others read offered KV blocks (`KvSource`); empty if it offers none."""
+    whole_images: bool = False
+    """Whether images cross at their own size (`EncoderInput`); the engine resizes them."""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache keeps, if none of them slide out of a window."""
+        """Capacity of the KV cache in tokens, if no layer has a sliding window."""
         return self.num_kv_blocks // self.num_cache_groups * self.block_size
 
 
 class FrontEndAddresses(msgspec.Struct, frozen=True, array_like=True):
-    """Where engines reach one front end."""
+    """Addresses of a front end for engines."""
 
     requests: str
     outputs: str
@@ -69,32 +71,32 @@ class GroupMember(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class GroupStatus(msgspec.Struct, frozen=True, array_like=True):
-    """An engine's state in its lockstep group, by its own account.
+    """An engine's reported state in its lockstep group.
 
     See `engine.lockstep.group_membership`.
     """
 
     state: Literal["apart", "preparing", "prepared", "joined"]
     topology: int
-    """Newest formation that it heard of: the one it left, prepares for or is in."""
+    """Newest formation known: the one it left, prepares for or is in."""
     address: str
-    """HOST:PORT where it would host the meeting point of a group that it leads."""
+    """HOST:PORT of the rendezvous if this engine leads the group."""
     members: list[GroupMember] = []
     """The members of its group, itself included; empty unless joined."""
 
 
 class Hello(Message, frozen=True):
-    """A process asks to join (or joins again after the coordinator restarted).
+    """A process requests to join (again after the coordinator restarted).
 
-    `host` is the name of its node.
-    `incarnation` is a random number drawn once per process. `index` is the rank or front-end
-    number, or -1 to be given one. `group_config` holds the settings that must be equal on all
-    engines, as text, so that a refusal can name the one that differs; front ends state the model's
-    only (`engine.shared.group_config`). The key "lockstep" with the
-    value "true" says that the engines step together and need waves; "data_parallel_size" then says
-    how many form the first group and "regroup" what happens when one of them dies.
+    `host` is the name of its node. `incarnation` is a random number drawn once per process. `index`
+    is the rank or front-end number, or -1 to have one assigned. `group_config` holds the settings
+    that must be equal on all engines, as text, so that a refusal can name the one that differs;
+    front ends send only the model's (`engine.shared.group_config`). The key "lockstep" with the
+    value "true" marks engines that step together and need waves; "data_parallel_size" is then the
+    size of the first group and "regroup" the policy when an engine dies.
 
-    Fields are only ever appended, so that processes of all versions understand each other so far.
+    Fields are only ever appended, so that processes of all versions can parse each other's
+    messages.
     """
 
     kind: MemberKind
@@ -105,30 +107,30 @@ class Hello(Message, frozen=True):
     group_config: dict[str, str] = {}
     addresses: FrontEndAddresses | None = None
     wave: int = 0
-    """The wave an engine that joins again was in; a coordinator takes the maximum it sees."""
+    """Last wave of a rejoining engine; the coordinator takes the maximum it sees."""
     scope: Scope = EVERYTHING
-    """The engines that a front end routes to."""
+    """The engines to which a front end routes."""
     protocol: int = 0
-    """See `engine.shared.version`; 0 in processes that are older than the field."""
+    """See `engine.shared.version`; 0 in processes that predate the field."""
     version: str = ""
-    """Version of Swell, for people."""
+    """Version of Swell, for display."""
     group: str = ""
-    """The engine group that the process belongs to (`--engine-group`)."""
+    """The process's engine group (`--engine-group`)."""
     given: bool = False
-    """Whether a coordinator gave the member its `index`, earlier in its life."""
+    """Whether `index` was assigned by a coordinator earlier in the process's life."""
     adapters: AdapterSheet | None = None
-    """The newest sheet of adapters that the process knows, for a coordinator that knows none."""
+    """Newest adapter sheet known, for a coordinator without one."""
     fleet: FleetOrder | None = None
-    """The same of what operators want of all engines."""
+    """Newest fleet order known, likewise."""
     takes_changes: bool = False
-    """Whether a front end understands `ViewChange`."""
+    """Whether a front end supports `ViewChange`."""
 
 
 class ProcessUse(msgspec.Struct, frozen=True, array_like=True):
-    """What a process takes of its machine; see `engine.shared.own_process`."""
+    """Resource usage of a process; see `engine.shared.own_process`."""
 
     cpu_seconds: float
-    """On all processors, since it began."""
+    """Processor time over all CPUs since the start."""
     resident_bytes: int
     open_fds: int
     max_fds: int
@@ -137,7 +139,7 @@ class ProcessUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(Message, frozen=True):
-    """The member has set itself up and takes part; repeated as its heartbeat from then on."""
+    """The member is set up and takes part; then repeated as its heartbeat."""
 
     kind: MemberKind
     index: int
@@ -145,12 +147,12 @@ class Ready(Message, frozen=True):
     setup: EngineSetup | None = None
     group_status: GroupStatus | None = None
     adapters: list[HeldAdapter] = []
-    """What became of the adapters of the sheet that it knows, in an engine that has some."""
+    """Load outcomes of the known sheet's adapters, from engines."""
     use: ProcessUse | None = None
 
 
 class Heartbeat(Message, frozen=True):
-    """The member is alive and still setting itself up; answered by `HeartbeatAck`."""
+    """The member is alive but not yet set up; answered by `HeartbeatAck`."""
 
     kind: MemberKind
     index: int
@@ -161,9 +163,9 @@ class Heartbeat(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The member leaves on purpose, or its supervisor saw it die.
+    """The member leaves deliberately, or its supervisor saw it die.
 
-    An `index` of -1 stands for whatever number the coordinator gave to this incarnation.
+    An `index` of -1 stands for the number assigned to this incarnation.
     """
 
     kind: MemberKind
@@ -172,7 +174,7 @@ class Goodbye(Message, frozen=True):
 
 
 class Draining(Message, frozen=True):
-    """The member finishes what it has and takes nothing new; its heartbeat until the goodbye."""
+    """The member finishes its work and accepts no more; its heartbeat until the goodbye."""
 
     kind: MemberKind
     index: int
@@ -186,18 +188,18 @@ MemberMessage = Hello | Ready | Heartbeat | Draining | Goodbye
 
 
 class FrontEndEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One front end as engines need to know it."""
+    """A front end's entry in messages to engines."""
 
     index: int
     incarnation: int
     addresses: FrontEndAddresses
     scope: Scope = EVERYTHING
     protocol: int = 0
-    """What it speaks; 0 from coordinators that are older than the field."""
+    """Its protocol; 0 from coordinators that predate the field."""
 
 
 class Welcome(Message, frozen=True):
-    """The coordinator accepts a member and tells it where everything is."""
+    """The coordinator accepts a member and sends it the current state and addresses."""
 
     epoch: int
     """Random number of this coordinator process: a change means that it restarted."""
@@ -209,21 +211,21 @@ class Welcome(Message, frozen=True):
     """Back output for engines; empty for front ends."""
     front_ends: list[FrontEndEntry] = []
     protocol: int = 0
-    """See `engine.shared.version`; 0 from coordinators that are older than the field."""
+    """See `engine.shared.version`; 0 from coordinators that predate the field."""
     version: str = ""
-    """Version of Swell, for people."""
+    """Version of Swell, for display."""
     adapters: AdapterSheet | None = None
-    """What engines have to have before they take requests."""
+    """Adapters that an engine has to load before it accepts requests."""
     fleet: FleetOrder | None = None
-    """What operators want of all engines."""
+    """The operators' current order."""
 
 
 class Refused(Message, frozen=True):
-    """The member may not join; `field` names the setting that differs, if that is why.
+    """The member cannot join; `field` names the setting that differs, if that is the reason.
 
-    A refusal that is not final may be lifted soon (the rank's last holder is not known to be
-    dead yet): the member keeps asking. A final one with the field "index" says that the member was
-    silent for so long that its number was given to another: its process has to end.
+    After a refusal that is not final (e.g. the rank's last holder is not known to be dead yet) the
+    member retries. A final one with the field "index" means that the member timed out and its
+    number was reassigned: its process has to exit.
     """
 
     reason: str
@@ -232,7 +234,7 @@ class Refused(Message, frozen=True):
 
 
 class HeartbeatAck(Message, frozen=True):
-    """Answer to a heartbeat; `known` is False when the member has to say HELLO again."""
+    """Answer to a heartbeat; `known` is False if the member has to send HELLO again."""
 
     epoch: int
     known: bool

@@ -1,4 +1,4 @@
-"""Messages of supervisors: with their children, with front ends, with the coordinator."""
+"""Messages of supervisors to and from their children, front ends and the coordinator."""
 
 import msgspec
 
@@ -8,28 +8,28 @@ from engine.shared.messages.wire import Message
 
 
 class ChildProgress(Message, frozen=True):
-    """What a starting child is doing now, for the progress display."""
+    """The phase of a starting child, for the progress display."""
 
     phase: str
     waits_for: str = ""
-    """Names of the cluster's resources for which it waits, e.g. `CPU, GPU`."""
+    """Names of the cluster resources it waits for, e.g. `CPU, GPU`."""
 
 
 class ChildReady(Message, frozen=True):
-    """The child serves. `detail` is one line for people."""
+    """The child serves. `detail` is one line for display."""
 
     detail: str
     addresses: dict[str, str] = {}
 
 
 class ChildFailed(Message, frozen=True):
-    """The child cannot start, and starting it again would not help."""
+    """The child cannot start, and restarting it would not help."""
 
     reason: str
 
 
 class ChildTurn(Message, frozen=True):
-    """The child's main loop turns; repeated every second from when it begins to serve."""
+    """The child's main loop makes progress; sent every second once it serves."""
 
 
 ChildStatus = ChildProgress | ChildReady | ChildFailed | ChildTurn
@@ -46,75 +46,75 @@ class NodeEngines(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     target: int
-    """How many there shall be."""
+    """Number of engines requested."""
     capacity: int
-    """How many there can be; 0 on a node that was told to run none."""
+    """Maximum number of engines; 0 if the node is configured to run none."""
     phases: dict[str, str]
-    """Of each engine by its number on the node: "ready", "retiring", or what it does to start."""
+    """Phase of each engine by its index on the node: "ready", "retiring", or its startup phase."""
     busy: bool
     """Whether engines are being added, retired or replaced."""
     error: str | None = None
-    """Why the last change was not carried out."""
+    """Why the last change failed."""
 
 
 class ScaleWish(msgspec.Struct, frozen=True, array_like=True):
-    """What an operator asked one of the supervisors for."""
+    """An operator's request to one of the supervisors."""
 
     number: int
-    """Random, so that a repeated wish is told from a new one; not 0."""
+    """Random and not 0, to recognize repetitions."""
     size: int | None
-    """Run so many engines in all; None: replace every engine, node by node."""
+    """Total number of engines to run; None: replace every engine, node by node."""
 
 
 class NodeReport(Message, frozen=True):
-    """A supervisor says what its node runs; repeated as its heartbeat."""
+    """A supervisor's report of its node; repeated as its heartbeat."""
 
     incarnation: int
     engines: NodeEngines
     assigned: int
-    """Number of the newest assignment that it has taken."""
+    """Number of the newest assignment applied."""
     wish: ScaleWish | None = None
-    """Repeated until an order says that it was heard."""
+    """Repeated until an order acknowledges it."""
     leaving: bool = False
     protocol: int = 0
     version: str = ""
     group: str = ""
-    """The engine group of the node's engines."""
+    """Engine group of the node's engines."""
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
-    """What one node has to do."""
+    """Orders of the coordinator to one node."""
 
     number: int
-    """Grows with every decision; a node takes each once and none that is older."""
+    """Grows with every decision; a node applies each once and ignores older ones."""
     target: int
-    """Run so many engines."""
+    """Number of engines to run."""
     restart: bool = False
-    """Replace each of them."""
+    """Replace every engine."""
 
 
 class NodeOrder(Message, frozen=True):
     """The coordinator's answer to a report."""
 
     nodes: list[NodeEngines]
-    """All nodes, in the order in which they came."""
+    """All nodes, in order of joining."""
     you: int
-    """Index of the node that this is sent to."""
+    """Index of the recipient in `nodes`."""
     busy: bool
-    """Whether a node has not yet done what it was assigned."""
+    """Whether a node has not yet completed its assignment."""
     assignment: Assignment | None = None
-    """What this node has not confirmed yet."""
+    """Assignment that this node has not confirmed yet."""
     heard: int = 0
-    """Number of this node's newest wish that all nodes have carried out, or that is impossible."""
+    """Number of this node's newest request that is completed or impossible."""
     error: str | None = None
-    """Why that wish is impossible."""
+    """Why that request is impossible."""
 
 
 # -- front end <-> supervisor (control socket of one node) -----------------------------------------
 
 
 class ScaleEngines(Message, frozen=True):
-    """Run so many engines from now on."""
+    """Set the number of engines."""
 
     data_parallel_size: int
 
@@ -124,7 +124,7 @@ class RestartEngines(Message, frozen=True):
 
 
 class ControlQuery(Message, frozen=True):
-    """Ask for the present state only."""
+    """Request the current state only."""
 
 
 ControlRequest = ScaleEngines | RestartEngines | ControlQuery
@@ -134,21 +134,21 @@ class ControlStatus(Message, frozen=True):
     """The engines as the node's supervisor sees them; the answer to every request."""
 
     data_parallel_size: int
-    """How many engines there shall be."""
+    """Number of engines requested."""
     engines: dict[str, str]
-    """Phase of each engine: "ready", "retiring", or what it does while it starts.
+    """Phase of each engine: "ready", "retiring", or its startup phase.
 
     By rank, or, where other nodes can join, as NODE/NUMBER of all nodes.
     """
     busy: bool
     """Whether engines are being added, retired or replaced."""
     error: str | None = None
-    """Why the last change was not carried out."""
+    """Why the last change failed."""
     nodes: list[NodeEngines] = []
-    """Every node; empty where no other can join."""
+    """All nodes; empty where no other can join."""
     hosts: dict[str, str] = {}
-    """The node of each engine that runs on another than the supervisor's; keys as in `engines`."""
+    """Node of each engine that is not on the supervisor's node; keys as in `engines`."""
     waiting: dict[str, str] = {}
-    """The resources for which an engine waits, as of `ChildProgress`; keys as in `engines`."""
+    """Resources that an engine waits for, as in `ChildProgress`; keys as in `engines`."""
     api_servers: dict[str, str] = {}
-    """Phase of each API server by name, where they are on several nodes."""
+    """Phase of each API server by name, if they are on several nodes."""

@@ -23,26 +23,26 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds of the classes in which steps are counted by their tokens."""
+"""Upper bounds of the histogram of tokens per step."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
-    """How long a request took in one engine, in seconds of that engine's monotonic clock."""
+    """Durations of a request in one engine, in seconds of that engine's monotonic clock."""
 
     queue: float
-    """From its arrival to the first step that it was planned for."""
+    """From arrival to the first step that includes it."""
     prefill: float
-    """From there to its first token there; preemptions included."""
+    """From there to its first token on this engine; includes preemptions."""
     decode: float = 0.0
-    """From its first token to its last, preemptions included; 0 on all outputs but the last."""
+    """From the first to the last token; includes preemptions; 0 except on the last output."""
     preemptions: int = 0
-    """How often it was preempted there."""
+    """Number of preemptions on this engine."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one step added to one request."""
+    """The result of one step for one request."""
 
     id: int
     token_ids: list[int]
@@ -50,31 +50,31 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     stop_token_id: int | None = None
     """The token that ended the request when `finish_reason` is "stop"."""
     logprobs: list[TokenLogprob] | None = None
-    """One per element of `token_ids` when asked for."""
+    """One per element of `token_ids` if requested."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """One per prompt token but the first, on the first output, when asked for."""
+    """One per prompt token but the first, on the first output, if requested."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache (on the first output)."""
+    """Prompt tokens found in the prefix cache (on the first output)."""
     error: str | None = None
-    """What went wrong when `finish_reason` is "error"."""
+    """Reason when `finish_reason` is "error"."""
     timing: RequestTiming | None = None
-    """On the first and the last output with tokens of an engine."""
+    """On an engine's first and last output with tokens."""
     refused: bool = False
-    """It went wrong because of what the request asks for: another engine would not do better."""
+    """The error is the request's fault: it would fail on other engines too."""
     error_param: str | None = None
-    """The field that asks for it, if it is known."""
+    """The offending field, if known."""
     pooled: bytes | None = None
-    """The vector of a request with `pooling`, as float32 numbers; its only output has it."""
+    """Result of a request with `pooling`, as float32 bytes; on its only output."""
     no_room: bool = False
-    """It went wrong because this engine has no room for it now: it may be sent again later."""
+    """It failed for lack of capacity on this engine: it can be retried later."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine had received from one front-end process, and sent to it, as of its stats.
+    """Cumulative counts of what an engine received from, and sent to, one front-end process.
 
-    `front_end_incarnation` tells a restarted front end from its predecessor. The counts only grow.
-    `prompt_tokens` counts whatever has to be computed first: for a request that another engine
-    began, its tokens so far too.
+    `front_end_incarnation` distinguishes a restarted front end from its predecessor.
+    `prompt_tokens` counts all tokens to prefill: for a request that another engine began, also its
+    output tokens so far.
     """
 
     front_end: int
@@ -82,18 +82,18 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
     requests: int
     prompt_tokens: int
     outputs: int = 0
-    """Messages with outputs that were made for it, the one that carries these stats included."""
+    """Output messages created for it, including the one with these stats."""
 
 
 def _counter(name: str, help: str) -> Meta:
-    """Return what makes a field a counter of /metrics: its name there, and its help."""
+    """Return metadata that makes a field a counter of /metrics, with its name and help."""
     return Meta(title=name, description=help)
 
 
 class EngineCounters(msgspec.Struct, array_like=True):
-    """An engine's counters since it started; whoever counts something adds to its field.
+    """An engine's counters since it started; the code that counts an event increments its field.
 
-    A field with a `_counter` is one of /metrics.
+    Fields with `_counter` are exported to /metrics.
     """
 
     prefix_cache_queries: Annotated[
@@ -137,23 +137,22 @@ class EngineCounters(msgspec.Struct, array_like=True):
         int, _counter("dummy_steps", "Steps without work that keep a lockstep group together.")
     ] = 0
     step_tokens: int = 0
-    """Tokens of all steps: computed for prompts, or drawn."""
+    """Tokens computed or sampled, over all steps."""
     step_tokens_buckets: list[int] = msgspec.field(
         default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1)
     )
-    """Steps by these tokens: as many as each of `STEP_TOKENS_BOUNDS` at most (and more than the
-    one before), and more than all of them."""
+    """Histogram of tokens per step: a bucket for each of `STEP_TOKENS_BOUNDS` (not cumulative), and
+    one above."""
     spec_accepted_at: list[int] = []
-    """Draft tokens that were accepted, by their positions in their drafts."""
+    """Accepted draft tokens by position in their drafts."""
     pooled_sequences: Annotated[
-        int, _counter("engine_pooled_sequences", "Sequences that got a vector.")
+        int, _counter("engine_pooled_sequences", "Sequences that were pooled.")
     ] = 0
     spec_skipped: Annotated[
         int,
         _counter(
             "spec_decode_num_skipped",
-            "Steps of sequences without the draft that they could have had: it would "
-            "not have paid.",
+            "Steps of sequences whose draft was skipped because it would not have paid off.",
         ),
     ] = 0
     kv_tier_hits: Annotated[
@@ -164,34 +163,32 @@ class EngineCounters(msgspec.Struct, array_like=True):
     ] = 0
     kv_tier_dropped_blocks: Annotated[
         int,
-        _counter(
-            "kv_tier_dropped_blocks", "KV blocks that the tiers did not take: too slow, or full."
-        ),
+        _counter("kv_tier_dropped_blocks", "KV blocks that the tiers dropped: too slow, or full."),
     ] = 0
     kv_tier_errors: Annotated[
         int,
         _counter("kv_tier_errors", "KV blocks that could not be written or read, or were damaged."),
     ] = 0
-    sleeps: Annotated[int, _counter("engine_sleeps", "Times that the engine gave memory back.")] = 0
+    sleeps: Annotated[int, _counter("engine_sleeps", "Times that the engine released memory.")] = 0
     sleep_seconds: Annotated[
-        float, _counter("engine_sleep_seconds", "Seconds that giving memory back took.")
+        float, _counter("engine_sleep_seconds", "Seconds spent releasing memory.")
     ] = 0.0
     wake_ups: Annotated[
-        int, _counter("engine_wake_ups", "Times that it had memory, or some, back.")
+        int, _counter("engine_wake_ups", "Times that it restored memory, or a part.")
     ] = 0
     wake_up_seconds: Annotated[
-        float, _counter("engine_wake_up_seconds", "Seconds that having it back took.")
+        float, _counter("engine_wake_up_seconds", "Seconds spent restoring memory.")
     ] = 0.0
 
     encoder_cache_queries: Annotated[
         int,
         _counter(
             "encoder_cache_queries",
-            "Images (or tiles) of prompts looked up among the encoded ones.",
+            "Images (or tiles) of prompts looked up in the encoder cache.",
         ),
     ] = 0
     encoder_cache_hits: Annotated[
-        int, _counter("encoder_cache_hits", "Images that were encoded already.")
+        int, _counter("encoder_cache_hits", "Images found in the encoder cache.")
     ] = 0
     encoded_images: Annotated[
         int, _counter("encoded_images", "Images (or tiles) that were encoded.")
@@ -209,49 +206,49 @@ class EngineCounters(msgspec.Struct, array_like=True):
     ] = 0
     kv_transfer_seconds: Annotated[
         float,
-        _counter("kv_transfer_seconds", "Seconds that requests waited for KV blocks of others."),
+        _counter("kv_transfer_seconds", "Seconds that requests waited for transfers."),
     ] = 0.0
     kv_transfer_failures: Annotated[
         int,
         _counter(
             "kv_transfer_failures",
-            "Transfers that did not bring all blocks; the others are computed.",
+            "Incomplete transfers; missing blocks are computed.",
         ),
     ] = 0
     kv_transfer_dropped_blocks: Annotated[
         int,
         _counter(
             "kv_transfer_dropped_blocks",
-            "KV blocks that were to be offered to others and had no room, or found no reader.",
+            "KV blocks offered to other engines that did not fit, or were not read.",
         ),
     ] = 0
     kv_transfer_offered_bytes: int = 0
-    """Of copies that wait for their readers now, or did within the last second."""
+    """Bytes of copies that wait for readers now, or did within the last second."""
 
     def count_sleep(self, seconds: float) -> None:
-        """Count that memory was given back, which took so long."""
+        """Count a sleep that took `seconds`."""
         self.sleeps += 1
         self.sleep_seconds += seconds
 
     def count_wake_up(self, seconds: float) -> None:
-        """Count that memory, or a part of it, was had back, which took so long."""
+        """Count a full or partial wake-up that took `seconds`."""
         self.wake_ups += 1
         self.wake_up_seconds += seconds
 
     def count_accepted(self, tokens: int) -> None:
-        """Count a draft whose first tokens, this many, were accepted."""
+        """Count a draft of which the first `tokens` tokens were accepted."""
         self.spec_accepted_tokens += tokens
         self.spec_accepted_at += [0] * (tokens - len(self.spec_accepted_at))
         for place in range(tokens):
             self.spec_accepted_at[place] += 1
 
     def count_step(self, tokens: int) -> None:
-        """Count a step that computed or drew so many tokens."""
+        """Count a step that computed or sampled `tokens` tokens."""
         self.step_tokens += tokens
         self.step_tokens_buckets[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
 
     def snapshot(self) -> "EngineCounters":
-        """Return a copy that stays as it is."""
+        """Return an independent copy."""
         taken = copy(self)
         taken.step_tokens_buckets = self.step_tokens_buckets.copy()
         taken.spec_accepted_at = self.spec_accepted_at.copy()
@@ -259,20 +256,20 @@ class EngineCounters(msgspec.Struct, array_like=True):
 
 
 class ExpertLoad(msgspec.Struct, array_like=True, frozen=True):
-    """How evenly the engines of a group share out the work of experts."""
+    """Balance of expert computation over the processes of a group."""
 
     imbalance: float = 0.0
-    """What the fullest process computed, as a multiple of the mean; 0: not known yet."""
+    """Load of the busiest process relative to the mean; 0: unknown."""
     moved_layers: int = 0
-    """How often the experts of a layer have been dealt out anew."""
+    """Number of times that a layer's experts were rebalanced."""
 
 
 class EngineStats(Message, frozen=True):
     """One engine's load and counters, stamped with (incarnation, wave, step).
 
-    Gauges are the state after `step`. `version` grows with every stats an engine takes, so that
-    of two stats with the same incarnation the larger version is the newer, also while no step is
-    taken.
+    Gauges are the state after `step`. `version` grows with every snapshot, so that of two stats
+    with the same incarnation the one with the larger version is newer, even if no step ran between
+    them.
     """
 
     rank: int
@@ -285,39 +282,39 @@ class EngineStats(Message, frozen=True):
     kv_usage: float
     """Share of KV blocks in use by live requests, 0 to 1."""
     queued_prefill_tokens: int
-    """Prompt tokens received and not yet computed (waiting requests and partial prefills)."""
+    """Prompt tokens received but not yet computed (waiting requests and partial prefills)."""
     received: list[Received] = []
     counters: EngineCounters = msgspec.field(default_factory=EngineCounters)
     topology: int = 0
-    """Which formation of its lockstep group the engine belongs to; only grows."""
+    """Newest formation of the engine's lockstep group; only grows."""
     wave_running: bool = False
     """Whether the engine's lockstep group runs `wave`; unused by independent engines."""
     hold_epoch: int = 0
-    """Newest hold that the engine knows of; odd means held (see `engine.lockstep.wave`)."""
+    """Newest hold known to the engine; odd means held (see `engine.lockstep.wave`)."""
     halted: bool = False
-    """Paused or asleep by an operator's order: requests wait, and no progress is due."""
+    """Paused or asleep by an operator's order: requests wait, and no progress is expected."""
     deferred: int = 0
-    """Waiting requests that wait for their grammar to be compiled, not for a slot."""
+    """Waiting requests that wait for grammar compilation, not for a slot."""
     alone: int = 0
-    """Id of the request that runs alone from the next step on (see `AddRequest.alone`): what
-    happens to the engine now is its doing and nobody else's. 0: all run together."""
+    """Id of the request that runs alone from the next step on (see `AddRequest.alone`): a failure
+    of the engine is attributed to it. 0: none."""
     hands_over: bool = False
     """Halted, and its requests have to move to engines that are not."""
     adapters: AdapterLoad | None = None
-    """What its steps are computed with; None for an engine without adapters."""
+    """Adapters used by its steps; None for an engine without adapters."""
     sleep_level: int = 0
-    """1 or 2 while the engine is asleep; 0 while it is awake, though it may be paused."""
+    """1 or 2 while the engine is asleep; 0 while it is awake, even if paused."""
     experts: ExpertLoad | None = None
-    """None where the load of experts is not measured."""
+    """None if expert load is not measured."""
     weight_version: str = ""
-    """What the weights are called; empty for those of the settings."""
+    """Version name of the weights; empty for the configured ones."""
 
 
 class StepOutputs(Message, frozen=True):
-    """All outputs of one step that belong to one front end, with the engine's stats.
+    """All outputs of one step for one front end, with the engine's stats.
 
-    Without outputs only the stats are news: that the engine was halted or goes on, that it runs
-    one request alone or all together again.
+    Without outputs it reports only a change of the stats: the engine was halted or resumed, or
+    started or stopped running one request alone.
     """
 
     stats: EngineStats
@@ -325,7 +322,7 @@ class StepOutputs(Message, frozen=True):
 
 
 class UtilityResult(Message, frozen=True):
-    """Answer to a `UtilityCall`: a JSON-like result, or an error that says what to do."""
+    """Answer to a `UtilityCall`: a JSON-like result, or an actionable error."""
 
     call_id: int
     rank: int
@@ -334,7 +331,7 @@ class UtilityResult(Message, frozen=True):
 
 
 class EngineDead(Message, frozen=True):
-    """Last message of an engine that cannot go on."""
+    """Last message of an engine that has failed."""
 
     rank: int
     incarnation: int
@@ -342,18 +339,18 @@ class EngineDead(Message, frozen=True):
 
 
 class KvBlocks(Message, frozen=True):
-    """Which KV blocks of an engine can be found, and which cannot any more.
+    """Changes to the set of KV blocks that an engine holds.
 
-    Blocks are named by `engine.shared.block_names.short_name`, one after the other. Of a model
-    with several groups of layers, those of one group are told.
+    Blocks are named by `engine.shared.block_names.short_name`, concatenated. For a model with
+    several cache groups, only one group's blocks are reported.
     """
 
     rank: int
     incarnation: int
     after: int
-    """The number of changes that this continues; `ALL_BLOCKS`: what was known before is void."""
+    """Number of the last change before these; `ALL_BLOCKS`: this replaces all earlier reports."""
     number: int
-    """Of the newest change in it."""
+    """Number of the newest change included."""
     stored: bytes
     removed: bytes
 

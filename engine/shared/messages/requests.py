@@ -11,14 +11,14 @@ UtilityValue = str | int | float | bool | None
 
 
 class JsonSchemaGrammar(Message, frozen=True):
-    """The output is a JSON value that fits a JSON schema."""
+    """The output is a JSON value that satisfies a JSON schema."""
 
     schema: str
     """The schema as JSON text."""
     whitespace: str | None = None
-    """Regular expression of what may stand between JSON tokens; empty: nothing; None: a little."""
+    """Regular expression of whitespace between JSON tokens; empty: none; None: the default."""
     lenient: bool = False
-    """Ignore keywords of the schema that cannot be enforced, instead of refusing them."""
+    """Ignore keywords of the schema that cannot be enforced, instead of rejecting them."""
 
 
 class JsonObjectGrammar(Message, frozen=True):
@@ -28,7 +28,7 @@ class JsonObjectGrammar(Message, frozen=True):
 
 
 class RegexGrammar(Message, frozen=True):
-    """The whole output matches a regular expression."""
+    """The entire output matches a regular expression."""
 
     pattern: str
 
@@ -46,15 +46,15 @@ class LarkGrammar(Message, frozen=True):
 
 
 GrammarSpec = JsonSchemaGrammar | JsonObjectGrammar | RegexGrammar | ChoiceGrammar | LarkGrammar
-"""What an output has to look like; `engine.grammar` says what is allowed in it."""
+"""Constraint on an output; `engine.grammar` defines the limits."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How the tokens of one request are drawn, after validation and defaults by the front end.
+    """Sampling parameters of one request, validated and with defaults applied by the front end.
 
-    `seed` is always set: a request that names none gets one at admission, because draws are a
-    pure function of (seed, position) and must be repeatable on another engine. More than 15
-    attributes: one for each parameter.
+    `seed` is always set: a request without one gets one at admission, because sampling is a pure
+    function of (seed, position) and must be repeatable on another engine. More than 15 attributes:
+    one for each parameter.
     """
 
     max_tokens: int
@@ -73,84 +73,86 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
-    """Number of alternatives reported beside each sampled token; None reports nothing."""
+    """Number of alternatives reported per sampled token; None: no log probabilities."""
     prompt_logprobs: int | None = None
-    """The same for every prompt token but the first; None reports nothing."""
+    """The same for every prompt token but the first."""
     grammar: GrammarSpec | None = None
-    """What the output has to look like."""
+    """Constraint on the output."""
     grammar_after: str = ""
-    """Text of the output after which the grammar applies (as at the end of a reasoning part);
-    until then any text is allowed, but the request cannot end. Empty: from the beginning."""
+    """Output text after which the grammar applies (such as the end of a reasoning part). Until then
+    any text is allowed, but the request cannot end. Empty: from the beginning."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may be drawn; None allows all."""
+    """The only tokens that can be sampled; None allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that never appear in the output: the last token of one is ruled out
-    where those before it are the newest of the output."""
+    """Token sequences that never appear in the output: a sequence's last token is masked where its
+    other tokens are the newest of the output."""
     grammar_opening: str = ""
-    """With `grammar_after`: only an output that begins with this text goes on freely up to there;
-    any other is in the grammar from its first token on. Empty: every output does."""
+    """With `grammar_after`: only an output that begins with this text is unconstrained up to that
+    marker; otherwise the grammar applies from the first token. Empty: every output is."""
     grammar_budget: int = 0
-    """With `grammar_after`: most tokens before that text, which is written then; 0: any number."""
+    """With `grammar_after`: maximum tokens before the marker is forced; 0: no limit."""
     logprob_token_ids: tuple[int, ...] = ()
-    """With `logprobs`: the tokens that are reported beside each sampled one instead of the most
-    likely, as many as `logprobs` says."""
+    """With `logprobs`: the tokens reported instead of the most likely ones; as many as
+    `logprobs`."""
     seed_given: bool = True
-    """Whether the client named the seed; engines for which a seed is a cost ignore one of ours."""
+    """Whether the client set the seed; engines for which seeds are costly ignore generated ones."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a request wants that gets a vector instead of tokens."""
+    """Parameters of a request that returns a vector instead of tokens."""
 
     types_from: int = 0
-    """Where in the prompt the second text of a pair begins, for models that tell them apart by
-    token types; 0: there is one text, or they are not told apart."""
+    """Prompt index at which a pair's second text begins, for models that distinguish them by token
+    types; 0: a single text, or no token types."""
     dimensions: int = 0
-    """Numbers of an embedding that are wanted, from the first on; 0: all."""
+    """Number of leading embedding dimensions to return; 0: all."""
     activate: bool = True
-    """Whether embeddings are normalized, or outputs become scores, as the model's files say.
+    """Whether to normalize embeddings, or convert outputs to scores, as the model's files specify.
     """
     per_token: bool = False
-    """Each token gets a vector, one after the other, in place of one vector of all."""
+    """Return one vector per token, concatenated, instead of one for the sequence."""
 
 
 MAX_ASPECT_RATIO = 200
-"""Of the longer side of an image to the shorter: what Qwen's processor takes."""
+"""Maximum ratio of an image's longer to its shorter side; the limit of Qwen's processor."""
 
 
 class EncoderInput(Message, frozen=True):
-    """An image, or a tile of one, and the tokens of a prompt that stand for it.
+    """An image, or a tile of one, and its placeholder tokens in a prompt.
 
-    The model's encoder makes one embedding for each of these tokens, which follow each other.
+    The model's encoder produces one embedding per token; the tokens are contiguous. For engines
+    with `EngineSetup.whole_images` it is the whole image at its own size, and `num_tokens` spans
+    from its first to its last placeholder token, including text between tiles.
     """
 
     position: int
-    """Index of the first of these tokens in the prompt."""
+    """Index of the first placeholder token in the prompt."""
     num_tokens: int
     digest: bytes
-    """16 bytes that name the content, its shape and how it was prepared."""
+    """16-byte hash of the content, its shape and its preprocessing."""
     height: int
     width: int
     pixels: bytes
-    """RGB, one byte each, row by row, at the size that the encoder takes; neither rescaled nor
-    normalized. Empty where the engine has them (`engine.shared.image_window`)."""
+    """RGB, uint8, row-major, at the encoder's input size (whole images: at their own); neither
+    rescaled nor normalized. Empty if the engine holds them (`engine.shared.image_window`)."""
 
 
 class KvSource(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that offers the KV blocks of a prompt: it has just computed them."""
+    """An engine that has computed a prompt and offers its KV blocks."""
 
     address: str
-    """Of the socket where it is asked for them."""
+    """Address of the socket that serves them."""
     incarnation: int
-    """Another process there knows nothing of them."""
+    """Another incarnation at that address does not have them."""
 
 
 class AddRequest(Message, frozen=True):
     """Queue one sequence for generation.
 
     `id` is unique among all requests of all front ends (a random base per front-end process);
-    `request_id` is the client's name for it and is used in logs only. `output_token_ids` are
-    tokens generated elsewhere before this engine took over: they are computed like a prompt but
-    count as output for penalties, limits and draws.
+    `request_id` is the client's id, used only in logs. `output_token_ids` are tokens that another
+    engine generated before this one took over: they are computed like a prompt but count as output
+    for penalties, limits and sampling.
     """
 
     id: int
@@ -162,35 +164,35 @@ class AddRequest(Message, frozen=True):
     output_token_ids: list[int] = []
     priority: int = 0
     tenant: int = 0
-    """Whose request it is: tenants share an engine fairly. 0 without tenants."""
+    """Tenants share an engine fairly. 0 without tenants."""
     cache_root: bytes = b""
-    """Where the chain of its KV blocks' names begins (`ROOT_SIZE` bytes): only requests with the
-    same one find each other's prefixes. Empty: the common one."""
+    """Root of its chain of KV block names (`ROOT_SIZE` bytes): only requests with the same root
+    share prefixes. Empty: the default root."""
     alone: int = 0
-    """It may be what killed engines: nobody else is computed beside it until so many of its own
-    steps have ended well. 0: an ordinary request."""
+    """Number of its own steps that have to succeed before other requests are batched with it, as it
+    is suspected of killing engines. 0: an ordinary request."""
     group: int = 0
-    """Id of the first sequence of the client's request that this one is of: together they have one
-    share of a step. 0: it is the first, or the only one."""
+    """Id of the first sequence of the client's request: its sequences together get one share of a
+    step. 0: this is the first, or the only one."""
     pooling: PoolingParams | None = None
-    """Nothing is generated: one vector is made of the prompt. None: tokens are drawn."""
+    """Return one vector for the prompt and generate nothing. None: generate."""
     adapter: str = ""
-    """Version of the adapter that it is computed with; empty: none."""
+    """Version of the adapter to use; empty: none."""
     encoder_inputs: list[EncoderInput] = []
-    """What the prompt shows besides its text, by position; ranges do not overlap."""
+    """Images in the prompt, by position; ranges do not overlap."""
     offers_blocks: bool = False
-    """Another engine will read the KV blocks of its tokens: it is to find them."""
+    """Keep the KV blocks of its tokens available for another engine to read."""
     kv_source: KvSource | None = None
-    """Who offers the KV blocks of its tokens; whatever is not to be had there is computed."""
+    """Engine that offers the KV blocks of its tokens; missing ones are computed."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute before the first that is new."""
+        """Number of tokens to compute before the first new token."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 class AbortRequests(Message, frozen=True):
-    """Drop these requests at once; unknown ids are ignored."""
+    """Drop these requests immediately; unknown ids are ignored."""
 
     ids: list[int]
 
@@ -205,29 +207,29 @@ class UtilityCall(Message, frozen=True):
 
 
 ALL_BLOCKS = -1
-"""Stands for the number of changes of a front end that knows none of an engine's KV blocks."""
+"""Value of `after` from a front end that knows none of an engine's KV blocks."""
 
 
 class KvBlocksWanted(Message, frozen=True):
-    """A front end wants to know which KV blocks have come and gone since change number `after`.
+    """A front end requests the changes of an engine's KV blocks since change number `after`.
 
-    It is answered by one `KvBlocks`, as soon as there are any. A front end has one such question
-    open; a later one replaces it.
+    Answered by one `KvBlocks` once there are any. A front end has one such request pending; a later
+    one replaces it.
     """
 
     front_end: int
     after: int
-    """The newest change that it knows, or `ALL_BLOCKS`."""
+    """The newest change known, or `ALL_BLOCKS`."""
 
 
 CoreInput = AddRequest | AbortRequests | UtilityCall | KvBlocksWanted
 
 
 class RouteTaken(Message, frozen=True):
-    """A front end routes requests to the engine that asked on this connection."""
+    """A front end accepts the connection on which the engine sent `RouteHello.asks`."""
 
     session: int
-    """That of the greeting."""
+    """Copied from the `RouteHello`."""
 
 
 EngineInput = CoreInput | RouteTaken
@@ -236,10 +238,10 @@ EngineInput = CoreInput | RouteTaken
 class RouteHello(Message, frozen=True):
     """First message of an engine on a front end's request socket: the route is open.
 
-    Repeated as a sign of life. `session` counts the engine's connections to front ends: a
-    new one says that everything that was sent on the one before has been dropped. One that `asks`
-    is answered with `RouteTaken` by a front end that can send requests to the engine already. One
-    that `drains` gets no new requests: the coordinator, who says so too, may be away.
+    Repeated as a keep-alive. `session` counts the engine's connections to front ends: a new one
+    means that everything sent on the previous one was dropped. If it `asks`, a front end that can
+    already send requests to the engine answers with `RouteTaken`. An engine that `drains` gets no
+    new requests; it is sent here as well because the coordinator may be unavailable.
     """
 
     rank: int

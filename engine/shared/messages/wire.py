@@ -1,4 +1,4 @@
-"""What all messages have in common, and their encoding."""
+"""Base class of all messages, and their encoding."""
 
 import msgspec
 
@@ -11,5 +11,5 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """Return the wire form of a message."""
+    """Return the encoded message."""
     return _encoder.encode(message)

@@ -4,7 +4,7 @@ What changes the number of engines is asked of the supervisor, and goes on after
 """
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 
 from engine.shared.messages import (
     ControlQuery,
@@ -16,60 +16,59 @@ from engine.shared.messages import (
     UtilityResult,
 )
 from server.api.admin import schema
-from server.api.openapi import ADMIN_ERRORS, json_responses
-from server.api.route import ApiRoute, json_response
+from server.api.route import OperatorRoute
 from server.api.services import Services, ServicesDep
 from server.control import SupervisorSilent
 from server.errors import invalid, unavailable
 
-router = APIRouter(route_class=ApiRoute)
+router = APIRouter(route_class=OperatorRoute)
 
 
-@router.get("/admin/engines", responses=json_responses(schema.EngineList, 403))
-async def list_engines(services: ServicesDep) -> Response:
+@router.get("/admin/engines")
+async def list_engines(services: ServicesDep) -> schema.EngineList:
     """List the engines with their state and load."""
     client = services.client
     view = client.view
     if view is None:
-        return json_response(schema.EngineList([], 0, False, 0))
+        return schema.EngineList([], 0, False, 0)
     ages = client.stats_age
     engines = [_status(entry, ages.get(entry.rank)) for entry in view.engines]
     engines.sort(key=lambda engine: engine.rank)
-    return json_response(schema.EngineList(engines, view.wave, view.running, view.num_front_ends))
+    return schema.EngineList(engines, view.wave, view.running, view.num_front_ends)
 
 
-@router.post(
-    "/admin/reset-prefix-cache", responses=json_responses(schema.UtilityAnswers, 400, 403, 500, 503)
-)
-async def reset_prefix_cache(services: ServicesDep, rank: int | None = None) -> Response:
+@router.post("/admin/reset-prefix-cache")
+async def reset_prefix_cache(
+    services: ServicesDep, rank: int | None = None
+) -> schema.UtilityAnswers:
     """Make one engine, or all, forget the prompts that they have computed."""
     results = await services.client.call_utility(rank, "reset_prefix_cache", {})
-    return json_response(_answers(results))
+    return _answers(results)
 
 
-@router.post("/admin/utilities", responses=json_responses(schema.UtilityAnswers, *ADMIN_ERRORS))
-async def call_utility(body: schema.UtilityRequest, services: ServicesDep) -> Response:
+@router.post("/admin/utilities")
+async def call_utility(body: schema.UtilityRequest, services: ServicesDep) -> schema.UtilityAnswers:
     """Call a utility of one engine, or of all, by its name."""
     results = await services.client.call_utility(body.rank, body.name, body.arguments)
-    return json_response(_answers(results))
+    return _answers(results)
 
 
-@router.get("/admin/scale", responses=json_responses(schema.ScaleStatus, 400, 403, 503))
-async def scale_status(services: ServicesDep) -> Response:
+@router.get("/admin/scale")
+async def scale_status(services: ServicesDep) -> schema.ScaleStatus:
     """Show how many engines there are, shall be, and what each is doing."""
-    return json_response(_scale_status(await ask(services, ControlQuery())))
+    return _scale_status(await ask(services, ControlQuery()))
 
 
-@router.post("/admin/restart", responses=json_responses(schema.ScaleStatus, 400, 403, 503))
-async def restart(services: ServicesDep) -> Response:
+@router.post("/admin/restart")
+async def restart(services: ServicesDep) -> schema.ScaleStatus:
     """Replace every engine, one after the other, while the others serve."""
-    return json_response(_scale_status(await ask(services, RestartEngines())))
+    return _scale_status(await ask(services, RestartEngines()))
 
 
-@router.post("/admin/scale", responses=json_responses(schema.ScaleStatus, *ADMIN_ERRORS))
-async def scale(body: schema.ScaleRequest, services: ServicesDep) -> Response:
+@router.post("/admin/scale")
+async def scale(body: schema.ScaleRequest, services: ServicesDep) -> schema.ScaleStatus:
     """Run this number of engines from now on."""
-    return json_response(_scale_status(await ask(services, ScaleEngines(body.data_parallel_size))))
+    return _scale_status(await ask(services, ScaleEngines(body.data_parallel_size)))
 
 
 def _answers(results: list[UtilityResult]) -> schema.UtilityAnswers:

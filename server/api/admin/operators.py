@@ -29,8 +29,8 @@ from engine.shared.messages import (
 )
 from server.api.admin import schema
 from server.api.admin.endpoint import ask
-from server.api.openapi import ADMIN_ERRORS, json_responses, text_responses
-from server.api.route import ApiRoute, json_response
+from server.api.openapi import errors, text_responses
+from server.api.route import OperatorRoute
 from server.api.services import Services, ServicesDep
 from server.errors import ApiError, invalid, invalid_field, unavailable
 from server.limits import MAX_TOKENS
@@ -41,122 +41,114 @@ Tag = Literal["weights", "kv_cache", "scheduling"]
 
 _LOOK_INTERVAL = 0.2
 """Seconds between two looks at whether it is done."""
-_ERRORS = (400, 403, 500, 503)
 
-router = APIRouter(route_class=ApiRoute)
-_PAUSED, _DONE = json_responses(schema.PauseStatus, *_ERRORS), json_responses(schema.Done, *_ERRORS)
-_CHANGED = text_responses(
-    400, 403, 404, 413, 415, 503, kind="text/plain; charset=utf-8", text="It is done."
-)
+router = APIRouter(route_class=OperatorRoute)
+_CHANGED = text_responses("text/plain; charset=utf-8", "It is done.") | errors(404)
 
 
-@router.post("/pause", responses=_PAUSED)
+@router.post("/pause")
 async def pause(
     services: ServicesDep, mode: PauseMode = "abort", clear_cache: bool = True, rank: Rank = None
-) -> Response:
+) -> schema.PauseStatus:
     """Launch no further step; `mode` says what happens to requests."""
     await _pause(services, mode, rank)
     if clear_cache and mode in ("abort", "wait"):
         await _call(services, rank, "reset_prefix_cache")
-    return json_response(schema.PauseStatus("paused"))
+    return schema.PauseStatus("paused")
 
 
-@router.post("/resume", responses=_PAUSED)
-async def resume(services: ServicesDep, rank: Rank = None) -> Response:
+@router.post("/resume")
+async def resume(services: ServicesDep, rank: Rank = None) -> schema.PauseStatus:
     """End a pause."""
     if rank is None:
         await _order(services, FleetWish(_ticket(), "resume"))
     else:
         await _call(services, rank, "resume")
-    return json_response(schema.PauseStatus("resumed"))
+    return schema.PauseStatus("resumed")
 
 
-@router.get("/is_paused", responses=json_responses(schema.IsPaused, *_ERRORS))
-async def is_paused(services: ServicesDep) -> Response:
+@router.get("/is_paused")
+async def is_paused(services: ServicesDep) -> schema.IsPaused:
     """Say whether all engines are paused or asleep."""
     infos = await _call(services, None, "info")
-    return json_response(
-        schema.IsPaused(all(each["is_paused"] or each["is_sleeping"] for each in infos))
-    )
+    return schema.IsPaused(all(each["is_paused"] or each["is_sleeping"] for each in infos))
 
 
-@router.post("/sleep", responses=_DONE)
+@router.post("/sleep")
 async def sleep(
     services: ServicesDep,
     level: Annotated[int, Query(ge=0, le=2)] = 1,
     mode: PauseMode = "abort",
     rank: Rank = None,
-) -> Response:
+) -> schema.Done:
     """Give memory back: at level 1 the KV cache, at 2 the weights too, at 0 nothing."""
-    if mode == "wait":
-        await _pause(services, "wait", rank)
+    waits = mode == "wait"
+    if waits:
+        await _pause(services, mode, rank)
         mode = "keep"
-        waited = True
-    else:
-        waited = False
     if rank is None:
         await _order(services, FleetWish(_ticket(), "sleep", mode, level))
     else:
         await _call(services, rank, "sleep", level=level, mode=mode)
-    if waited:
+    if waits:
         await resume(services, rank)
-    return json_response(schema.Done(f"The engines sleep at level {level}."))
+    return schema.Done(f"The engines sleep at level {level}.")
 
 
-@router.post("/wake_up", responses=_DONE)
+@router.post("/wake_up")
 async def wake_up(
     services: ServicesDep,
     tags: Annotated[list[Tag] | None, Query(max_length=3)] = None,
     rank: Rank = None,
-) -> Response:
+) -> schema.Done:
     """Have memory back: all of it, or what `tags` name, weights first."""
     if rank is None:
         await _order(services, FleetWish(_ticket(), "wake_up", tags=list(tags or ())))
     else:
         await _call(services, rank, "wake_up", tags=",".join(tags or ASLEEP_TAGS))
-    return json_response(schema.Done("The engines have what was asked for."))
+    return schema.Done("The engines have what was asked for.")
 
 
-@router.get("/is_sleeping", responses=json_responses(schema.IsSleeping, *_ERRORS))
-async def is_sleeping(services: ServicesDep) -> Response:
+@router.get("/is_sleeping")
+async def is_sleeping(services: ServicesDep) -> schema.IsSleeping:
     """Say whether all engines are asleep."""
     infos = await _call(services, None, "info")
-    return json_response(schema.IsSleeping(all(each["is_sleeping"] for each in infos)))
+    return schema.IsSleeping(all(each["is_sleeping"] for each in infos))
 
 
-@router.post("/reset_prefix_cache", responses=_DONE)
-async def reset_prefix_cache(services: ServicesDep, rank: Rank = None) -> Response:
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(services: ServicesDep, rank: Rank = None) -> schema.Done:
     """Forget the prompts that engines have computed."""
     answers = await _call(services, rank, "reset_prefix_cache")
     blocks = sum(int(each["blocks_forgotten"] or 0) for each in answers)
-    return json_response(schema.Done(f"{blocks} blocks were forgotten."))
+    return schema.Done(f"{blocks} blocks were forgotten.")
 
 
-@router.post("/reset_mm_cache", responses=_DONE)
-@router.post("/reset_encoder_cache", responses=_DONE)
-async def reset_encoder_cache(services: ServicesDep, rank: Rank = None) -> Response:
+@router.post("/reset_mm_cache")
+@router.post("/reset_encoder_cache")
+async def reset_encoder_cache(services: ServicesDep, rank: Rank = None) -> schema.Done:
     """Forget what engines have encoded of images, but for those that are being computed."""
     answers = await _call(services, rank, "reset_encoder_cache")
     images = sum(int(each["images_forgotten"] or 0) for each in answers)
-    return json_response(schema.Done(f"{images} images were forgotten."))
+    return schema.Done(f"{images} images were forgotten.")
 
 
-@router.post("/start_profile", responses=_DONE)
-async def start_profile(services: ServicesDep, rank: Rank = None) -> Response:
+@router.post("/start_profile")
+async def start_profile(services: ServicesDep, rank: Rank = None) -> schema.Done:
     """Begin to record what steps do."""
     answers = await _call(services, rank, "start_profile")
-    return json_response(schema.Done(f"Traces will be in {answers[0]['directory']}."))
+    return schema.Done(f"Traces will be in {answers[0]['directory']}.")
 
 
-@router.post("/stop_profile", responses=_DONE)
-async def stop_profile(services: ServicesDep, rank: Rank = None) -> Response:
+@router.post("/stop_profile")
+async def stop_profile(services: ServicesDep, rank: Rank = None) -> schema.Done:
     """End the recordings and write their traces."""
     answers = await _call(services, rank, "stop_profile")
-    return json_response(schema.Done(", ".join(str(each["trace"]) for each in answers)))
+    return schema.Done(", ".join(str(each["trace"]) for each in answers))
 
 
-@router.post("/scale_elastic_ep", responses=json_responses(schema.Done, *ADMIN_ERRORS))
-async def scale(body: schema.ScaleEpRequest, services: ServicesDep) -> Response:
+@router.post("/scale_elastic_ep")
+async def scale(body: schema.ScaleEpRequest, services: ServicesDep) -> schema.Done:
     """Run this number of engines; answer when they run, or after `drain_timeout`."""
     size, until = body.new_data_parallel_size, time.monotonic() + body.drain_timeout
     status = await ask(services, ScaleEngines(size))
@@ -169,21 +161,21 @@ async def scale(body: schema.ScaleEpRequest, services: ServicesDep) -> Response:
             )
         await asyncio.sleep(_LOOK_INTERVAL)
         status = await ask(services, ControlQuery())
-    return json_response(schema.Done(f"Scaled to {size} data parallel engines"))
+    return schema.Done(f"Scaled to {size} data parallel engines")
 
 
-@router.post("/is_scaling_elastic_ep", responses=json_responses(schema.IsScaling, 400, 403, 503))
-async def is_scaling(services: ServicesDep) -> Response:
+@router.post("/is_scaling_elastic_ep")
+async def is_scaling(services: ServicesDep) -> schema.IsScaling:
     """Say whether engines are being added, retired or replaced."""
-    return json_response(schema.IsScaling((await ask(services, ControlQuery())).busy))
+    return schema.IsScaling((await ask(services, ControlQuery())).busy)
 
 
-@router.get("/v1/fault_tolerance/status", responses=json_responses(schema.FaultStatus, 403))
-async def faults(services: ServicesDep) -> Response:
+@router.get("/v1/fault_tolerance/status")
+async def faults(services: ServicesDep) -> schema.FaultStatus:
     """Say which engines serve, which do not yet or not any more, and which are missing."""
     view = services.client.view
     if view is None:
-        return json_response(schema.FaultStatus([], 0))
+        return schema.FaultStatus([], 0)
     engines = [
         schema.EngineFault(entry.rank, "healthy" if entry.ready else "unhealthy")
         for entry in view.engines
@@ -192,11 +184,11 @@ async def faults(services: ServicesDep) -> Response:
         why = f"{missing.reason.replace('_', ' ')}, for {missing.age:.0f} s"
         engines.append(schema.EngineFault(missing.rank, "dead", why))
     engines.sort(key=lambda engine: engine.id)
-    return json_response(schema.FaultStatus(engines, len(engines)))
+    return schema.FaultStatus(engines, len(engines))
 
 
-@router.post("/collective_rpc", responses=json_responses(schema.RpcResults, *ADMIN_ERRORS))
-async def collective_rpc(body: schema.RpcRequest, services: ServicesDep) -> Response:
+@router.post("/collective_rpc")
+async def collective_rpc(body: schema.RpcRequest, services: ServicesDep) -> schema.RpcResults:
     """Call a method of a worker extension in one engine, or in all."""
     arguments: dict[str, UtilityValue] = {
         "method": body.method,
@@ -205,7 +197,7 @@ async def collective_rpc(body: schema.RpcRequest, services: ServicesDep) -> Resp
     }
     answers = await services.client.call_utility(body.rank, "collective_rpc", arguments)
     results = [_result(each)["result"] for each in answers]
-    return json_response(schema.RpcResults([msgspec.json.decode(str(each)) for each in results]))
+    return schema.RpcResults([msgspec.json.decode(str(each)) for each in results])
 
 
 @router.post("/v1/load_lora_adapter", responses=_CHANGED)

@@ -11,67 +11,65 @@ import time
 from collections.abc import AsyncIterator
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 
 from engine.shared.messages import PUSHED, UtilityValue, WeightsSource
 from server.api.admin import schema
 from server.api.admin.weights import LOAD_TIMEOUT, Update, results_of
-from server.api.openapi import ADMIN_ERRORS, json_responses
-from server.api.route import ApiRoute, json_response
+from server.api.openapi import errors
+from server.api.route import OperatorRoute
 from server.api.services import ServicesDep
 from server.errors import ApiError, invalid_field
 from server.router.generation_client import GenerationClient, NoEngineAvailable
 
 logger = logging.getLogger(__name__)
 
-router = APIRouter(route_class=ApiRoute)
+router = APIRouter(route_class=OperatorRoute)
 
 _LOOK_INTERVAL = 0.02
 """Seconds between two looks at whether all have met, or have received everything."""
 _MARGIN = 10.0
 
-_ERRORS = (400, 403, 409, 500, 503)
 
-
-@router.get("/get_world_size", responses=json_responses(schema.WorldSize, 400, 403, 500, 503))
-async def get_world_size(services: ServicesDep, include_dp: bool = True) -> Response:
+@router.get("/get_world_size")
+async def get_world_size(services: ServicesDep, include_dp: bool = True) -> schema.WorldSize:
     """Say how many processes join a trainer: one of each engine."""
     infos = await services.client.call_utility(None, "info", {})
-    return json_response(schema.WorldSize(len(infos) if include_dp else 1))
+    return schema.WorldSize(len(infos) if include_dp else 1)
 
 
-@router.post(
-    "/init_weight_transfer_engine", responses=json_responses(schema.Done, *ADMIN_ERRORS, 409)
-)
+@router.post("/init_weight_transfer_engine", responses=errors(409))
 async def init_weight_transfer_engine(
     body: schema.InitTransferRequest, services: ServicesDep
-) -> Response:
+) -> schema.Done:
     """Have all engines meet a trainer, which is rank 0; answers when they have."""
     await _Transfer(services.client, "init_info").join(body.init_info)
-    return json_response(schema.Done("Weight transfer initialized"))
+    return schema.Done("Weight transfer initialized")
 
 
-@router.post("/start_weight_update", responses=json_responses(schema.Done, *_ERRORS))
-async def start_weight_update(services: ServicesDep) -> Response:
+@router.post("/start_weight_update", responses=errors(409))
+async def start_weight_update(services: ServicesDep) -> schema.Done:
     """Begin an update that comes in several parts."""
     await _Transfer(services.client, None).call("start_weight_update")
-    return json_response(schema.Done("Weight update started"))
+    return schema.Done("Weight update started")
 
 
-@router.post("/update_weights", responses=json_responses(schema.Done, *ADMIN_ERRORS, 409))
-async def update_weights(body: schema.UpdateWeightsRequest, services: ServicesDep) -> Response:
+@router.post("/update_weights", responses=errors(409))
+async def update_weights(body: schema.UpdateWeightsRequest, services: ServicesDep) -> schema.Done:
     """Receive weights, and compute with them unless more parts are to come."""
     transfer = _Transfer(services.client, "update_info")
     if not await transfer.receive(body.update_info):
         await transfer.finish(body.weight_version)
-    return json_response(schema.Done("Weights updated"))
+    return schema.Done("Weights updated")
 
 
-@router.post("/finish_weight_update", responses=json_responses(schema.Done, *ADMIN_ERRORS, 409))
-async def finish_weight_update(body: schema.FinishUpdateRequest, services: ServicesDep) -> Response:
+@router.post("/finish_weight_update", responses=errors(409))
+async def finish_weight_update(
+    body: schema.FinishUpdateRequest, services: ServicesDep
+) -> schema.Done:
     """Compute with all parts that were received."""
     await _Transfer(services.client, None).finish(body.weight_version)
-    return json_response(schema.Done("Weight update finished"))
+    return schema.Done("Weight update finished")
 
 
 class _Transfer:

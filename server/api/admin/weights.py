@@ -6,17 +6,17 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 
 from engine.shared.messages import PUSHED, FleetWish, UtilityResult, UtilityValue, WeightsSource
 from server.api.admin.schema import WeightsRequest, WeightsStatus
-from server.api.openapi import ADMIN_ERRORS, json_responses
-from server.api.route import ApiRoute, json_response
+from server.api.openapi import errors
+from server.api.route import OperatorRoute
 from server.api.services import ServicesDep
 from server.errors import ApiError, invalid_field, unavailable
 from server.router.generation_client import GenerationClient, NoEngineAvailable
 
-router = APIRouter(route_class=ApiRoute)
+router = APIRouter(route_class=OperatorRoute)
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ HAND_OVER_SECONDS = 10.0
 _LOOK_INTERVAL = 0.05
 
 
-@router.post("/admin/weights", responses=json_responses(WeightsStatus, *ADMIN_ERRORS, 409))
-async def update_weights(body: WeightsRequest, services: ServicesDep) -> Response:
+@router.post("/admin/weights", responses=errors(409))
+async def update_weights(body: WeightsRequest, services: ServicesDep) -> WeightsStatus:
     """Have all engines compute with other weights; if one cannot, all keep theirs."""
     began = time.monotonic()
     named = body.model if body.revision is None else f"{body.model}@{body.revision}"
@@ -41,7 +41,7 @@ async def update_weights(body: WeightsRequest, services: ServicesDep) -> Respons
         )
     ranks = await Update(services.client, source, "model").run(rolling=body.mode == "rolling")
     seconds = round(time.monotonic() - began, 3)
-    return json_response(WeightsStatus(source.version, ranks, seconds))
+    return WeightsStatus(source.version, ranks, seconds)
 
 
 class Update:
@@ -92,16 +92,14 @@ class Update:
 
     async def _replace_in(self, rank: int, *, alone: bool) -> None:
         """Replace the weights of one engine, whose requests go to the others meanwhile."""
-        [info] = results_of(await self._client.call_utility(rank, "info", {}), self._field)
+        info = await self._ask(rank, "info")
         halts = not alone and not info["is_paused"] and not info["is_sleeping"]
         if halts:
-            results_of(
-                await self._client.call_utility(rank, "pause", {"mode": "move"}), self._field
-            )
+            await self._ask(rank, "pause", mode="move")
         try:
             until = time.monotonic() + HAND_OVER_SECONDS
             while halts and time.monotonic() < until:
-                [info] = results_of(await self._client.call_utility(rank, "info", {}), self._field)
+                info = await self._ask(rank, "info")
                 if not info["running"] and not info["waiting"]:
                     break
                 await asyncio.sleep(_LOOK_INTERVAL)
@@ -109,6 +107,13 @@ class Update:
         finally:
             if halts:
                 await asyncio.shield(self._client.call_utility(rank, "resume", {}))
+
+    async def _ask(
+        self, rank: int, name: str, **arguments: UtilityValue
+    ) -> dict[str, UtilityValue]:
+        answers = await self._client.call_utility(rank, name, arguments)
+        [result] = results_of(answers, self._field)
+        return result
 
     async def _load(self, rank: int, source: WeightsSource) -> list[UtilityResult]:
         arguments: dict[str, UtilityValue] = {

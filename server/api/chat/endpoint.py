@@ -11,12 +11,12 @@ from server.api.chat.schema import (
     ChatCompletionResponse,
 )
 from server.api.generation import Generation
-from server.api.openapi import MODEL_ERRORS, REQUEST_HEADERS, json_responses, stream_responses
+from server.api.openapi import QUEUED, REQUEST_HEADERS, json_responses, stream_responses
 from server.api.route import ModelRoute
 from server.api.services import ServicesDep
 from server.http.call import Call
 
-CHAT_RESPONSES = stream_responses(ChatCompletionResponse, ChatCompletionChunk, *MODEL_ERRORS)
+CHAT_RESPONSES = stream_responses(ChatCompletionResponse, ChatCompletionChunk)
 
 router = APIRouter(route_class=ModelRoute)
 
@@ -30,7 +30,7 @@ async def create_chat_completion(
 
 
 @router.post(
-    "/v1/chat/completions/batch", responses=json_responses(ChatCompletionResponse, *MODEL_ERRORS)
+    "/v1/chat/completions/batch", responses=json_responses(ChatCompletionResponse) | QUEUED
 )
 async def create_chat_completions(
     body: BatchChatRequest, call: Call, services: ServicesDep

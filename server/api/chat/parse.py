@@ -110,7 +110,6 @@ def _parsed(
         best_of=body.n or 1,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         stop=stop,
-        kv_transfer=body.kv_transfer_params,
         logprobs=logprobs,
         repeats_prompt=bool(body.return_token_ids or of_prompt is not None or body.echo),
         scores=0 if body.stream or logprobs is None else 1 + logprobs,

@@ -25,16 +25,14 @@ from server.api.chat.schema import (
     ChatFinishReason,
 )
 from server.api.rendering import (
-    ChunkFrames,
+    ChunkStream,
     Renderer,
     WholeBody,
     chat_logprobs,
     encoded_each,
-    error_frames,
     prompt_scores,
     timing_shown,
     transfer_shown,
-    whole_logprobs,
 )
 from server.generate.fold import Delta, FinishReason
 from server.generate.request import GenerationRequest
@@ -89,7 +87,7 @@ class ChatBody(WholeBody):
         choice = ChatChoice(
             index,
             message,
-            whole_logprobs(answer.logprobs, self._request, self._table),
+            chat_logprobs(answer.logprobs, self._request, self._table, whole=True),
             _finish_reason(answer.finish_reason, reader, plan),
             answer.stop_reason,
         )
@@ -140,45 +138,42 @@ def _unreadable(reader: AnswerReader | None) -> list[int] | UnsetType:
     return UNSET if reader is None else reader.unreadable_calls or UNSET
 
 
-class ChatChunks:
+class ChatChunks(ChunkStream):
     """Shows deltas as chunks of a chat completion; each choice begins with its role."""
 
-    streams, large = True, False
-
     def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
-        self._frames = ChunkFrames("chat.completion.chunk", _id(request), request)
-        self._request = request
-        self._table = table
+        super().__init__("chat.completion.chunk", _id(request), request, table)
         self._plan = request.plan
-        self._show_ids = bool(request.fields.return_token_ids)
         self._readers: dict[int, AnswerReader | None] = {}
         taken_apart = self._plan.reader() is not None
         scored = request.logprobs is not None
         self._only_text = not (taken_apart or self._show_ids or scored)
         """Whether a delta is its text, but for the first and the last."""
-        self.error = error_frames
 
     def push(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta; none if it has no text yet and nothing else to show."""
         first = index not in self._readers
         begun = self._begin(index) if first else b""
-        if self._frames.counts is not None:
-            self._frames.counts[index] += len(delta.token_ids)
+        if self._counts is not None:
+            self._counts[index] += len(delta.token_ids)
         if self._only_text and delta.finish_reason is None and not first:
             content = ChatDelta(content=delta.text)
             choice = ChatChunkChoice(index, content, None, None)
-            return self._frames.chunk(choice) if delta.text else b""
-        return begun + self._frames.chunks(self._new(index, delta, self._readers[index]))
+            return self._chunk(choice) if delta.text else b""
+        return begun + b"".join(map(self._chunk, self._new(index, delta, self._readers[index])))
 
     def _begin(self, index: int) -> bytes:
         """Return the frames before the first token of a choice."""
         self._readers[index] = self._plan.reader()
-        shown = [ChatDelta(role="assistant", content="")]
+        role = ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None)
+        if self._show_ids:
+            begun = self._first_chunk(role, self._request.prompts[0].token_ids)
+        else:
+            begun = self._chunk(role)
         if self._plan.echo:
-            shown.append(ChatDelta(content=self._plan.echo))
-        prompt = self._request.prompts[0].token_ids if self._show_ids else None
-        choices = [ChatChunkChoice(index, each, None, None) for each in shown]
-        return self._frames.chunks(choices, prompt)
+            echo = ChatDelta(content=self._plan.echo)
+            begun += self._chunk(ChatChunkChoice(index, echo, None, None))
+        return begun
 
     def _new(self, index: int, delta: Delta, reader: AnswerReader | None) -> list[ChatChunkChoice]:
         if reader is None:
@@ -214,7 +209,7 @@ class ChatChunks:
     def finish(self, usage: Usage) -> bytes:
         """Return the frames behind those of the last delta."""
         _add_details(usage, self._readers.values())
-        return self._frames.end(usage)
+        return super().finish(usage)
 
 
 def _delta_of(part: Part, plan: AnswerPlan) -> ChatDelta:

@@ -16,7 +16,7 @@ from server.schema.answer import (
 )
 from server.schema.body import Alternatives, JsonObject, Tokens
 from server.schema.fields import ReasoningEffort, SamplingFields, Verbosity
-from server.schema.kv_transfer import KV_TRANSFER, KvHandedOn, KvTransferParams
+from server.schema.kv_transfer import KvHandedOn
 from server.schema.messages import ChatMessage
 from server.schema.support import (
     CHAT_TEMPLATE,
@@ -51,11 +51,6 @@ class ChatFields(SamplingFields):
     logprobs: bool | None = False
     top_logprobs: Alternatives | None = Field(
         None, description="Needs logprobs; -1: all tokens.", json_schema_extra=TOP_LOGPROBS
-    )
-    kv_transfer_params: KvTransferParams | None = Field(
-        None,
-        description="Where an outside router has KV blocks of the prompt handed on.",
-        json_schema_extra=KV_TRANSFER,
     )
     echo: bool | None = Field(
         False,

@@ -6,12 +6,12 @@ from server.api.completions.parse import parse
 from server.api.completions.render import renderer
 from server.api.completions.schema import CompletionRequest, CompletionResponse
 from server.api.generation import Generation
-from server.api.openapi import MODEL_ERRORS, REQUEST_HEADERS, stream_responses
+from server.api.openapi import REQUEST_HEADERS, stream_responses
 from server.api.route import ModelRoute
 from server.api.services import ServicesDep
 from server.http.call import Call
 
-COMPLETION_RESPONSES = stream_responses(CompletionResponse, CompletionResponse, *MODEL_ERRORS)
+COMPLETION_RESPONSES = stream_responses(CompletionResponse, CompletionResponse)
 
 router = APIRouter(route_class=ModelRoute)
 

@@ -49,7 +49,6 @@ def parse(body: CompletionRequest, model: ServedModel, max_model_len: int) -> Ge
         max_tokens=1 if max_tokens == 0 else max_tokens,
         default_tokens=DEFAULT_TOKENS,
         stop=stop,
-        kv_transfer=body.kv_transfer_params,
         logprobs=logprobs,
         echo=bool(body.echo),
         only_echo=bool(body.echo) and max_tokens == 0,

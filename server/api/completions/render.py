@@ -13,11 +13,10 @@ from server.api.completions.schema import (
 )
 from server.api.rendering import (
     MIN_LOGPROB,
-    ChunkFrames,
+    ChunkStream,
     Renderer,
     WholeBody,
     encoded_each,
-    error_frames,
     prompt_scores,
     timing_shown,
     token_names,
@@ -28,8 +27,6 @@ from server.generate.request import GenerationRequest
 from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
-_KIND = "text_completion"
-
 
 def renderer(body: CompletionRequest, request: GenerationRequest, table: TokenTable) -> Renderer:
     """Return what shows the answers to a request."""
@@ -37,23 +34,17 @@ def renderer(body: CompletionRequest, request: GenerationRequest, table: TokenTa
     return shows(request, table)
 
 
-class CompletionChunks:
+class CompletionChunks(ChunkStream):
     """Shows deltas as chunks of a completion."""
 
-    streams, large = True, False
-
     def __init__(self, request: GenerationRequest, table: TokenTable) -> None:
-        self._frames = ChunkFrames(_KIND, _id(request), request)
-        self._request = request
-        self._table = table
-        self._show_ids = bool(request.fields.return_token_ids)
+        super().__init__("text_completion", _id(request), request, table)
         self._begun: set[int] = set()
-        self.finish, self.error = self._frames.end, error_frames
 
     def push(self, index: int, delta: Delta) -> bytes:
         """Return the frame of a delta; none if it has no text yet and nothing else to show."""
-        if self._frames.counts is not None:
-            self._frames.counts[index] += len(delta.token_ids)
+        if self._counts is not None:
+            self._counts[index] += len(delta.token_ids)
         shown = delta.text or delta.logprobs or delta.finish_reason
         if not shown and not (self._show_ids and delta.token_ids):
             return b""
@@ -62,7 +53,7 @@ class CompletionChunks:
             if index in self._begun:
                 choice.prompt_token_ids = UNSET
             self._begun.add(index)
-        return self._frames.chunk(choice)
+        return self._chunk(choice)
 
 
 class CompletionBody(WholeBody):
@@ -113,7 +104,7 @@ def _choice(
 ) -> CompletionChoice:
     logprobs = None
     if part.logprobs is not None:
-        logprobs = _logprobs(part.logprobs, token_names(table, ids=request.names_ids))
+        logprobs = _logprobs(part.logprobs, token_names(request, table))
     choice = CompletionChoice(index, part.text, logprobs, part.finish_reason, part.stop_reason)
     if request.fields.return_token_ids:
         choice.prompt_token_ids = request.prompts[index // request.n].token_ids

@@ -17,7 +17,7 @@ from server.schema.answer import (
 )
 from server.schema.body import Alternatives, Count, Tokens
 from server.schema.fields import SamplingFields, TokenIds
-from server.schema.kv_transfer import KV_TRANSFER, KvHandedOn, KvTransferParams
+from server.schema.kv_transfer import KvHandedOn
 from server.schema.support import NO_BUDGET, TOP_LOGPROBS, Rows, different, extra, refused
 
 Prompts = (
@@ -66,11 +66,6 @@ class CompletionRequest(SamplingFields):
         json_schema_extra=different("must equal n in a stream"),
     )
     add_special_tokens: bool | None = True
-    kv_transfer_params: KvTransferParams | None = Field(
-        None,
-        description="Where an outside router has KV blocks of the prompt handed on.",
-        json_schema_extra=KV_TRANSFER,
-    )
 
     undeclared: ClassVar[Rows] = {
         **refused("prompts are texts or token ids", "prompt_embeds"),

@@ -2,41 +2,43 @@
 
 import asyncio
 import logging
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, get_args
 
 import msgspec
 from fastapi import APIRouter, Response
+from starlette.types import Message
 
-from server.access.tenants import SCOPE_KEY
 from server.api.generation import Generation
 from server.api.growing import GrowingBody, event_frames
-from server.api.openapi import (
-    ENGINE_ERRORS,
-    MODEL_ERRORS,
-    REQUEST_HEADERS,
-    event_responses,
-    json_responses,
-)
+from server.api.openapi import QUEUED, REQUEST_HEADERS, event_responses, json_responses
 from server.api.responses import items
 from server.api.responses.events import ResponseEvent, ResponseFailed
 from server.api.responses.journal import Journal, told
-from server.api.responses.keeping import TOO_MANY_IN_BACKGROUND, Keeping, item_of, now, own_items
+from server.api.responses.keeping import (
+    NOT_KEPT,
+    TOO_MANY_IN_BACKGROUND,
+    Keeping,
+    item_of,
+    now,
+    own_items,
+)
 from server.api.responses.parse import parse, parse_count
-from server.api.responses.render import begun_response, growing_response, renderer
-from server.api.responses.schema import ItemReference, MessageItem, ResponsesRequest
-from server.api.route import ModelRoute, json_response
+from server.api.responses.render import begun_response, growing_response
+from server.api.responses.schema import MessageItem, ResponsesRequest
+from server.api.route import ModelRoute
 from server.api.services import Services, ServicesDep
 from server.api.tokenize import count_tokens_of
-from server.errors import invalid_field, unavailable
+from server.errors import unavailable
 from server.generate.request import GenerationRequest
-from server.http.call import Call, CancelOnDisconnect, Pushed, foreseen
-from server.store.records import StoreFull, TooLong
-from server.store.service import ResponseStore, StoreUnavailable
+from server.http.call import Call, Pushed
+from server.http.errors import foreseen
+from server.store.service import Jobs
 from server.text.detokenizer import TokenTable
 
-RESPONSE_RESPONSES = event_responses(items.Response, get_args(ResponseEvent), *MODEL_ERRORS)
+RESPONSE_RESPONSES = event_responses(items.Response, get_args(ResponseEvent))
 
 _ASKED = (
     "Summarize the conversation so far for an assistant that goes on with it and sees nothing "
@@ -46,21 +48,16 @@ _ASKED = (
 _LEFT_OUT = ("tools", "tool_choice", "text", "structured_outputs", "stream", "store", "background")
 """Fields that are about an answer, not about the conversation."""
 
-_UNKEPT = "nothing is stored between requests: the server runs with --response-store none"
-
-_NOT_KEPT = (StoreFull, StoreUnavailable, TooLong)
-
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=ModelRoute)
 
 
 @router.post("/v1/responses", responses=RESPONSE_RESPONSES, openapi_extra=REQUEST_HEADERS)
-async def create_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
+async def create_response(
+    body: ResponsesRequest, call: Call, services: ServicesDep
+) -> Response | items.Response:
     """Answer a list of items with more items."""
-    if services.store is None:
-        _refuse_kept(body)
-        return Generation(call, services, body, parse, renderer)
-    keeping = _keeping(call, services, services.store, body)
+    keeping = Keeping(call, services, body)
     whole, earlier = await keeping.whole_request()
     if body.background:
         return await _answer_at_once(call, services, keeping, whole, earlier)
@@ -68,10 +65,10 @@ async def create_response(body: ResponsesRequest, call: Call, services: Services
     return Generation(call, services, whole, parsed, keeping.renderer, keeping.keep)
 
 
-@router.post("/v1/responses/compact", responses=json_responses(items.Compaction, *MODEL_ERRORS))
+@router.post("/v1/responses/compact", responses=json_responses(items.Compaction) | QUEUED)
 async def compact_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
     """Replace a list of items with a shorter one, which later requests can continue."""
-    whole, earlier = await _whole_request(body, call, services)
+    whole, earlier = await Keeping(call, services, body).whole_request()
     asked = [*own_items(whole), MessageItem(role="user", content=_ASKED)]
     changed: dict[str, Any] = {**dict.fromkeys(_LEFT_OUT), "input": asked, "truncation": "auto"}
     asking = whole.model_copy(update=changed)
@@ -91,7 +88,7 @@ def _compaction(
         packed = {
             "type": "compaction",
             "id": response.id.replace("resp_", "cmp_"),
-            "encrypted_content": items.packed_summary(summary),
+            "encrypted_content": b64encode(items.SUMMARY_MARK + summary.encode()).decode(),
         }
         return items.Compaction(
             id=response.id,
@@ -103,42 +100,15 @@ def _compaction(
     return GrowingBody(growing_response(body, request, table, None), show)
 
 
-@router.post(
-    "/v1/responses/input_tokens", responses=json_responses(items.InputTokens, *ENGINE_ERRORS)
-)
-async def count_input_tokens(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(
+    body: ResponsesRequest, call: Call, services: ServicesDep
+) -> items.InputTokens:
     """Count the tokens that a response's input would have."""
     services.asked_model(body.model)
-    whole, earlier = await _whole_request(body, call, services)
+    whole, earlier = await Keeping(call, services, body).whole_request()
     source, blame = parse_count(whole, earlier)
-    count = await count_tokens_of(source, services, "input", blame)
-    return json_response(items.InputTokens(count))
-
-
-async def _whole_request(
-    body: ResponsesRequest, call: Call, services: Services
-) -> tuple[ResponsesRequest, int]:
-    """Return a request with all items that it continues, and how many these are."""
-    if services.store is None:
-        _refuse_kept(body)
-        return body, 0
-    return await _keeping(call, services, services.store, body).whole_request()
-
-
-def _keeping(
-    call: Call, services: Services, store: ResponseStore, body: ResponsesRequest
-) -> Keeping:
-    not_kept = partial(services.metrics.count, "responses_not_kept")
-    return Keeping(store, str(call.tenant.id), body, not_kept)
-
-
-def _refuse_kept(request: ResponsesRequest) -> None:
-    for name in ("previous_response_id", "conversation", "store", "background"):
-        if getattr(request, name):
-            raise invalid_field(name, _UNKEPT)
-    for index, item in enumerate(own_items(request)):
-        if isinstance(item, ItemReference):
-            raise invalid_field(f"input[{index}]", _UNKEPT)
+    return items.InputTokens(await count_tokens_of(source, services, "input", blame))
 
 
 # -- requests with `background`: answered at once, while responses are generated and stored -------
@@ -146,7 +116,7 @@ def _refuse_kept(request: ResponsesRequest) -> None:
 
 async def _answer_at_once(
     call: Call, services: Services, keeping: Keeping, request: ResponsesRequest, earlier: int
-) -> Response:
+) -> Response | items.Response:
     """Begin a response and answer with what it is before there is any output, or its events.
 
     Raises:
@@ -155,48 +125,58 @@ async def _answer_at_once(
     """
     model, _ = services.asked_model(request.model)
     services.tenancy.check(request.priority, pins_rank=call.pinned_rank is not None)
-    store, owner = keeping.store, keeping.owner
+    store, owner = services.store, str(call.tenant.id)
+    assert store is not None, "background is refused without it"
     if store.jobs.is_full_for(owner):
         raise TOO_MANY_IN_BACKGROUND
     response = begun_response(request, keeping.name, now(), model)
     response.store = True
     try:
         await keeping.put(response, begins=True)
-    except _NOT_KEPT as error:
-        keeping.not_kept()
+    except NOT_KEPT as error:
         raise unavailable("The response could not be stored; try again later.") from error
     parsed = partial(parse, earlier=earlier)
     journal = Journal(store, owner, response.id) if request.stream else None
-    detached = _detached(call, journal)
+
+    async def store_events(message: Message) -> None:
+        if journal is not None and message["type"] == "http.response.body":
+            await journal.add(message["body"])
+
+    detached = call.detached(store_events)
     making = Generation(detached, services, request, parsed, keeping.renderer, keeping.keep)
-    made = _make(detached, making.generate(), keeping, response, journal)
+    made = _make(detached, making, keeping, response, journal, store.jobs)
     store.jobs.begin(response.id, owner, made)
     if request.stream:
         frames = told(store, owner, response.id, services.config.http.sse_keep_alive)
         return Pushed(partial(_send, call, frames))
-    return json_response(msgspec.structs.replace(response, status="queued"))
+    return msgspec.structs.replace(response, status="queued")
 
 
 async def _send(call: Call, frames: AsyncIterator[bytes]) -> None:
     """Send a client events until there are no more, or the client disconnects."""
-    with CancelOnDisconnect(call.receive):
+    with call:
         async for each in frames:
             await call.send_events(each, more=True)
         await call.send_events(b"", more=False)
 
 
 async def _make(
-    call: Call, making: Any, keeping: Keeping, begun: items.Response, journal: Journal | None
+    call: Call,
+    making: Generation[ResponsesRequest],
+    keeping: Keeping,
+    begun: items.Response,
+    journal: Journal | None,
+    jobs: Jobs,
 ) -> None:
     """Wait for a response; record how it ended if it was not completed."""
     ended = _failed(begun, "server_error", "The generation was aborted.")
     try:
-        await making
+        await making.generate()
         if keeping.ended:
             return
     except asyncio.CancelledError:
         ended = msgspec.structs.replace(begun, status="cancelled")
-        if keeping.store.jobs.closing:
+        if jobs.closing:
             ended = _failed(begun, "server_error", "The server ended before the response did.")
     except Exception as error:
         known = foreseen(error, call.request_id)
@@ -208,33 +188,9 @@ async def _make(
         await journal.add(event_frames([event]))
     try:
         await keeping.put(ended)
-    except _NOT_KEPT:
-        keeping.not_kept()
+    except NOT_KEPT:
         logger.warning("response %s could not be stored as %s", ended.id, ended.status)
 
 
 def _failed(begun: items.Response, code: str, message: str) -> items.Response:
     return msgspec.structs.replace(begun, status="failed", error=items.ResponseError(code, message))
-
-
-def _detached(call: Call, journal: Journal | None) -> Call:
-    """Return a copy of a call whose client never hangs up and whose answer is stored.
-
-    It keeps only the headers for tracing and for the choice of an engine.
-    """
-    never = asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        await never.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        if journal is not None and message["type"] == "http.response.body":
-            await journal.add(message["body"])
-
-    headers = call.lasting_headers
-    scope = {"type": "http", "path": call.path, "headers": headers, SCOPE_KEY: call.key}
-    detached = Call(scope, receive, send, call.limits)
-    detached.has_client = False
-    call.hand_over(detached)
-    return detached

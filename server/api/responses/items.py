@@ -185,19 +185,19 @@ class Compaction(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None
 
 
-_MARK = b"swell-summary:"
-
-
-def packed_summary(text: str) -> str:
-    """Return a summary as an item of the type `compaction` holds it."""
-    return base64.b64encode(_MARK + text.encode()).decode()
+SUMMARY_MARK = b"swell-summary:"
+"""What the base64 of a summary begins with, as an item of the type `compaction` holds it."""
 
 
 def summary_of(content: str | None) -> str | None:
     """Return the summary that such an item holds; None if another server made it."""
     try:
         decoded = base64.b64decode(content or "", validate=True)
-        return decoded.removeprefix(_MARK).decode() if decoded.startswith(_MARK) else None
+        return (
+            decoded.removeprefix(SUMMARY_MARK).decode()
+            if decoded.startswith(SUMMARY_MARK)
+            else None
+        )
     except ValueError:
         return None
 

@@ -120,7 +120,14 @@ async def told(
             except StoreUnavailable:
                 failures += 1
                 if failures == _MAX_FAILURES:
-                    yield _unavailable(seen.after + 1)
+                    unavailable = ErrorEvent(
+                        sequence_number=seen.after + 1,
+                        code="server_error",
+                        message="The events cannot be read now; ask for the rest later "
+                        "(starting_after).",
+                        param=None,
+                    )
+                    yield event_frames([unavailable])
                     return
             frames, found.frames = found.frames, b""
             if not frames and keep_alive and time.monotonic() - told_at >= keep_alive:
@@ -174,16 +181,6 @@ async def _look(store: ResponseStore, owner: str, id_: str, seen: _Look) -> _Loo
             event = {"type": name, "sequence_number": found.after + 1, "response": shown}
             found.frames = b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(event))
     return found
-
-
-def _unavailable(number: int) -> bytes:
-    event = ErrorEvent(
-        sequence_number=number,
-        code="server_error",
-        message="The events cannot be read now; ask for the rest later (starting_after).",
-        param=None,
-    )
-    return event_frames([event])
 
 
 def as_failed(body: bytes) -> bytes:

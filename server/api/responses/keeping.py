@@ -5,7 +5,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 from pydantic import TypeAdapter
@@ -13,25 +13,27 @@ from pydantic import TypeAdapter
 from server.api.responses import schema
 from server.api.responses.items import Response
 from server.api.responses.render import ResponseRenderer, renderer
-from server.errors import ApiError, invalid, invalid_field, unavailable
+from server.api.services import Services
+from server.errors import ApiError, invalid, invalid_field, rate_limited, unavailable
 from server.generate.request import GenerationRequest
+from server.http.call import Call
 from server.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.schema.answer import Usage
 from server.store.records import Part, Record, StoreFull, TooLong
-from server.store.service import ResponseStore, StoreUnavailable
+from server.store.service import StoreUnavailable
 from server.store.sql import SqlBackend
 from server.text.detokenizer import TokenTable
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 Result = TypeVar("Result")
 
+NOT_KEPT = (StoreFull, StoreUnavailable, TooLong)
+_UNKEPT = "nothing is stored between requests: the server runs with --response-store none"
 _TOO_LARGE = invalid("It is too large to be stored.", code="too_large")
-TOO_MANY_IN_BACKGROUND = ApiError(
-    429,
-    "Too many background responses are being generated or followed; try again later.",
-    code="rate_limit_exceeded",
-    headers=(("retry-after", "1"),),
+TOO_MANY_IN_BACKGROUND = rate_limited(
+    "Too many background responses are being generated or followed; try again later."
 )
 
 ITEMS = TypeAdapter(list[schema.InputItem])
@@ -66,27 +68,15 @@ class KeptOutput(msgspec.Struct):
 
 
 class Keeping:
-    """One request that continues what was stored, and whose response may be stored.
+    """One request that continues what was stored, and whose response may be stored."""
 
-    Args:
-        store: where responses are kept.
-        owner: whose they are.
-        request: as it was sent.
-        not_kept: called when the response could not be stored.
-    """
-
-    def __init__(
-        self,
-        store: ResponseStore,
-        owner: str,
-        request: schema.ResponsesRequest,
-        not_kept: Callable[[], None],
-    ) -> None:
-        self.store = store
-        self.not_kept = not_kept
-        self.owner = owner
+    def __init__(self, call: Call, services: Services, request: schema.ResponsesRequest) -> None:
+        """`request` is as it was sent."""
+        self._store = services.store
+        self._owner = str(call.tenant.id)
+        self._metrics = services.metrics
         self._sent = request
-        self.keeps = request.store is not False
+        self._keeps = services.store is not None and request.store is not False
         self.name = uuid.uuid4().hex
         self.ended = False
         """Whether the final response has been stored."""
@@ -98,19 +88,31 @@ class Keeping:
             conversation.id if isinstance(conversation, schema.ConversationName) else conversation
         )
 
+    async def _call(
+        self,
+        query: Callable[Concatenate[SqlBackend, str, P], Result],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> Result:
+        """Return what the store answers about the tenant's records."""
+        assert self._store is not None, "nothing else is asked without it"
+        return await self._store.call(query, self._owner, *args, **options)
+
     async def whole_request(self) -> tuple[schema.ResponsesRequest, int]:
         """Return the request with all items that it continues, and how many these are.
 
         Raises:
             ApiError: something that it names is not kept, or all of it is too long.
         """
-        sent = self._sent
+        sent, own = self._sent, own_items(self._sent)
+        if self._store is None:
+            _refuse_kept(sent, own)
+            return sent, 0
         if sent.previous_response_id is not None and self._conversation is not None:
             raise invalid_field("conversation", "not together with previous_response_id")
-        if sent.background and not self.keeps:
+        if sent.background and not self._keeps:
             raise invalid_field("background", "needs store to be true")
         earlier = await self._earlier()
-        own = own_items(sent)
         if any(isinstance(item, schema.ItemReference) for item in own):
             own = await self._resolved(own)
         self._own = [item_of(item) for item in own]
@@ -120,7 +122,7 @@ class Keeping:
         self, body: schema.ResponsesRequest, request: GenerationRequest, table: TokenTable
     ) -> ResponseRenderer:
         """Return what shows the answer, which is stored under a name that cannot be guessed."""
-        name = self.name if self.keeps else None
+        name = self.name if self._keeps else None
         self._renderer = renderer(body, request, table, name)
         return self._renderer
 
@@ -131,13 +133,12 @@ class Keeping:
             ApiError: it cannot be kept, and the client asked for it.
         """
         assert self._renderer is not None, "it has shown the answer"
-        if self._conversation is None and not self.keeps:
+        if self._conversation is None and not self._keeps:
             return
         response = self._renderer.complete(usage)
         try:
             await self.put(response)
-        except (StoreFull, StoreUnavailable, TooLong) as error:
-            self.not_kept()
+        except NOT_KEPT as error:
             if self._sent.store or self._conversation is not None or self._sent.background:
                 raise unavailable("The response could not be stored; try again later.") from error
             logger.warning("response %s is not stored: %s", response.id, error)
@@ -145,15 +146,26 @@ class Keeping:
         self.ended = True
 
     async def put(self, response: Response, *, begins: bool = False) -> None:
-        """Store a response as it is now; `begins`: for the first time, before it is generated."""
+        """Store a response as it is now; `begins`: for the first time, before it is generated.
+
+        Raises:
+            StoreFull, StoreUnavailable, TooLong: it could not be stored, which is counted.
+        """
+        try:
+            await self._put(response, begins=begins)
+        except NOT_KEPT:
+            self._metrics.count("responses_not_kept")
+            raise
+
+    async def _put(self, response: Response, *, begins: bool) -> None:
         items = []
         if self._conversation is not None and response.status in ("completed", "incomplete"):
             said = [*self._own, *msgspec.to_builtins(response.output)]
-            items = [Part(id=item["id"], body=msgspec.json.encode(item)) for item in said]
-        if self.keeps:
+            items = [part_of(item) for item in said]
+        if self._keeps:
             record = Record(
                 id=response.id,
-                tenant=self.owner,
+                tenant=self._owner,
                 created=response.created_at,
                 status=response.status,
                 previous=self._sent.previous_response_id,
@@ -162,9 +174,9 @@ class Keeping:
                 body=msgspec.json.encode(response),
             )
             known = self._sent.background is True and not begins
-            await self.store.call(SqlBackend.put, self.owner, record, items, only_known=known)
+            await self._call(SqlBackend.put, record, items, only_known=known)
         elif self._conversation is not None and items:
-            await self.store.call(SqlBackend.add, self.owner, self._conversation, items)
+            await self._call(SqlBackend.add, self._conversation, items)
 
     async def _earlier(self) -> list[Any]:
         """Return the items that come before those of the request."""
@@ -174,9 +186,7 @@ class Keeping:
         elif self._conversation is not None:
             found = None
             if self._conversation.startswith(ID_PREFIXES["conversation"]):
-                found = await kept(
-                    self.store.call(SqlBackend.items, self.owner, self._conversation)
-                )
+                found = await kept(self._call(SqlBackend.items, self._conversation))
             if found is None:
                 raise _gone(self._conversation, "conversation")
             texts = [msgspec.json.decode(item.body) for item in found]
@@ -193,7 +203,7 @@ class Keeping:
         )
         if not previous.startswith(ID_PREFIXES["response"]):
             raise _gone(previous, field)
-        chain = await kept(self.store.call(SqlBackend.chain, self.owner, previous), too_long)
+        chain = await kept(self._call(SqlBackend.chain, previous), too_long)
         if chain is None:
             raise _gone(previous, field)
         items: list[Any] = []
@@ -220,7 +230,7 @@ class Keeping:
             if named is None:
                 raise _gone(item.id, field)
             if item.id not in outputs:
-                record = await kept(self.store.call(SqlBackend.get, self.owner, f"resp_{named[1]}"))
+                record = await kept(self._call(SqlBackend.get, f"resp_{named[1]}"))
                 if record is None:
                     raise _gone(item.id, field)
                 size += record.size
@@ -238,6 +248,15 @@ class Keeping:
         return resolved
 
 
+def _refuse_kept(request: schema.ResponsesRequest, own: Sequence[Any]) -> None:
+    for name in ("previous_response_id", "conversation", "store", "background"):
+        if getattr(request, name):
+            raise invalid_field(name, _UNKEPT)
+    for index, item in enumerate(own):
+        if isinstance(item, schema.ItemReference):
+            raise invalid_field(f"input[{index}]", _UNKEPT)
+
+
 def own_items(request: schema.ResponsesRequest) -> list[Any]:
     """Return the input as items, whether it was sent as them or as a text."""
     if isinstance(request.input, str):
@@ -245,10 +264,9 @@ def own_items(request: schema.ResponsesRequest) -> list[Any]:
     return list(request.input)
 
 
-def kept_item(item: Any) -> Part:
-    """Return an item as it is stored, with an id if it has none."""
-    shown = item_of(item)
-    return Part(id=shown["id"], body=msgspec.json.encode(shown))
+def part_of(item: dict[str, Any]) -> Part:
+    """Return an item as it is stored."""
+    return Part(id=item["id"], body=msgspec.json.encode(item))
 
 
 def item_of(item: Any) -> dict[str, Any]:

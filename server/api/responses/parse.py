@@ -108,7 +108,7 @@ def _as_chat(request: schema.ResponsesRequest, earlier: int) -> tuple[ChatComple
             return _renamed(turns.places, param)
         found = offered[int(tool[1])]
         if tool[2] in (".parameters", ".input_grammar"):
-            return found.parameters_field
+            return f"{found.field}.{'format' if found.kind == 'custom' else 'parameters'}"
         return f"{found.field}{tool[2]}"
 
     def blame(error: ApiError) -> ApiError:

@@ -15,6 +15,7 @@ from server.schema.support import (
     LABELS,
     MEDIA,
     NO_BUDGET,
+    NO_KV_TRANSFER,
     NO_MEDIA,
     TOP_LOGPROBS,
     UNSERVED,
@@ -383,6 +384,7 @@ class ResponsesRequest(DrawingFields):
 
     undeclared: ClassVar[Rows] = {
         **UNSERVED,
+        **NO_KV_TRANSFER,
         **NO_BUDGET,
         **{name: row for name, row in LABELS.items() if name != "metadata"},
         **NO_MEDIA,
@@ -418,11 +420,10 @@ class ResponsesRequest(DrawingFields):
     }  # fmt: skip
 
 
+_NOT_PASSED_ON = ("model", "request_id", "structured_outputs")
 PASSED_ON = (
-    "temperature", "top_p", "parallel_tool_calls", "user", "seed", "stop",
-    "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens",
-    "ignore_eos", "stop_token_ids", "priority", "cache_salt", "chat_template_kwargs",
-    "logit_bias", "include_reasoning",
+    *(name for name in DrawingFields.model_fields if name not in _NOT_PASSED_ON),
+    "parallel_tool_calls", "user", "chat_template_kwargs", "include_reasoning",
 )  # fmt: skip
 """Fields that mean the same in a chat completion; a stream too keeps its whole answer."""
 

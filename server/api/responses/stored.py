@@ -11,18 +11,19 @@ from fastapi import Response as HttpResponse
 from fastapi.responses import StreamingResponse
 
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
-from server.api.openapi import ENGINE_ERRORS, json_responses
+from server.api.openapi import json_responses
 from server.api.responses import schema
 from server.api.responses.items import Conversation, Deleted, ItemList, OutputMessage, Response
 from server.api.responses.journal import as_failed, told
 from server.api.responses.keeping import (
     ID_PREFIXES,
     TOO_MANY_IN_BACKGROUND,
+    item_of,
     kept,
-    kept_item,
     now,
+    part_of,
 )
-from server.api.route import ApiRoute, json_response
+from server.api.route import ApiRoute
 from server.api.services import Services, ServicesDep
 from server.errors import ApiError, invalid, invalid_field
 from server.http.call import Call
@@ -33,16 +34,18 @@ from server.store.sql import SqlBackend
 
 T = TypeVar("T")
 
-_ERRORS = (400, 401, 404, 503)
-"""Of operations that take no body."""
 _NUMBER = re.compile(r"-1|[0-9]{1,9}")
 _RESPONSE, _CONVERSATION = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
-_SHOWN = json_responses(Response, *_ERRORS)
-_DELETED = json_responses(Deleted, *_ERRORS)
-_CONVERSATION_SHOWN = json_responses(Conversation, *ENGINE_ERRORS)
-_ITEMS_SHOWN = json_responses(ItemList, *ENGINE_ERRORS)
+_SHOWN = json_responses(Response)
 
-router = APIRouter(route_class=ApiRoute)
+
+class StoreRoute(ApiRoute):
+    """An operation on what is stored."""
+
+    errors = (400, 401, 404, 503)
+
+
+router = APIRouter(route_class=StoreRoute)
 
 
 # -- responses -----------------------------------------------------------------------------------
@@ -76,12 +79,12 @@ async def retrieve(response_id: str, request: Request, services: ServicesDep) ->
     )
 
 
-@router.delete(_RESPONSE, responses=_DELETED)
-async def delete(response_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+@router.delete(_RESPONSE)
+async def delete(response_id: str, request: Request, services: ServicesDep) -> Deleted:
     """Delete a response."""
     await _found(services, request, SqlBackend.delete, response_id)
     _store(services).jobs.cancel(response_id)
-    return json_response(Deleted(response_id, "response"))
+    return Deleted(response_id, "response")
 
 
 @router.post(f"{_RESPONSE}/cancel", responses=_SHOWN)
@@ -104,21 +107,21 @@ async def cancel(response_id: str, request: Request, services: ServicesDep) -> H
     return _json(record.body)
 
 
-@router.get(f"{_RESPONSE}/input_items", responses=json_responses(ItemList, *_ERRORS, 413, 415, 500))
-async def input_items(response_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+@router.get(f"{_RESPONSE}/input_items")
+async def input_items(response_id: str, request: Request, services: ServicesDep) -> ItemList:
     """List the items that a response's request added."""
     record = await _found(services, request, SqlBackend.get, response_id)
     items = msgspec.json.decode(record.input, type=list[msgspec.Raw])
-    return json_response(_page(request, items))
+    return _page(request, items)
 
 
 # -- conversations -------------------------------------------------------------------------------
 
 
-@router.post("/v1/conversations", responses=_CONVERSATION_SHOWN)
+@router.post("/v1/conversations")
 async def create_conversation(
     body: schema.ConversationRequest, call: Call, services: ServicesDep
-) -> HttpResponse:
+) -> Conversation:
     """Begin a conversation."""
     items = _kept_items(body.items or [])
     record = Record(
@@ -130,57 +133,57 @@ async def create_conversation(
     await _asked(services, call, SqlBackend.put, record)
     if items:
         await _asked(services, call, SqlBackend.add, record.id, items)
-    return json_response(_shown(record))
+    return _shown(record)
 
 
-@router.get(_CONVERSATION, responses=_CONVERSATION_SHOWN)
+@router.get(_CONVERSATION)
 async def retrieve_conversation(
     conversation_id: str, request: Request, services: ServicesDep
-) -> HttpResponse:
+) -> Conversation:
     """Show a conversation, without its items."""
     record = await _found(services, request, SqlBackend.get, conversation_id)
-    return json_response(_shown(record))
+    return _shown(record)
 
 
-@router.post(_CONVERSATION, responses=_CONVERSATION_SHOWN)
+@router.post(_CONVERSATION)
 async def update_conversation(
     body: schema.MetadataRequest, conversation_id: str, call: Call, services: ServicesDep
-) -> HttpResponse:
+) -> Conversation:
     """Change the metadata of a conversation."""
     record = await _found(services, call, SqlBackend.get, conversation_id)
     record = msgspec.structs.replace(record, body=msgspec.json.encode(body.metadata))
     await _asked(services, call, SqlBackend.put, record, only_known=True)
-    return json_response(_shown(record))
+    return _shown(record)
 
 
-@router.delete(_CONVERSATION, responses=_DELETED)
+@router.delete(_CONVERSATION)
 async def delete_conversation(
     conversation_id: str, request: Request, services: ServicesDep
-) -> HttpResponse:
+) -> Deleted:
     """Delete a conversation with its items."""
     await _found(services, request, SqlBackend.delete, conversation_id)
-    return json_response(Deleted(conversation_id, "conversation.deleted"))
+    return Deleted(conversation_id, "conversation.deleted")
 
 
-@router.get(f"{_CONVERSATION}/items", responses=_ITEMS_SHOWN)
-async def list_items(conversation_id: str, request: Request, services: ServicesDep) -> HttpResponse:
+@router.get(f"{_CONVERSATION}/items")
+async def list_items(conversation_id: str, request: Request, services: ServicesDep) -> ItemList:
     """List the items of a conversation."""
     items = await _found(services, request, SqlBackend.items, conversation_id)
-    return json_response(_page(request, [msgspec.Raw(item.body) for item in items]))
+    return _page(request, [msgspec.Raw(item.body) for item in items])
 
 
-@router.post(f"{_CONVERSATION}/items", responses=_ITEMS_SHOWN)
+@router.post(f"{_CONVERSATION}/items")
 async def add_items(
     body: schema.ItemsRequest, conversation_id: str, call: Call, services: ServicesDep
-) -> HttpResponse:
+) -> ItemList:
     """Add items to a conversation."""
     items = _kept_items(body.items)
     await _found(services, call, SqlBackend.add, conversation_id, items)
     data = [msgspec.Raw(item.body) for item in items]
-    return json_response(ItemList(data, items[0].id, items[-1].id, has_more=False))
+    return ItemList(data, items[0].id, items[-1].id, has_more=False)
 
 
-@router.get(f"{_CONVERSATION}/items/{{item_id}}", responses=json_responses(OutputMessage, *_ERRORS))
+@router.get(f"{_CONVERSATION}/items/{{item_id}}", responses=json_responses(OutputMessage))
 async def retrieve_item(
     conversation_id: str, item_id: str, request: Request, services: ServicesDep
 ) -> HttpResponse:
@@ -192,10 +195,10 @@ async def retrieve_item(
     raise _not_found("item", item_id)
 
 
-@router.delete(f"{_CONVERSATION}/items/{{item_id}}", responses=_CONVERSATION_SHOWN)
+@router.delete(f"{_CONVERSATION}/items/{{item_id}}")
 async def delete_item(
     conversation_id: str, item_id: str, request: Request, services: ServicesDep
-) -> HttpResponse:
+) -> Conversation:
     """Delete an item of a conversation."""
     if not await _asked(services, request, SqlBackend.delete_item, conversation_id, item_id):
         raise _not_found("item", item_id)
@@ -254,7 +257,7 @@ def _kept_items(items: Sequence[schema.InputItem]) -> list[Part]:
         if isinstance(item, schema.ItemReference):
             field = f"items[{index}]"
             raise invalid_field(field, "an item of a conversation cannot be a reference")
-    return [kept_item(item) for item in items]
+    return [part_of(item_of(item)) for item in items]
 
 
 def _shown(record: Record) -> Conversation:

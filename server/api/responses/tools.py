@@ -34,11 +34,6 @@ class OfferedTool(msgspec.Struct, frozen=True):
     field: str
     """Where the request has it."""
 
-    @property
-    def parameters_field(self) -> str:
-        """Where the request says what its calls look like."""
-        return f"{self.field}.{'format' if self.kind == 'custom' else 'parameters'}"
-
 
 def function_name(name: str | None, namespace: str | None) -> str | None:
     """Return the name of the function that stands for a tool."""

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Response
 
 from engine.shared.pooling import Similarity, Task, TokenTask
 from server.api.generation import unsuitable
-from server.api.openapi import MODEL_ERRORS, json_responses
+from server.api.openapi import QUEUED, json_responses
 from server.api.route import ModelRoute
 from server.api.services import ServicesDep
 from server.api.vectors import schema
@@ -33,7 +33,7 @@ from server.limits import MAX_PROMPTS, MAX_VECTOR_NUMBERS
 router = APIRouter(route_class=ModelRoute)
 
 
-@router.post("/v1/embeddings", responses=json_responses(schema.EmbeddingsResponse, *MODEL_ERRORS))
+@router.post("/v1/embeddings", responses=json_responses(schema.EmbeddingsResponse) | QUEUED)
 async def create_embeddings(
     body: schema.EmbeddingsRequest, call: Call, services: ServicesDep
 ) -> Response:
@@ -53,7 +53,7 @@ async def create_embeddings(
     return called.response(payload, "data", items_shown(vectors, show))
 
 
-@router.post("/pooling", responses=json_responses(schema.PoolingResponse, *MODEL_ERRORS))
+@router.post("/pooling", responses=json_responses(schema.PoolingResponse) | QUEUED)
 async def pool(body: schema.PoolingRequest, call: Call, services: ServicesDep) -> Response:
     """Make a vector of each input, or of each of its tokens, as the model does."""
     called = PooledCall(call, services, body)
@@ -85,7 +85,7 @@ async def pool(body: schema.PoolingRequest, call: Call, services: ServicesDep) -
     return called.response(payload, "data", shown_vectors)
 
 
-@router.post("/classify", responses=json_responses(schema.ClassifyResponse, *MODEL_ERRORS))
+@router.post("/classify", responses=json_responses(schema.ClassifyResponse) | QUEUED)
 async def classify(body: schema.ClassifyRequest, call: Call, services: ServicesDep) -> Response:
     """Say which class each input is of."""
     called = PooledCall(call, services, body)
@@ -165,8 +165,8 @@ _COHERE_TOKENS = 4096
 _NUMBERS_AT_ONCE = 1 << 16
 
 
-_SCORED = json_responses(schema.ScoreResponse, *MODEL_ERRORS)
-_RANKED = json_responses(schema.RerankResponse, *MODEL_ERRORS)
+_SCORED = json_responses(schema.ScoreResponse) | QUEUED
+_RANKED = json_responses(schema.RerankResponse) | QUEUED
 
 
 @router.post("/v1/score", responses=_SCORED)

@@ -24,7 +24,7 @@ from server.api.vectors.schema import (
 from server.errors import ApiError, invalid_field
 from server.generate.fold import failure
 from server.generate.pooling import Length, PoolingInput
-from server.http.call import Call, CancelOnDisconnect, Pushed
+from server.http.call import Call, Pushed
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
 from server.observe.tracing import EndedRequest
 from server.router.token_stream import RequestStream
@@ -127,7 +127,7 @@ class PooledCall:
             call.reservation.recount(total, time.monotonic())
         activate = self._body.use_activation is not False
         params = PoolingParams(dimensions=dimensions, activate=activate, per_token=per_token)
-        with CancelOnDisconnect(call.receive):
+        with call:
             try:
                 return await in_time(call, services, self._pooled(inputs, params))
             except Exception:
@@ -220,7 +220,7 @@ class PooledCall:
         """Return a success with items in an empty list of the payload, made as they are sent."""
 
         async def push() -> None:
-            with CancelOnDisconnect(self._call.receive):
+            with self._call:
                 await self._call.send_json_parts(parts(payload, field, items))
 
         return Pushed(push)

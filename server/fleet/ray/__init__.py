@@ -1,1 +1,1 @@
-"""Places on the nodes of a Ray cluster; nothing else imports Ray."""
+"""Processes on the nodes of a Ray cluster; nothing else imports Ray."""

@@ -1,16 +1,16 @@
-"""An actor on a node of a Ray cluster: starts a program there and tells the supervisor of it.
+"""An actor on a node of a Ray cluster: starts a program there and reports to the supervisor.
 
-The engine is a process of its own below the actor, the same `python -m engine` as on a plain
-node, for three reasons. Ray takes over the signals and threads of an actor's process. An engine
-that dies leaves its actor to say how. And the lifeline between the two closes with whichever
-goes first: however an actor ends (killed, with its raylet, with the driver's job), its engine
-ends within `engine.shared.lifeline.ORPHAN_GRACE` seconds, as every orphan does.
+The engine is a child process of the actor, the same `python -m engine` as on a plain node, for
+three reasons. Ray takes over the signals and threads of an actor's process. If an engine dies, its
+actor survives to report how. And the lifeline between the two closes when either exits: however an
+actor ends (killed, with its raylet, with the driver's job), its engine exits within
+`engine.shared.lifeline.ORPHAN_GRACE` seconds, as every orphan does.
 
-A supervisor asks again and again for events. An actor that is not asked ends itself, whether Ray
-knows that its supervisor has gone or not.
+A supervisor polls for events. An actor that is not polled exits, whether or not Ray knows that its
+supervisor is gone.
 
-The class goes to other nodes by value and imports nothing of this project before it has said
-which version of it is there; so a node with another one, or none, is refused by name.
+The class is pickled by value and imports nothing of this project before it has reported the version
+installed on its node; so a node with another version, or none, is refused with a clear error.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ from importlib import metadata
 from typing import Any
 
 ASKED_WITHIN = 15.0
-"""Seconds that an actor lives without being asked anything by its supervisor."""
+"""Seconds without a call from the supervisor after which an actor exits."""
 
 ANSWER_WITHIN = 3.0
-"""Seconds after which a supervisor that asks for events is told that there are none."""
+"""Maximum seconds for which a poll for events waits."""
 
 LOOK_INTERVAL = 1.0
-"""Seconds between looks at how long ago the supervisor has asked."""
+"""Seconds between checks for the supervisor's last call."""
 
 
 class EngineActor:
-    """Holds one engine, or API server, on this node for a supervisor elsewhere.
+    """Runs one engine, or API server, on this node for a supervisor elsewhere.
 
-    Methods take and return bytes; `server.fleet.ray.messages` says what they mean.
+    Methods take and return bytes, defined in `server.fleet.ray.messages`.
     """
 
     def __init__(self, driver_directory: str = "") -> None:
         """`driver_directory`: the supervisor's current directory.
 
-        Ray puts it in front of the module search path, where a model directory's server.py would
-        replace ours.
+        Ray prepends it to the module search path, where a model directory's server.py would shadow
+        ours.
         """
         with contextlib.suppress(ValueError):
             sys.path.remove(driver_directory)
@@ -53,7 +53,7 @@ class EngineActor:
         self._child: Any = None
 
     async def installed(self) -> dict[str, str]:
-        """Return the versions of what is installed here, and the process's id."""
+        """Return the installed versions on this node, and the actor's pid."""
         self._unasked = 0.0
         found = {"pid": str(os.getpid())}
         for name, module, attribute in (
@@ -71,7 +71,7 @@ class EngineActor:
         return found
 
     async def start(self, launch: bytes) -> None:
-        """Start the program; what happens to it is reported by `events`.
+        """Start the program; `events` then reports its state.
 
         Raises:
             OSError: it cannot be started.
@@ -99,7 +99,7 @@ class EngineActor:
         self._news.set()
 
     async def events(self) -> bytes:
-        """Return all events; none if for a while there are none."""
+        """Return pending events; an empty list after `ANSWER_WITHIN` seconds without any."""
         import msgspec
 
         self._unasked = 0.0
@@ -110,22 +110,22 @@ class EngineActor:
         return msgspec.msgpack.encode(told)
 
     async def terminate(self) -> None:
-        """Ask the program to end."""
+        """Send the program SIGTERM."""
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.terminate()
 
     async def kill(self) -> None:
-        """End the program at once."""
+        """Kill the program."""
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.kill()
 
     async def _watch(self) -> None:
-        """End this process, and so the engine, when it has not been asked for long."""
+        """Exit this process, and so the engine, when the supervisor has stopped polling."""
         while self._unasked < ASKED_WITHIN:
-            # Counted in looks, as a machine that was suspended shall not end what is asked after.
+            # Counted in checks instead of time, so that suspending the machine does not end it.
             await asyncio.sleep(LOOK_INTERVAL)
             self._unasked += LOOK_INTERVAL
-        print(f"not asked by its supervisor for {ASKED_WITHIN:.0f} s: ends", flush=True)
+        print(f"no call from its supervisor for {ASKED_WITHIN:.0f} s: exiting", flush=True)
         os._exit(1)

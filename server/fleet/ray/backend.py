@@ -1,4 +1,4 @@
-"""`--data-parallel-backend ray`: what the supervisor needs to have engines on a Ray cluster."""
+"""`--data-parallel-backend ray`: runs a supervisor's engines on a Ray cluster."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ from server.fleet.ray.starter import Ranks, api_server_role
 logger = logging.getLogger(__name__)
 
 COORDINATOR_PORTS = 4
-"""The coordinator listens on this many ports in a row."""
+"""Number of consecutive ports that the coordinator listens on."""
 
 
 class RayBackend:
@@ -34,17 +34,17 @@ class RayBackend:
 
     Args:
         config: the settings of `swell serve`.
-        directory: private directory of this node, for a key if none was given.
+        directory: private directory of this node, for a generated key.
 
     Raises:
-        CannotServe: there is no cluster to use, or it is too small and need not be waited for,
+        CannotServe: there is no usable cluster, or it is too small without --ray-wait-for-nodes,
             or settings contradict each other.
         OSError: the coordinator's ports are taken.
     """
 
     has_all = True
     cpus_of_others: CpuList = ()
-    """Any: Ray does not say which CPUs of a node its actors have."""
+    """Any: Ray does not report which CPUs its actors have."""
 
     def __init__(self, config: ServeConfig, directory: Path) -> None:
         _check(config)
@@ -93,7 +93,8 @@ class RayBackend:
             )
 
     def _joined(self, config: ServeConfig, directory: Path) -> ServeConfig:
-        """Return the settings with a coordinator that other nodes reach, and its key."""
+        """Return the settings with a coordinator address reachable from other nodes, and its
+        key."""
         host = config.nodes.data_parallel_address or self._cluster.host
         port = first_free_ports(host, config.nodes.data_parallel_rpc_port, COORDINATOR_PORTS)
         key_file = config.cluster.cluster_key_file
@@ -112,7 +113,7 @@ class RayBackend:
         )
 
     def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
-        """Return the place of a rank; all are numbered here."""
+        """Return the role of a rank; all are numbered here."""
         role = engine_role(config, place)
         launch = role.launch
 
@@ -128,18 +129,18 @@ class RayBackend:
         return role
 
     def api_server_role(self, config: ServeConfig, node: str, port: int) -> Role | None:
-        """Return the place of an API server on another node; None for the supervisor's own.
+        """Return the role of an API server on another node; None for the supervisor's own.
 
         Args:
-            node: name of a node on which an engine is.
-            port: where it listens, on the node's address.
+            node: name of a node with an engine.
+            port: port to listen on, at the node's address.
         """
         if node == self._own_name:
             return None
         return api_server_role(self._ranks, config.front_end(), node, port)
 
     def close(self) -> None:
-        """Leave the cluster."""
+        """Disconnect from the cluster."""
         self._cluster.close()
 
 
@@ -163,7 +164,7 @@ def _check(config: ServeConfig) -> None:
         )
     if parallel.data_parallel_rank is not None or parallel.data_parallel_start_rank is not None:
         raise CannotServe(
-            "--data-parallel-backend ray gives the ranks itself: leave out --data-parallel-rank "
+            "--data-parallel-backend ray assigns the ranks itself: leave out --data-parallel-rank "
             "and --data-parallel-start-rank"
         )
     if config.ray.api_server_placement == "every-node" and config.http.uds is not None:

@@ -1,7 +1,7 @@
-"""The connection to a Ray cluster, as its driver. All calls into Ray that may wait are here.
+"""The connection to a Ray cluster as its driver; contains all blocking calls into Ray.
 
-What is made here belongs to this process's Ray job and is not detached: when the supervisor ends,
-however it does, Ray removes its actors and placement groups.
+Actors and placement groups belong to this process's Ray job and are not detached: when the
+supervisor exits, for whatever reason, Ray removes them.
 """
 
 import asyncio
@@ -35,22 +35,22 @@ from server.fleet.ray.packing import RayNode, Resources, amounts
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 5.0
-"""Seconds within which the cluster has to take a connection."""
+"""Timeout of connecting to the cluster, in seconds."""
 
 OWN_OBJECT_STORE_BYTES = 128 * 2**20
-"""Size of the object store of a cluster that we start ourselves; nothing is kept there."""
+"""Size of the object store of a cluster started here; nothing is stored in it."""
 
 DEVICES_WITHIN = 20.0
-"""Seconds that the bundles of a placement group have to tell their GPUs."""
+"""Seconds for the bundles of a placement group to report their GPUs."""
 
 NODE_LABEL = "ray.io/node-id"
 
 
 class ActorLost(Exception):
-    """An actor has gone.
+    """An actor was lost.
 
     Args:
-        alone: whether its node is known to have outlived it.
+        alone: whether its node is known to have survived it.
     """
 
     def __init__(self, reason: str, *, alone: bool) -> None:
@@ -59,32 +59,32 @@ class ActorLost(Exception):
 
 
 class Group(NamedTuple):
-    """A placement group for one rank, made but maybe not placed yet."""
+    """A placement group for one rank, created but possibly not placed yet."""
 
     handle: Any
     bundle: Resources
-    """What the rank's actor takes of the first bundle."""
+    """Resources that the rank's actor takes from the first bundle."""
     is_ours: bool = True
-    """Whether it goes when its rank does."""
+    """Whether it is removed with its rank."""
     gpus: tuple[float, ...] = ()
-    """GPUs in each bundle, where the rank's are in several."""
+    """GPUs per bundle, if the rank's GPUs are spread over several."""
 
 
 class RayCluster:
-    """A Ray cluster to which this process is connected."""
+    """The Ray cluster that this process is connected to."""
 
     def __init__(self, address: str | None, namespace: str | None = None) -> None:
-        """Connect to the cluster at `address`, to one of this node, or to one of our own.
+        """Connect to the cluster at `address`, else to one running on this node, else start one.
 
-        To be called from the main thread; replaces the handler of SIGTERM.
+        Call from the main thread; replaces the handler of SIGTERM.
 
         Raises:
-            CannotServe: there is none, or one of other versions.
+            CannotServe: the cluster is unreachable, or has other versions.
         """
         address = address or os.environ.get("RAY_ADDRESS") or _running_here()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {
-            "log_to_driver": False,  # engines' lines come by way of their actors
+            "log_to_driver": False,  # engines' output comes through their actors
             "configure_logging": False,
             "logging_level": logging.WARNING,
             "namespace": namespace,
@@ -104,8 +104,8 @@ class RayCluster:
                 ray.init(address=address, **options)
         except (RuntimeError, ConnectionError, ValueError) as error:
             raise CannotServe(_explained(address, error)) from error
-        # What Ray prints about its nodes becomes log lines: the supervisor prints nothing itself,
-        # and says what has become of its engines.
+        # Ray's messages about its nodes become log lines: the supervisor prints nothing else to
+        # stdout, and reports its engines' failures itself.
         said = logging.getLogger("ray.said")
         said.setLevel(logging.INFO if logger.isEnabledFor(logging.DEBUG) else logging.WARNING)
         sys.stdout = LogLines(said)
@@ -115,7 +115,7 @@ class RayCluster:
         self._actor = ray.remote(actor_module.EngineActor)
 
     def look(self) -> list[RayNode]:
-        """Return the living nodes, the one of this process first, the others by address."""
+        """Return the live nodes, this process's first, the others by address."""
         free = ray._private.state.available_resources_per_node()
         nodes = [
             RayNode(
@@ -130,18 +130,18 @@ class RayCluster:
         return sorted(nodes, key=lambda node: (node.id != self.own_node, node.name, node.id))
 
     async def nodes(self) -> list[RayNode]:
-        """Return the living nodes as `look` does, without blocking the event loop."""
+        """Return the live nodes as `look` does, without blocking the event loop."""
         return await asyncio.to_thread(self.look)
 
     async def reserve(
         self, name: str, bundle: Resources, *, node: str | None, never: Collection[str]
     ) -> Group:
-        """Ask for room on one node.
+        """Request a placement group on one node.
 
         Args:
-            bundle: how much.
-            node: id of the node; None: any that has room, now or when one joins.
-            never: ids of nodes that it must not be.
+            bundle: the resources.
+            node: id of the node; None: any with enough resources, now or later.
+            never: ids of excluded nodes.
         """
         selector = {}
         if node is not None:
@@ -164,13 +164,13 @@ class RayCluster:
             raise
 
     def existing(self, name: str, bundle: Resources) -> Group:
-        """Return an existing placement group, of which one rank may use the first bundles.
+        """Return an existing placement group, of which one rank uses the first bundles.
 
-        They are as many as it takes to have what a rank needs, e.g. one for each of its processes.
+        It uses the minimum number that satisfies its needs, e.g. one for each of its processes.
 
         Raises:
-            CannotServe: there is none of that name, it has too little, or its bundles may be on
-                several nodes.
+            CannotServe: no group has this name, it is too small, or the bundles may be on several
+                nodes.
         """
         try:
             handle = get_placement_group(name)
@@ -203,9 +203,9 @@ class RayCluster:
         return Group(handle, first, is_ours=False, gpus=gpus if any(gpus) else ())
 
     async def devices(self, group: Group) -> str | None:
-        """Return the GPUs of all bundles of a placed group, as CUDA_VISIBLE_DEVICES names them.
+        """Return the GPUs of all bundles of a placed group, in the form of CUDA_VISIBLE_DEVICES.
 
-        None: not all bundles have answered within `DEVICES_WITHIN` seconds.
+        None if not all bundles have answered within `DEVICES_WITHIN` seconds.
         """
         asked = [
             ray.remote(_own_gpus)
@@ -229,17 +229,17 @@ class RayCluster:
         return ",".join(device for devices in told for device in devices)
 
     async def placed_on(self, group: Group) -> str | None:
-        """Return the id of the node on which a placement group is; None: on none yet."""
+        """Return the node id of a placement group; None if it is not placed yet."""
         table = await asyncio.to_thread(placement_group_table, group.handle)
         if table.get("state") != "CREATED":
             return None
         return str(table["bundles_to_node_id"][0])
 
     async def release(self, group: Group) -> None:
-        """Remove a placement group of ours, and with it what runs there."""
+        """Remove a placement group of ours, including its actors."""
         if not group.is_ours:
             return
-        with contextlib.suppress(Exception):  # gone already, or with the cluster
+        with contextlib.suppress(Exception):  # already removed, or the cluster is gone
             await asyncio.to_thread(remove_placement_group, group.handle)
 
     def start_actor(self, name: str, group: Group) -> "RemoteActor":
@@ -252,7 +252,7 @@ class RayCluster:
             num_gpus=resources.pop("GPU", 0.0),
             memory=None if memory is None else int(memory),
             resources=resources,
-            max_restarts=0,  # its place is filled again by the keeper
+            max_restarts=0,  # the keeper restarts it
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group.handle, placement_group_bundle_index=0
             ),
@@ -260,7 +260,7 @@ class RayCluster:
         return RemoteActor(handle)
 
     def start_actor_on(self, name: str, node: str) -> "RemoteActor":
-        """Start an actor that takes nothing of what is free on a node, by the node's id."""
+        """Start an actor without resources on a node, given the node's id."""
         handle = self._actor.options(
             name=name,
             num_cpus=0,
@@ -271,22 +271,22 @@ class RayCluster:
         return RemoteActor(handle)
 
     def close(self) -> None:
-        """Leave the cluster, which removes what is left of ours; ends a cluster of our own."""
+        """Disconnect, which removes everything of ours; stops a cluster that was started here."""
         ray.shutdown()
 
 
 class RemoteActor:
-    """An actor of ours, as `server.fleet.ray.actor.EngineActor` says."""
+    """Client of a `server.fleet.ray.actor.EngineActor`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method and wait for what it returns.
+        """Call a method and wait for its result.
 
         Raises:
-            ActorLost: it has died, or cannot be reached.
-            OSError: it says that something cannot be done on its node.
+            ActorLost: the actor has died, or cannot be reached.
+            OSError: the method failed on its node.
         """
         try:
             return await getattr(self._handle, method).remote(*arguments)
@@ -303,13 +303,13 @@ class RemoteActor:
             getattr(self._handle, method).remote()
 
     async def kill(self) -> None:
-        """End the actor's process at once."""
-        with contextlib.suppress(Exception):  # it has ended already, or with the cluster
+        """Kill the actor's process."""
+        with contextlib.suppress(Exception):  # already exited, or the cluster is gone
             await asyncio.to_thread(ray.kill, self._handle, no_restart=True)
 
 
 def _own_gpus() -> list[str]:
-    """Return the GPUs of the bundle in which this runs; it goes there by value."""
+    """Return the GPUs of the current bundle; runs as a Ray task, pickled by value."""
     return [str(device) for device in ray.get_gpu_ids()]
 
 
@@ -318,7 +318,7 @@ def _sum_of(bundles: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _running_here() -> str | None:
-    """Return the address of the cluster that `ray start` began on this node, if it still runs."""
+    """Return the address of the cluster that `ray start` started on this node, if it still runs."""
     noted = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     try:
         address = noted.read_text().strip()
@@ -329,7 +329,7 @@ def _running_here() -> str | None:
 
 
 def _check_reachable(address: str) -> None:
-    """Check in seconds what Ray would take a minute to find out.
+    """Check quickly that an address is reachable; Ray would take a minute to fail.
 
     Raises:
         CannotServe: nothing listens there.
@@ -354,8 +354,8 @@ def _explained(address: str | None, error: Exception) -> str:
         told = " ".join(text.split())
         return f"{told} Install the same version of Ray and Python on all nodes."
     if address is None or address == "local":
-        return f"no Ray cluster of its own can be started: {text}"
+        return f"cannot start a Ray cluster on this node: {text}"
     return (
-        f"no Ray cluster answers at {address}: {text}. Begin one with `ray start --head`, or give "
+        f"no Ray cluster answers at {address}: {text}. Start one with `ray start --head`, or give "
         "another --ray-address (RAY_ADDRESS); with neither, `swell serve` starts its own"
     )

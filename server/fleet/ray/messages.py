@@ -1,7 +1,7 @@
 """Messages between a supervisor and its actors on other nodes.
 
-It crosses Ray's own connections as bytes: method calls go straight from one process to the other,
-so nothing of it is kept in the cluster's state or in an object store.
+They travel as bytes in Ray's method calls, which go directly from process to process, so nothing is
+stored in the cluster's state or an object store.
 """
 
 from engine.shared.config import BUNDLED_MODEL, EngineConfig
@@ -11,7 +11,7 @@ from server.config import FrontEndConfig
 
 
 class ActorLaunch(Message, frozen=True, kw_only=True):
-    """What an actor has to start: an engine or an API server."""
+    """A program for an actor to start: an engine or an API server."""
 
     name: str
     engine: EngineConfig | None = None
@@ -19,21 +19,21 @@ class ActorLaunch(Message, frozen=True, kw_only=True):
     incarnation: int
     environment: dict[str, str]
     cluster_key: bytes | None
-    """The cluster's shared secret; None where plain TCP is allowed."""
+    """The cluster's shared secret; None if plain TCP is allowed."""
     node: str
-    """The node's name, which is what others there are told by: Ray's, its address."""
+    """The node's name in this cluster: its address in Ray."""
     bundled_model: str = str(BUNDLED_MODEL)
-    """Path of the bundled model on the supervisor's node; other nodes may have another."""
+    """Path of the bundled model on the supervisor's node; other nodes may differ."""
 
 
 class Line(Message, frozen=True):
-    """The program has printed a line."""
+    """A line of the program's output."""
 
     text: str
 
 
 class Exited(Message, frozen=True):
-    """The program has ended; an actor's last event."""
+    """The program has exited; an actor's last event."""
 
     code: int
 
@@ -42,4 +42,4 @@ ActorEvent = ChildProgress | ChildReady | ChildFailed | Line | Exited
 
 
 MAX_WAITING_LINES = 10_000
-"""Lines that an actor keeps for a supervisor that does not listen; later ones are dropped."""
+"""Maximum lines buffered for a supervisor that does not poll; later ones are dropped."""

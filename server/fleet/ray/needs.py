@@ -1,6 +1,6 @@
-"""The resources that one rank asks of a Ray cluster, by its engine's settings, and the versions.
+"""The Ray resources that one rank needs, derived from its settings, and version checks.
 
-The only I/O is to look at what is installed.
+The only I/O is querying the installed versions.
 """
 
 import fnmatch
@@ -18,17 +18,17 @@ from server.fleet.ray.packing import Resources
 NEVER_COPIED = frozenset(
     {"CUDA_VISIBLE_DEVICES", "PATH", "HOME", "HOSTNAME", "PYTHONPATH", "LD_LIBRARY_PATH"}
 )
-"""Variables that belong to a node, whatever is asked for."""
+"""Node-specific variables that are never copied."""
 
 
 def needs_of_rank(config: EngineConfig, ray: RayConfig, *, has_gpus: bool) -> Resources:
-    """Return what one rank needs: one bundle, as its processes share a node.
+    """Return the needs of one rank as one bundle, as its processes share a node.
 
     Args:
-        has_gpus: whether any node of the cluster has GPUs, which `--device auto` takes then.
+        has_gpus: whether any node of the cluster has GPUs, which `--device auto` then uses.
 
     Raises:
-        CannotServe: `--ray-engine-resources` is no object of numbers.
+        CannotServe: `--ray-engine-resources` is not a JSON object of numbers.
     """
     processes = config.parallel.processes
     memory = ray.ray_engine_memory
@@ -52,25 +52,25 @@ def needs_of_rank(config: EngineConfig, ray: RayConfig, *, has_gpus: bool) -> Re
 
 
 def cpus(config: EngineConfig) -> int:
-    """Return how many cores a rank without GPUs computes with."""
+    """Return the number of cores of a rank without GPUs."""
     return config.executor.threads or config.parallel.processes
 
 
 def uses_gpus(config: EngineConfig, *, has_gpus: bool) -> bool:
-    """Whether a rank needs a GPU for each of its processes."""
+    """Return whether a rank needs a GPU for each of its processes."""
     if config.executor.executor == "simulated" or config.model.device == "cpu":
         return False
     return config.model.device == "cuda" or has_gpus
 
 
 def engine_config(config: EngineConfig, *, gpus: bool, most_on_node: int) -> EngineConfig:
-    """Return the settings of an engine that runs in bundles of its own.
+    """Return the settings of an engine that runs in its own bundle.
 
-    Ray shows it only its own devices, so it counts as the first engine of its node; threads are
-    the cores that it asked for. It is not bound to any: Ray counts cores and does not say which.
+    Ray shows it only its own devices, so its index on the node is 0; threads equal the requested
+    cores. It is not bound to CPUs: Ray counts cores without assigning them.
 
     Args:
-        most_on_node: how many engines may share a node's memory.
+        most_on_node: maximum number of engines that share a node's memory.
     """
     return config.changed(
         parallel={"data_parallel_rank_local": 0, "data_parallel_size_local": most_on_node},
@@ -80,7 +80,7 @@ def engine_config(config: EngineConfig, *, gpus: bool, most_on_node: int) -> Eng
 
 
 def copied_environment(patterns: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that engines get of the supervisor's, by name or pattern (`HF_*`)."""
+    """Return the supervisor's variables to copy to engines, by name or pattern (`HF_*`)."""
     return {
         name: value
         for name, value in environment.items()
@@ -90,16 +90,16 @@ def copied_environment(patterns: Sequence[str], environment: Mapping[str, str]) 
 
 
 def differences(there: Mapping[str, str], node: str) -> str | None:
-    """Return what is different on a node, naming both versions; None if nothing is.
+    """Return a description of version differences on a node; None if there are none.
 
     Args:
-        there: what its actor says is installed.
+        there: the versions that its actor reports.
     """
     here = {"swell": SWELL_VERSION, "torch": _torch()}
     found = [
         f"{name} {there.get(name, 'none')} there, {version} here"
         for name, version in here.items()
-        # A head node without torch has nothing to compare.
+        # A head node without torch has no version to compare.
         if version != "none" and there.get(name) != version
     ]
     if not found and there.get("relay", "").startswith("none"):

@@ -1,4 +1,4 @@
-"""On which nodes of a Ray cluster ranks are placed. No I/O.
+"""Placement of ranks on the nodes of a Ray cluster. No I/O.
 
 A rank's processes share a node. The strategies are those of vLLM:
 
@@ -6,11 +6,10 @@ A rank's processes share a node. The strategies are those of vLLM:
   left out.
 - fill: `--data-parallel-size-local` ranks on the supervisor's node (by default as many as fit), and
   on each other node as many as fit, one node after the other.
-- span: as fill. It is there for ranks that need more than one node has, which is refused here.
+- span: as fill. Intended for ranks that need more than one node, which are refused here.
 
-The node of the supervisor comes first, then the others by address. Ranks that are added or placed
-again later go to any node with room, within the limits that were given: one that was not given
-limits nothing.
+The supervisor's node comes first, then the others by address. Ranks that are added or placed again
+later go to any node with room, within the configured limits.
 """
 
 from collections import Counter
@@ -21,47 +20,47 @@ from typing import Literal, NamedTuple
 PackStrategy = Literal["strict", "fill", "span"]
 
 Resources = Mapping[str, float]
-"""Amounts by Ray's names of them: CPU, GPU, memory (bytes), or an operator's own."""
+"""Amounts by Ray's resource names: CPU, GPU, memory (bytes), or custom ones."""
 
 _NODES_NAMED = 8
 _ROUNDING = 1e-6  # Ray counts in ten-thousandths
 
 
 class RayNode(NamedTuple):
-    """One living node of a Ray cluster."""
+    """A live node of a Ray cluster."""
 
     id: str
     name: str
-    """Its address, for people."""
+    """Its address, for display."""
     total: Resources
     free: Resources
 
 
 class Choice(NamedTuple):
-    """Where a rank can go now."""
+    """The outcome of placing a rank."""
 
     node: RayNode | None
-    """None: nowhere."""
+    """None: no node has room."""
     reason: str
-    """Why there is no room, for people."""
+    """Why there is no room, for display."""
     lacks: str = ""
-    """Names of the resources that are missing."""
+    """Names of the missing resources."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What ranks need, and how they are spread."""
+    """Resource needs of ranks, and the placement strategy."""
 
     strategy: PackStrategy
     needs: Resources
-    """Of one rank."""
+    """Resources of one rank."""
     per_node: int | None = None
-    """Ranks on each node (strict), or on the head (fill, span); None: no limit was given."""
+    """Ranks on each node (strict), or on the head (fill, span); None: unlimited."""
     head: str = ""
     """Id of the supervisor's node."""
 
     def plan(self, nodes: Sequence[RayNode], ranks: int) -> list[RayNode]:
-        """Return the node of each rank, as far as there is room; the supervisor's node is first."""
+        """Return each rank's node, as far as there is room; the supervisor's node comes first."""
         planned: list[RayNode] = []
         for node in nodes:
             room, wanted = self._count(node.free), self._limit(node.id)
@@ -80,12 +79,11 @@ class Packing:
     def choose(
         self, nodes: Sequence[RayNode], held: Mapping[str, int], avoid: Collection[str] = ()
     ) -> Choice:
-        """Return where one more rank goes.
+        """Return a node for one more rank.
 
         Args:
-            held: how many ranks of ours each node has, by id; what Ray says is free may not yet
-                tell of all.
-            avoid: ids of nodes that are taken only if there is no other.
+            held: number of our ranks per node id; Ray's free resources may lag behind them.
+            avoid: ids of nodes that are used only as a last resort.
         """
         full = self.full(held)
         fitting = [
@@ -103,12 +101,12 @@ class Packing:
             for name, amount in self.needs.items()
             if all(node.free.get(name, 0.0) < amount for node in nodes)
         ]
-        lacks = ", ".join(scarce or self.needs)  # what no node has enough of, or all
+        lacks = ", ".join(scarce or self.needs)  # resources that no node has enough of, or all
         reason = f"waiting for {amounts(self.needs)}: free are {self._free(nodes, held)}"
         return Choice(None, reason, lacks)
 
     def full(self, held: Mapping[str, int]) -> list[str]:
-        """Return the ids of nodes that get no further rank, however much they have."""
+        """Return the ids of nodes that have reached their limit of ranks."""
         limits = {node: self._limit(node) for node in {self.head, *held} if node}
         return sorted(
             node
@@ -117,7 +115,7 @@ class Packing:
         )
 
     def _count(self, there: Resources) -> int:
-        """Return how many ranks these resources are enough for."""
+        """Return the number of ranks that these resources suffice for."""
         counts = [
             int(there.get(name, 0.0) / amount + _ROUNDING)
             for name, amount in self.needs.items()
@@ -126,7 +124,7 @@ class Packing:
         return min(counts, default=0)
 
     def refusal(self, nodes: Sequence[RayNode], ranks: int) -> str | None:
-        """Return why this many ranks cannot be placed, and what to do; None if they can."""
+        """Return why this many ranks cannot be placed, with advice; None if they can."""
         planned = self.plan(nodes, ranks)
         if len(planned) >= ranks:
             return None
@@ -172,12 +170,12 @@ class Packing:
 
 
 def most_on_a_node(planned: Sequence[RayNode]) -> int:
-    """Return how many ranks the node with the most of them has; at least 1."""
+    """Return the maximum number of ranks on any node; at least 1."""
     return max(Counter(node.id for node in planned).values(), default=1)
 
 
 def amounts(resources: Resources) -> str:
-    """Return amounts for people, e.g. `2 CPU and 1 GPU`."""
+    """Format amounts for display, e.g. `2 CPU and 1 GPU`."""
     return " and ".join(f"{_amount(name, each)} {name}" for name, each in resources.items())
 
 

@@ -1,4 +1,4 @@
-"""The part of an actor that is made of this project's code: the program below it."""
+"""The part of an actor that uses this project's code: its child process."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ Config = TypeVar("Config", EngineConfig, FrontEndConfig)
 
 
 async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Child:
-    """Start an engine or an API server below this process.
+    """Start an engine or an API server as a child of this process.
 
     Raises:
         OSError: the process cannot be created (no interpreter, memory or process id), or the
@@ -38,7 +38,8 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
         else:
             assert launch.api_server is not None, "there is nothing to start"
             inherit.append(_listening(launch.api_server.http))
-            # The fields of `server.front_end.FrontEndLaunch`, whose module has the HTTP stack.
+            # The fields of `server.front_end.FrontEndLaunch`, whose module would load the HTTP
+            # stack.
             parameters = {
                 "config": settled(launch.api_server, launch.bundled_model, key, launch.node),
                 "index": -1,
@@ -65,7 +66,7 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
         )
     finally:
         for descriptor in inherit:
-            os.close(descriptor)  # the program has its own
+            os.close(descriptor)  # the program has inherited a copy
 
 
 def _listening(http: HttpConfig) -> int:
@@ -79,7 +80,7 @@ def _listening(http: HttpConfig) -> int:
 
 
 def in_memory(secret: bytes | None) -> int | None:
-    """Return a descriptor of a file with the secret that lies on no disk."""
+    """Return a descriptor of an in-memory file that contains the secret; None without one."""
     if secret is None:
         return None
     descriptor = os.memfd_create("swell-cluster-key")
@@ -88,7 +89,7 @@ def in_memory(secret: bytes | None) -> int | None:
 
 
 def settled(config: Config, bundled_model: str, key: int | None, node: str) -> Config:
-    """Return the settings with what is different on this node.
+    """Return the settings adapted to this node.
 
     Args:
         bundled_model: path of the bundled model on the supervisor's node.

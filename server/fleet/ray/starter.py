@@ -1,4 +1,4 @@
-"""Fills places on the nodes of a Ray cluster.
+"""Starts programs on the nodes of a Ray cluster.
 
 An engine gets a placement group and an actor in it, an API server an actor on its node.
 """
@@ -25,24 +25,24 @@ from server.fleet.ray.packing import Packing
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 0.5
-"""Seconds between looks at whether there is room now."""
+"""Seconds between checks for room."""
 
 KILL_WITHIN = 2.0
-"""Seconds that an actor gets to end its program before it is ended itself."""
+"""Seconds for an actor to kill its program before the actor itself is killed."""
 
 
 class RayHolder:
-    """One program somewhere in the cluster, from the wish for room to its end: a `Holder`.
+    """One program in the cluster, from requesting resources to its end: a `Holder`.
 
-    Subclasses know where its actor goes, and what that has to start.
+    Subclasses determine the actor's node and its launch message.
     """
 
     ends_once = False
-    """Whether a second request to end is not passed on, since the program would then end without
+    """Whether only the first `terminate` is forwarded, since a second would end the program without
     draining."""
 
     def __init__(self, program: Program, incarnation: int) -> None:
-        """Begin to fill a place, within an event loop, with a program as on this node."""
+        """Start the lifecycle task; call from within an event loop."""
         self.name = program.name
         self.node = ""
         self.last_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
@@ -55,27 +55,27 @@ class RayHolder:
         self._killing: asyncio.Task[None] | None = None
         self._life = asyncio.create_task(self._live())
 
-    # -- where ----------------------------------------------------------------------------------
+    # -- placement ------------------------------------------------------------------------------
 
     async def find_room(self) -> str:
-        """Wait until there is room, telling for what; return the node's name."""
+        """Wait until there is room, reporting what is missing; return the node's name."""
         raise NotImplementedError
 
     def start_actor(self, name: str) -> RemoteActor:
-        """Start an actor in the room that was found."""
+        """Start an actor in the resources found."""
         raise NotImplementedError
 
     def order(self) -> ActorLaunch:
-        """Return what the actor has to start."""
+        """Return the actor's launch message."""
         raise NotImplementedError
 
     def lost_node(self) -> None:
-        """The actor has gone, and maybe its node."""
+        """Handle the loss of the actor, and possibly of its node."""
 
     async def leave(self) -> None:
-        """Leave nothing in the cluster; its actor has been killed."""
+        """Release all resources in the cluster; the actor has been killed."""
 
-    # -- its life --------------------------------------------------------------------------------
+    # -- lifecycle -------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -83,11 +83,11 @@ class RayHolder:
         return not self._life.done()
 
     async def wait(self) -> Ended:
-        """Wait until it has ended and nothing of it is left in the cluster."""
+        """Wait until it has ended and its resources are released."""
         return await asyncio.shield(self._life)
 
     def terminate(self) -> None:
-        """Ask the program to end; one that has not been started yet never will be."""
+        """Request the program's exit; cancels a program that has not been started yet."""
         if not self._has_program or self._actor is None:
             self._give_up()
         elif not (self._asked_to_end and self.ends_once):
@@ -95,14 +95,14 @@ class RayHolder:
         self._asked_to_end = True
 
     def kill(self) -> None:
-        """End the program at once."""
+        """Kill the program."""
         if not self._has_program or self._actor is None:
             self._give_up()
         elif self._killing is None:
             self._killing = asyncio.create_task(self._kill(self._actor))
 
     def _give_up(self) -> None:
-        if not self._life.cancelling():  # twice would keep it from leaving in order
+        if not self._life.cancelling():  # a second cancellation would interrupt its cleanup
             self._life.cancel()
 
     async def _kill(self, actor: RemoteActor) -> None:
@@ -115,7 +115,7 @@ class RayHolder:
             self.node = await self.find_room()
             return await self._run()
         except asyncio.CancelledError:
-            return Ended(0, "gave up its place before it had started")
+            return Ended(0, "was cancelled before it had started")
         except ActorLost as error:
             if not error.alone:
                 self.lost_node()
@@ -155,19 +155,19 @@ class RayHolder:
         self.last_lines.append(line)
         try:
             self._on_line(line)
-        except Exception:  # lines are no reason to lose an engine
+        except Exception:  # output errors must not end an engine
             logger.exception("a line of %s cannot be shown", self.name)
 
 
 PLACE_WITHIN = 3.0
-"""Seconds within which a node with room must take a rank; then free resources are read again."""
+"""Seconds for a group to be placed on a node with room before free resources are read again."""
 
 AVOID_SECONDS = 30.0
-"""How long a node that lost a rank is the last choice: Ray notices a lost node only later."""
+"""How long a node that lost a rank is a last resort: Ray detects lost nodes only later."""
 
 
 class Ranks:
-    """What the holders of all ranks share: the cluster, and which nodes they are on."""
+    """State shared by all ranks: the cluster, and the ranks per node."""
 
     def __init__(
         self,
@@ -179,13 +179,13 @@ class Ranks:
         planned: dict[str, str],
         existing: Mapping[str, Group],
     ) -> None:
-        """Make it.
+        """Make the shared state.
 
         Args:
-            environment: variables that every engine gets.
+            environment: variables for every engine.
             cluster_key: the cluster's shared secret.
-            planned: the node of each first holder, by name of the place.
-            existing: placement groups that others have made, by name of the place.
+            planned: node id of each rank's first placement, by role name.
+            existing: placement groups created by others, by role name.
         """
         self.cluster = cluster
         self.packing = packing
@@ -194,26 +194,26 @@ class Ranks:
         self.planned = planned
         self.existing = existing
         self.held: Counter[str] = Counter()
-        """How many ranks each node has, by id."""
+        """Number of ranks per node id."""
         self._avoided: dict[str, float] = {}
 
     def avoid(self, node: str) -> None:
-        """A node has just lost a rank with its actor."""
+        """Make a node a last resort, after it lost a rank with its actor."""
         self._avoided[node] = time.monotonic() + AVOID_SECONDS
 
     def avoided(self) -> set[str]:
-        """Return the ids of nodes that are the last choice."""
+        """Return the ids of nodes that are last resorts."""
         now = time.monotonic()
         return {node for node, until in self._avoided.items() if until > now}
 
     async def start(self, program: Program) -> RayHolder:
-        """Begin to fill a place, maybe by waiting for room: a `Starter`."""
+        """Start placing a program, which may have to wait for room: a `Starter`."""
         assert isinstance(program.launch, EngineLaunch)
         return RankHolder(self, program, program.launch)
 
 
 class RankHolder(RayHolder):
-    """One rank, in a placement group of its own, or one that exists already."""
+    """One rank, in its own placement group or an existing one."""
 
     def __init__(self, ranks: Ranks, program: Program, launch: EngineLaunch) -> None:
         super().__init__(program, launch.incarnation)
@@ -224,7 +224,7 @@ class RankHolder(RayHolder):
         self._node_id: str | None = None
 
     def order(self) -> ActorLaunch:
-        """Return the engine as the actor has to start it."""
+        """Return the engine's launch message."""
         return ActorLaunch(
             name=self.name,
             engine=self._launch.config,
@@ -235,7 +235,7 @@ class RankHolder(RayHolder):
         )
 
     async def find_room(self) -> str:
-        """Get a placement group on some node, however long that takes; return its name."""
+        """Wait for a placement group on any node; return the node's name."""
         ranks = self._ranks
         self.tell(ChildProgress("looking for room"))
         if self.name in ranks.existing:
@@ -264,7 +264,8 @@ class RankHolder(RayHolder):
             return next((node.name for node in nodes if node.id == node_id), node_id)
 
     async def _enter(self, group: Group) -> str:
-        """Wait until a placement group of others is placed, also again after a node's death."""
+        """Wait until an existing placement group is placed, or placed again after a node's
+        death."""
         self._group = group
         while True:
             node_id = await self._ranks.cluster.placed_on(group)
@@ -334,7 +335,7 @@ class RankHolder(RayHolder):
         return self._ranks.cluster.start_actor(name, self._group)
 
     def lost_node(self) -> None:
-        """Have other nodes preferred for a while."""
+        """Prefer other nodes for a while."""
         if self._node_id is not None:
             self._ranks.avoid(self._node_id)
 
@@ -345,7 +346,7 @@ class RankHolder(RayHolder):
 
 
 class ApiServerHolder(RayHolder):
-    """An API server on a certain node, of which it takes nothing that engines count on."""
+    """An API server on a given node; uses none of the resources that engines request."""
 
     ends_once = True
 
@@ -356,11 +357,11 @@ class ApiServerHolder(RayHolder):
         self._node_id = ""
 
     def order(self) -> ActorLaunch:
-        """Return the API server."""
+        """Return the API server's launch message."""
         return self._launch
 
     async def find_room(self) -> str:
-        """Wait until the node is there, maybe again."""
+        """Wait until the node is in the cluster, also after it was lost."""
         wanted = self._launch.node
         while True:
             nodes = await self._cluster.nodes()
@@ -371,12 +372,12 @@ class ApiServerHolder(RayHolder):
             await asyncio.sleep(LOOK_INTERVAL)
 
     def start_actor(self, name: str) -> RemoteActor:
-        """Start an actor there."""
+        """Start an actor on that node."""
         return self._cluster.start_actor_on(name, self._node_id)
 
 
 def api_server_role(ranks: Ranks, config: FrontEndConfig, node: str, port: int) -> Role:
-    """Return the place of an API server on a node, by the node's name, which is its address."""
+    """Return the role of an API server on a node, given the node's name, which is its address."""
     name = f"api on {node}"
     on_node = config.changed(http={"host": node, "port": port})
 

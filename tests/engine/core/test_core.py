@@ -1,5 +1,4 @@
 import itertools
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -259,23 +258,6 @@ def test_the_prefix_cache_can_be_reset(core: EngineCore) -> None:
     assert call(core, "reset_prefix_cache").result == {"blocks_forgotten": 2}
     core.handle(request(2, length=9))
     assert run(core)[0].outputs[0][0].num_cached_tokens == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "error"),
-    [
-        ("step", {}, "no utility 'step'; they have .*info, .*reset_prefix_cache"),
-        ("__init__", {}, "no utility"),
-        ("info", {"verbose": 1}, "wrong arguments for info: .*verbose"),
-    ],
-)
-def test_only_listed_utilities_with_right_arguments_are_called(
-    core: EngineCore, name: str, arguments: dict[str, str | int], error: str
-) -> None:
-    result = call(core, name, arguments)
-    assert result.result is None
-    assert result.error is not None
-    assert re.search(error, result.error)
 
 
 # -- what the shell around the core relies on -----------------------------------------------------

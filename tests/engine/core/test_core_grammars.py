@@ -359,20 +359,6 @@ def test_preemption_chunks_overlap_and_drafts_change_no_output(
         assert engine.last[id].finish_reason == lonely.last[id].finish_reason
 
 
-def test_aborts_at_any_moment_leave_nothing(make: Any) -> None:
-    rng = random.Random(1)
-    for overlap in (False, True):
-        engine = make(overlap=overlap)
-        for id in range(40):
-            engine.add(id, WORDS if id % 2 else None, length=rng.randint(1, 30))
-            for _ in range(rng.randint(0, 3)):
-                if engine.core.has_work:
-                    engine.step()
-            engine.core.handle(AbortRequests([rng.randint(0, id)]))
-        engine.run()
-        engine.assert_nothing_is_left()
-
-
 EXPLODING = LarkGrammar("start: /[a-z ,.;A-Z]*[aeiou][a-z ,.;A-Z]{60}/")
 """Every token leads to states that no other text has led to."""
 

@@ -168,4 +168,4 @@ def test_steps_do_not_overlap_with_draft_tokens(caplog: pytest.LogCaptureFixture
         core.step()
     kinds = [kind for kind, _ in executor.events]
     assert kinds[:4] == ["submit", "result"] * 2
-    assert "one after the other" in caplog.text
+    assert "steps do not overlap" in caplog.text

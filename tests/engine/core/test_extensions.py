@@ -46,8 +46,8 @@ def test_arguments_and_results_are_what_the_function_says() -> None:
         ("scaled", "[]", "{}", "missing a required argument"),
         ("scaled", "[[1]]", '{"worker": 5}', "multiple values"),
         ("scaled", "nonsense", "{}", "wrong arguments for scaled"),
-        ("test", "[]", "{}", "no method 'test'"),
-        ("__class__", "[]", "{}", "no method '__class__'"),
+        ("test", "[]", "{}", "no callable method 'test'"),
+        ("__class__", "[]", "{}", "no callable method '__class__'"),
         ("endless", "[]", "{}", "are the most"),
     ],
 )

@@ -489,7 +489,7 @@ def test_without_a_directory_there_is_no_profile(engine: Engine) -> None:
         ("sleep", {"level": None}, "wrong arguments for sleep"),
         ("sleep", {"depth": 1}, "wrong arguments for sleep"),
         ("wake_up", {"tags": "disk"}, "no tag 'disk'"),
-        ("collective_rpc", {"method": "f", "args": "[]", "kwargs": "{}"}, "no method 'f'"),
+        ("collective_rpc", {"method": "f", "args": "[]", "kwargs": "{}"}, "no callable method 'f'"),
         ("pause", {"mode": "later"}, "wrong arguments for pause"),
     ],
 )

@@ -13,7 +13,6 @@ import torch
 from engine.batch.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.batch.executor import CannotDo
 from engine.batch.weight_transfer import SentTensors, WeightTransfer
-from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
 from engine.models.families.registry import family_of
 from engine.models.formats.files import CheckpointError
@@ -29,7 +28,7 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.group_config import group_config
-from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
+from engine.shared.messages import SamplingParams
 from engine.shared.model_files import ModelNotFound
 from tests.engine.fixtures import SaveModel
 
@@ -107,14 +106,6 @@ def test_shorter_length_is_honoured_and_longer_refused(settings: MakeConfig) -> 
         InProcessExecutor(settings(max_model_len=129))
 
 
-def test_failure_in_a_step_is_raised_by_its_result(settings: MakeConfig) -> None:
-    executor = InProcessExecutor(settings())
-    pending = executor.submit(plan([98, 99]))
-    with pytest.raises(ValueError, match="vocabulary"):
-        pending.result()
-    assert len(executor.submit(plan([7, 8])).result().token_ids) == 1
-
-
 def test_start_that_cannot_work_says_why(settings: MakeConfig, model: Path) -> None:
     with pytest.raises(ModelNotFound):
         InProcessExecutor(settings(model=str(model / "absent")))
@@ -130,73 +121,6 @@ def test_absent_device_is_refused(settings: MakeConfig) -> None:
         InProcessExecutor(settings(device="cuda"))
 
 
-def test_shutdown_is_idempotent_and_final(settings: MakeConfig) -> None:
-    executor = InProcessExecutor(settings())
-    executor.shutdown()
-    executor.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        executor.submit(plan([1]))
-
-
-# -- overlapped steps -----------------------------------------------------------------------------
-
-
-def serve(
-    settings: MakeConfig, overlap: bool
-) -> tuple[dict[int, list[int]], dict[int, str | None]]:
-    """Return each request's tokens and end; one is aborted, as after a stop string."""
-    changed = msgspec.structs.replace(
-        settings(CacheConfig(num_kv_blocks=32, block_size=4), max_model_len=64),
-        scheduler=SchedulerConfig(
-            max_num_seqs=4, max_num_batched_tokens=24, async_scheduling=overlap
-        ),
-    )
-    executor = InProcessExecutor(changed)
-    core = EngineCore(changed, executor, rank=0, incarnation=1)
-    core.front_end_joined(0, 1)
-    for id in range(9):
-        sampling = SamplingParams(
-            max_tokens=20, seed=id, temperature=id % 2, stop_token_ids=tuple(range(id, 99, 30))
-        )
-        prompt = [(id * 7 + i) % 99 for i in range(1 + id * 4)]
-        core.handle(AddRequest(id, str(id), 0, 0, prompt, sampling))
-    tokens: dict[int, list[int]] = {id: [] for id in range(9)}
-    ends: dict[int, str | None] = {}
-    while core.has_work:
-        for output in core.step().outputs.get(0, []):
-            if output.id == 3 and len(tokens[3]) == 2:
-                core.handle(AbortRequests([3]))
-                continue
-            tokens[output.id] += output.token_ids
-            ends[output.id] = output.finish_reason
-    executor.shutdown()
-    return tokens, ends
-
-
-def test_overlapped_steps_give_the_same_tokens(settings: MakeConfig) -> None:
-    apart, overlapped = serve(settings, overlap=False), serve(settings, overlap=True)
-    assert apart == overlapped
-    assert len(apart[0][3]) == 2
-    assert set(apart[1].values()) >= {"stop", "length"}
-
-
-def test_a_failure_in_the_worker_thread_is_raised_by_its_result(settings: MakeConfig) -> None:
-    overlapped = msgspec.structs.replace(
-        settings(), scheduler=SchedulerConfig(max_num_seqs=4, async_scheduling=True)
-    )
-    executor = InProcessExecutor(overlapped)
-    failing, fine = executor.submit(plan([98, 99])), executor.submit(plan([7, 8]))
-    with pytest.raises(ValueError, match="vocabulary"):
-        failing.result()
-    assert len(fine.result().token_ids) == 1
-    executor.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        executor.submit(plan([1]))
-
-
-# -- sleep and profiles ---------------------------------------------------------------------------
-
-
 @pytest.fixture(params=[False, True], ids=["apart", "overlapped"])
 def executor(request: pytest.FixtureRequest, settings: MakeConfig) -> Iterator[InProcessExecutor]:
     executor = InProcessExecutor(
@@ -206,6 +130,23 @@ def executor(request: pytest.FixtureRequest, settings: MakeConfig) -> Iterator[I
     )
     yield executor
     executor.shutdown()
+
+
+def test_a_failure_in_a_step_is_raised_by_its_result(executor: InProcessExecutor) -> None:
+    failing, fine = executor.submit(plan([98, 99])), executor.submit(plan([7, 8]))
+    with pytest.raises(ValueError, match="vocabulary"):
+        failing.result()
+    assert len(fine.result().token_ids) == 1
+
+
+def test_a_shutdown_is_final_and_may_come_twice(executor: InProcessExecutor) -> None:
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        executor.submit(plan([1]))
+
+
+# -- sleep and profiles ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", [1, 2])

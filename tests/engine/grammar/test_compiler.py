@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher
 
-from engine.grammar import compiler as compiler_module
 from engine.grammar.compiler import MAX_CACHED, MAX_CACHED_BYTES, MAX_HELD_BYTES, GrammarCompiler
 from engine.shared.config import BUNDLED_MODEL
 from engine.shared.matchers import new_matcher
@@ -33,26 +32,6 @@ def test_a_grammar_is_compiled_once_for_all_who_ask(
     assert first.settled
     assert first.error is None
     assert first.matcher is not None
-
-
-def test_nobody_waits_while_a_grammar_is_compiled(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    original = GrammarCompiler.new_matcher
-
-    def held(self: GrammarCompiler, spec: object) -> object:
-        begun.set()
-        assert go_on.wait(60)
-        return original(self, spec)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(GrammarCompiler, "new_matcher", held)
-    grammar = compiler.ask(RegexGrammar("a"))
-    assert begun.wait(60)
-    assert not grammar.settled
-    go_on.set()
-    grammar.wait()
-    assert grammar.error is None
 
 
 def test_what_cannot_be_compiled_says_why_and_is_not_kept(compiler: GrammarCompiler) -> None:
@@ -97,12 +76,6 @@ def test_a_tokenizer_that_does_not_fit_the_model_fails_requests_only(tmp_path: P
         compiler.shutdown()
 
 
-def test_nothing_is_read_before_the_first_grammar(tmp_path: Path) -> None:
-    compiler = GrammarCompiler(tmp_path / "missing.json", 100)
-    compiler.shutdown()
-    assert compiler.num_cached == 0
-
-
 def test_grammars_that_nobody_uses_are_kept_within_a_number_of_bytes(
     compiler: GrammarCompiler,
 ) -> None:
@@ -135,24 +108,6 @@ def test_no_more_grammars_are_compiled_than_there_is_room_for(
     del large
     assert settled.acquire(timeout=60), "the request that used the large one has ended"
     assert waiting.error is None
-
-
-def test_a_grammar_that_there_is_no_room_for_is_refused_in_the_end(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_WAIT", 0.05)
-    large = compiler.ask(RegexGrammar("[a-z]+"))
-    large.wait()
-    large.num_bytes = MAX_HELD_BYTES + 1
-    refused = compiler.ask(RegexGrammar("[0-9]+"))
-    refused.wait()
-    assert refused.error is not None
-    assert "try again later" in refused.error
-    assert refused.no_room
-    del large
-    again = compiler.ask(RegexGrammar("[0-9]+"))
-    again.wait()
-    assert (again.error, again.no_room) == (None, False)
 
 
 def test_a_step_that_cannot_go_on_without_a_grammar_does_not_wait_for_room(

@@ -1,6 +1,5 @@
 """Slots follow their grammars, and masks leave the tokens that may come next."""
 
-import json
 import random
 from typing import Any
 
@@ -16,21 +15,12 @@ from engine.shared.config import BUNDLED_MODEL
 from engine.shared.messages import (
     ChoiceGrammar,
     GrammarSpec,
-    JsonSchemaGrammar,
     RegexGrammar,
     SamplingParams,
 )
 
 TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
 EOS = {0, 2}
-PERSON = json.dumps(
-    {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [1, 22, 333]}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-)
 
 
 def tokens(text: str) -> list[int]:
@@ -63,18 +53,6 @@ def write(table: GrammarTable, slot: int, rng: random.Random) -> str:
     raise AssertionError("the grammar did not end")
 
 
-def test_whatever_is_drawn_fits_the_grammar(table: GrammarTable) -> None:
-    start(table, 3, JsonSchemaGrammar(PERSON))
-    start(table, 1, ChoiceGrammar(("yes", "no", "perhaps")))
-    for seed in range(20):
-        start(table, 3, JsonSchemaGrammar(PERSON))
-        start(table, 1, ChoiceGrammar(("yes", "no", "perhaps")))
-        person = json.loads(write(table, 3, random.Random(seed)))
-        assert len(person["name"]) <= 8
-        assert person["age"] in (1, 22, 333)
-        assert write(table, 1, random.Random(seed)) in ("yes", "no", "perhaps")
-
-
 def test_rows_without_grammar_have_no_mask(table: GrammarTable) -> None:
     start(table, 0, None)
     start(table, 1, RegexGrammar("a"))
@@ -82,12 +60,6 @@ def test_rows_without_grammar_have_no_mask(table: GrammarTable) -> None:
     masks = table.masks([0, 1, 2])
     assert masks is not None
     assert masks.rows.tolist() == [1]
-
-
-def test_output_so_far_is_followed_when_a_slot_is_taken(table: GrammarTable) -> None:
-    start(table, 0, RegexGrammar("abc[xyz]"), output="abc")
-    allowed = {TOKENIZER.decode([token]) for token in table.choices([0])[0][0]}
-    assert allowed == {"x", "y", "z"}
 
 
 def test_output_that_does_not_fit_ends_with_an_error(table: GrammarTable) -> None:
@@ -188,37 +160,6 @@ def test_masks_know_when_only_some_tokens_are_left() -> None:
     assert not masks.allows_only(5, np.array([0, 2])), "the row has no mask"
     assert not masks.allows_only(9, np.array([0, 2]))
     assert np.flatnonzero(masks.allowed(64)[1]).tolist() == [63]
-
-
-def explode(table: GrammarTable, slot: int, rng: random.Random) -> str:
-    """Draw at random until the slot stalls; return why."""
-    for _ in range(300):
-        token_id = rng.choice(table.choices([slot])[slot][0])
-        ends = table.advance([slot], [token_id])
-        if ends.stalls:
-            return str(ends.stalls[slot])
-        assert not ends.reasons
-    raise AssertionError("the grammar came to no limit")
-
-
-def test_who_comes_to_a_shared_limit_stalls_until_the_grammar_is_compiled_anew(
-    table: GrammarTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.shared.matchers._LEXER_STATES", 2000)
-    spec = RegexGrammar("[a-z ,.;A-Z]*[aeiou][a-z ,.;A-Z]{60}")
-    start(table, 0, spec)
-    shared = table.ask(spec)
-    assert "too many states" in explode(table, 0, random.Random(1))
-    masks = table.masks([0])
-    assert masks is not None, "whatever is drawn in a step in flight does not count"
-    assert "too many states" in str(table.advance([0], [7]).stalls[0])
-    fresh = table.ask(spec)
-    assert fresh is not shared, "the next request gets a new one too"
-    fresh.wait()
-    table.assign(0, fresh)
-    start(table, 0, spec, output="the same")
-    assert table.choices([0])[0][0]
-    assert table.advance([0], tokens("x")) == ({}, {}, {})
 
 
 def test_a_token_that_the_grammar_forbids_is_an_error_and_compiles_nothing(

@@ -130,25 +130,10 @@ def test_a_welcome_of_a_restarted_coordinator_moves_the_clock_and_starts_nothing
     assert wave.next_action(False, IDLE) == Park()
 
 
-@pytest.mark.parametrize("stamp", [0, 1, 2])
-def test_a_request_starts_a_paused_engine_whatever_its_stamp(stamp: int) -> None:
-    wave = paused(rank=1)
-    wave.request_received(stamp)
-    assert asked(wave, has_work=True).has_work
-    assert wave.take_reports() == [StartWave(1, 7, max(1, stamp))]
-
-
 def test_a_request_that_was_aborted_in_the_same_drain_starts_nothing() -> None:
     wave = paused()
     wave.request_received(1)
     assert wave.next_action(False, IDLE) == Park()
-
-
-def test_an_order_starts_a_paused_engine() -> None:
-    wave = paused(rank=1)
-    wave.start_ordered(StartDpWave(4, 0))
-    assert asked(wave).wave == 4
-    assert wave.take_reports() == [StartWave(1, 7, 4)]
 
 
 def test_an_order_of_an_earlier_wave_or_another_topology_starts_nothing() -> None:
@@ -179,12 +164,6 @@ def test_an_engine_that_nobody_joins_asks_again() -> None:
 
 
 # -- stepping ------------------------------------------------------------------------------------
-
-
-def test_an_engine_without_work_takes_dummy_steps_while_a_peer_has_some() -> None:
-    wave = running()
-    gather(wave, peer_works=1)
-    assert wave.next_action(False, IDLE) == Step(0, (IDLE, IDLE))
 
 
 def test_a_step_carries_the_loads_of_all_ranks() -> None:
@@ -223,26 +202,6 @@ def test_every_collective_has_its_own_tag() -> None:
 # -- stopping ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rank", "reports"), [(0, [WaveComplete(0, 7, 1)]), (1, [])])
-def test_a_group_without_work_pauses_and_rank_0_says_so(
-    rank: int, reports: list[WaveComplete]
-) -> None:
-    wave = running(rank)
-    gather(wave, has_work=True)
-    take_step(wave)
-    gather(wave)
-    assert (wave.phase, wave.wave, wave.step) == (Phase.PAUSED, 2, 0)
-    assert wave.take_reports() == reports
-
-
-def test_a_request_that_arrives_in_the_pausing_step_starts_the_next_wave() -> None:
-    wave = running()
-    gather(wave)
-    wave.request_received(1)
-    assert asked(wave, has_work=True).wave == 2
-    assert wave.take_reports() == [WaveComplete(0, 7, 1), StartWave(0, 7, 2)]
-
-
 def test_a_larger_wave_is_taken_over_while_running_and_said() -> None:
     wave = running(rank=1)
     gather(wave, has_work=True, wave=40)
@@ -253,74 +212,7 @@ def test_a_larger_wave_is_taken_over_while_running_and_said() -> None:
 # -- holding -------------------------------------------------------------------------------------
 
 
-def held() -> EngineWave:
-    wave = paused(rank=1)
-    wave.pause_requested()
-    gather(wave)
-    wave.take_reports()
-    assert wave.held
-    return wave
-
-
-def test_a_hold_of_an_idle_group_needs_one_gather() -> None:
-    wave = paused()
-    wave.pause_requested()
-    assert asked(wave).hold_epoch == 1
-    gather(wave)
-    assert wave.held
-    assert wave.take_reports() == [StartWave(0, 7, 1, 1), WaveComplete(0, 7, 1, 1)]
-
-
-def test_one_ranks_wish_holds_the_others() -> None:
-    wave = running()
-    gather(wave, has_work=True, hold_epoch=1)
-    assert wave.held
-    assert wave.next_action(True, IDLE) == Park(), "requests are kept"
-
-
-def test_a_held_engine_obeys_newer_operations_only() -> None:
-    wave = held()
-    wave.start_ordered(StartDpWave(99, -1, 1))
-    assert wave.next_action(True, IDLE) == Park()
-    wave.start_ordered(StartDpWave(99, -1, 2))
-    assert asked(wave, has_work=True).hold_epoch == 2
-
-
-def test_repeated_and_late_operations_change_nothing() -> None:
-    wave = held()
-    wave.pause_requested()
-    wave.pause_requested(1)
-    assert wave.next_action(True, IDLE) == Park()
-    wave.resume_requested()
-    wave.resume_requested()
-    wave.pause_requested(1)
-    assert asked(wave).hold_epoch == 2
-
-
-# -- regrouping ---------------------------------------------------------------------------------
-
-
-def test_a_regrouped_engine_keeps_its_clocks_and_starts_over() -> None:
-    wave = running()
-    gather(wave, has_work=True)
-    take_step(wave)
-    wave.regroup(1)
-    own = asked(wave, has_work=True)
-    assert (own.topology, own.tag, own.step, own.wave) == (1, 0, 0, 1)
-    gather(wave, has_work=True)
-    assert wave.take_reports() == [StartWave(0, 7, 1, 0, 1)]
-
-
 # -- groups that are lost --------------------------------------------------------------------------
-
-
-def test_a_rank_without_a_group_parks_whatever_it_is_told() -> None:
-    wave = EngineWave(rank=0, incarnation=7, phase=Phase.APART)
-    wave.start_ordered(StartDpWave(3, -1))
-    wave.request_received(4)
-    assert wave.next_action(True, BUSY) == Park()
-    assert wave.take_reports() == []
-    assert (wave.wave, wave.running) == (4, False)
 
 
 def test_a_step_that_was_given_up_is_followed_by_the_forming_of_a_new_group() -> None:
@@ -374,38 +266,3 @@ def test_a_step_is_gathered_for_and_launched_while_one_runs() -> None:
                 assert drains
                 wave.landed()
     assert done == ["Step", "Gather", "Step", "Land", "Gather", "Step", "Land", "Gather"]
-
-
-@pytest.mark.parametrize("hold_epoch", [0, 1])
-def test_a_wave_ends_in_the_gather_after_the_steps_in_flight(hold_epoch: int) -> None:
-    wave = overlapped()
-    wave.launched()
-    gather(wave, has_work=bool(hold_epoch), hold_epoch=hold_epoch)
-    assert (wave.running, wave.take_reports()) == (True, [])
-    assert wave.next_action(True, IDLE) == Land(drains=False), "all come to the gather as judged"
-    wave.landed()
-    assert asked(wave).step == 1
-    gather(wave, has_work=bool(hold_epoch))
-    assert wave.phase is (Phase.HELD if hold_epoch else Phase.PAUSED)
-    assert wave.take_reports() == [WaveComplete(0, 7, 0, hold_epoch)]
-
-
-def test_a_group_that_has_work_again_before_its_wave_ends_goes_on() -> None:
-    wave = overlapped()
-    wave.launched()
-    gather(wave)
-    wave.landed()
-    gather(wave, peer_works=1)
-    assert wave.running
-    assert wave.next_action(False, IDLE) == Step(1, (IDLE, IDLE))
-
-
-def test_steps_in_flight_are_given_up_with_the_group() -> None:
-    wave = overlapped()
-    wave.launched()
-    wave.group_lost()
-    wave.regroup(3)
-    gather(wave, has_work=True)
-    assert isinstance(wave.next_action(True, IDLE), Step)
-    wave.launched()
-    assert isinstance(wave.next_action(True, IDLE), Gather), "only one is in flight"

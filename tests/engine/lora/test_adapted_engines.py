@@ -240,7 +240,6 @@ def alone(root: Path) -> Any:
     "settings",
     [
         {"num_blocks": 34},
-        {"async_scheduling": True},
         {"speculative_ngram": 4},
         {"max_loras": 1, "async_scheduling": True, "num_blocks": 40},
         {"batch_invariant": True},

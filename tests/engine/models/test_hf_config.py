@@ -58,12 +58,6 @@ def test_generation_config_decides_about_endings() -> None:
     assert spec(eos_token_id=5, generation={"eos_token_id": [7, 5]}).eos_token_ids == (7, 5)
 
 
-def test_families_differ_in_biases_and_norms() -> None:
-    qwen2, qwen3 = spec("Qwen2"), spec("Qwen3", attention_bias=True)
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, "none")
-    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (True, True, "head")
-
-
 def test_windows_per_layer() -> None:
     assert spec("Mistral", sliding_window=30).windows == (30,) * 4
     assert spec("Qwen2", sliding_window=30).windows == (None,) * 4
@@ -71,34 +65,6 @@ def test_windows_per_layer() -> None:
     assert spec("Qwen2", max_window_layers=3, **some).windows == (None, None, None, 30)
     kinds = ["sliding_attention", "full_attention"] * 2
     assert spec("Qwen3", layer_types=kinds, **some).windows == (30, None, 30, None)
-
-
-def test_sparse_layers_of_qwen3_moe() -> None:
-    moe = spec(
-        "Qwen3Moe",
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        decoder_sparse_step=2,
-        mlp_only_layers=[3],
-    ).moe
-    assert moe is not None
-    assert moe.layers == (False, True, False, False)
-    assert (moe.num_experts, moe.intermediate_size, moe.normalize_weights) == (8, 16, False)
-
-
-def test_every_other_layer_of_gpt_oss_slides() -> None:
-    read = spec("GptOss", num_local_experts=8, num_experts_per_tok=2, attention_bias=True)
-    assert read.windows == (128, None) * 2
-    assert spec("GptOss", num_local_experts=8, num_experts_per_tok=2, sliding_window=9).windows == (
-        (9, None) * 2
-    )
-    assert read.attention_sinks
-    assert read.output_bias
-    assert read.clamp is not None
-    assert (read.clamp.limit, read.clamp.slope) == (7.0, 1.702)
-    assert read.moe is not None
-    assert (read.moe.bias, read.moe.is_mxfp4, read.moe.intermediate_size) == (True, False, 96)
 
 
 def test_yarn_stretches_the_stated_length() -> None:

@@ -198,9 +198,8 @@ def generate(
     return tokens
 
 
-@pytest.mark.parametrize("pattern", ["[a-z]{3,5}-[0-9]{2}", "(ab|ba){3,8}"])
-def test_a_real_model_follows_grammars_with_overlap_and_with_drafts(pattern: str) -> None:
-    spec = RegexGrammar(pattern)
+def test_a_real_model_follows_grammars_with_overlap_and_with_drafts() -> None:
+    spec = RegexGrammar("(ab|ba){3,8}")
     tokens = generate(spec)
     assert generate(spec, async_scheduling=True) == tokens
     assert generate(spec, speculative_ngram=4, prompt_lookup_min=1) == tokens

@@ -285,7 +285,7 @@ def test_the_bundled_model_says_the_same_in_bfloat16() -> None:
     answers, _ = serve(BUNDLED_MODEL, requests, dtype="bfloat16")
     num_equal = 0
     for each, answer in zip(prompts, answers, strict=True):
-        expected = Checkpoint(BUNDLED_MODEL, reference).greedy(each, 64)
+        expected = Checkpoint(BUNDLED_MODEL, reference).greedy(each, 64, answer.tokens)
         differing = [i for i in range(64) if answer.tokens[i] != expected[i]]
         num_equal += not differing
         if differing:
@@ -295,20 +295,6 @@ def test_the_bundled_model_says_the_same_in_bfloat16() -> None:
             step = 2.0 ** (largest.abs().max().log2().floor() - 7)
             assert (largest[0] - largest[1]).abs() < step
     assert num_equal >= len(TEXTS) // 4  # processors differ in which ties they break
-
-
-def test_dummy_weights_depend_on_the_seed_only(
-    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
-) -> None:
-    directory = checkpoint("qwen3-moe").directory
-
-    def logits(seed: int) -> torch.Tensor:
-        engine = driver(directory, load_format="dummy", seed=seed)
-        engine.start(0, prompt(10))
-        return engine.logits({0: 10})
-
-    assert torch.equal(logits(1), logits(1))
-    assert not torch.equal(logits(1), logits(2))
 
 
 def test_unused_blocks_hold_zeros(checkpoint: SaveModel, driver: LoadDriver) -> None:

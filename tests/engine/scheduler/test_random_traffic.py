@@ -299,7 +299,7 @@ def test_nobody_is_preempted_who_is_in_the_draft_already(
     traffic = Traffic(make_rig)
     traffic.start(22, 2, 8, 24, False, depth, policy)
     rig = traffic.rig
-    for _ in range(1500):
+    for _ in range(500):
         if rig.scheduler.gauges().waiting < 6:
             alone = 2 if rng.random() < 0.2 else 0
             tenant = rng.choice([0, 0, 0, 1, 2])
@@ -307,5 +307,5 @@ def test_nobody_is_preempted_who_is_in_the_draft_already(
             priority = rng.randrange(2)
             traffic.add(0, length, most, True, 0, None, 0, priority, None, tenant, alone)
         traffic.step(UNLIMITED)
-    assert rig.scheduler.counters.preemptions > 50
+    assert rig.scheduler.counters.preemptions > 20
     traffic.finish()

@@ -72,7 +72,7 @@ MANY = entry(b"k", ARRAY, struct.pack("<IQ", BOOL, 1 << 20) + bytes(1 << 20))
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"head": b"PK\x03\x04" + bytes(20)}, "no GGUF file"),
+        ({"head": b"PK\x03\x04" + bytes(20)}, "not a GGUF file"),
         ({"head": b"GGUF" + struct.pack("<IQQ", 1, 0, 0)}, "version 1"),
         ({"head": b"GGUF" + struct.pack(">IQQ", 3, 0, 0)}, "little-endian"),
         ({"head": b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0)}, "tensors"),

@@ -36,7 +36,7 @@ def test_a_plugin_that_fails_is_named_with_its_package_and_the_reason(site: Path
         load_plugin("swell.tests", "broken", "--test", instance_of(int))
     with pytest.raises(BadPlugin, match=f"--test gone: .*{package}.*AttributeError.*GONE"):
         load_plugin("swell.tests", "gone", "--test", instance_of(int))
-    with pytest.raises(BadPlugin, match="TypeError: it is no str but int"):
+    with pytest.raises(BadPlugin, match="TypeError: expected str, got int"):
         load_plugin("swell.tests", "number", "--test", instance_of(str))
     with pytest.raises(BadPlugin, match="KeyError: 'inside'"):
         load_plugin("swell.tests", "fails", "--test", lambda found: found())

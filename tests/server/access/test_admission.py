@@ -307,10 +307,6 @@ class TestOverHttp:
             assert http.complete()["choices"]
             assert http.chat()["choices"]
 
-    def test_without_engines_the_answer_is_503(self, http: Any, engines: Any) -> None:
-        engines.ready = False
-        assert http.post("/v1/completions", {"prompt": "a"}).status_code == 503
-
 
 @pytest.mark.parametrize("amounts", [(2**62, 1), (1, 2**62), (10**30, 1), (1, 10**30), (-1, 0)])
 def test_an_impossible_amount_changes_nothing(tmp_path: Path, amounts: tuple[int, int]) -> None:

@@ -110,10 +110,6 @@ def test_max_completion_tokens_wins(http: Any, engines: Any) -> None:
     assert engines.streams[0].sampling.max_tokens == 5
 
 
-def test_plain_text_without_tools_may_be_asked_for(http: Any) -> None:
-    http.chat(response_format={"type": "text"}, tools=None, tool_choice="none")
-
-
 def test_refusals_of_earlier_turns_are_what_the_assistant_said(http: Any, engines: Any) -> None:
     question = {"role": "user", "content": "why?"}
     expected = None

@@ -99,6 +99,15 @@ def add_call(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
     calls[-1]["arguments"] += delta["function"]["arguments"]
 
 
+def answered(http: Any, streamed: bool, **fields: Any) -> dict[str, Any]:
+    """Return a message, whole or added up, with the functions that it calls."""
+    if streamed:
+        return added_up(http.stream("/v1/chat/completions", {"messages": [USER], **fields}))[0]
+    message: dict[str, Any] = http.chat(**fields)["choices"][0]["message"]
+    calls = [call["function"] for call in message.pop("tool_calls", ())]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
 def test_a_call_is_answered_as_one(http: Any, engines: Any) -> None:
     engines.script = engines.answer(CALL)
     (choice,) = http.chat(tools=[WEATHER])["choices"]
@@ -139,14 +148,9 @@ def test_a_forced_call_that_is_cut_off_shows_no_markup(
     if not num_calls:
         text = '<tool_call>\n{"na' if tagged else '[{"na'
     engines.script = engines.answer(text)
-    fields = {"tools": [WEATHER], "tool_choice": "required"}
-    if streamed:
-        body = {"messages": [USER], **fields}
-        message, _ = added_up(http.stream("/v1/chat/completions", body))
-    else:
-        message = http.chat(**fields)["choices"][0]["message"]
+    message = answered(http, streamed, tools=[WEATHER], tool_choice="required")
     assert not message.get("content")
-    assert len(message.get("tool_calls") or []) == num_calls
+    assert len(message.get("tool_calls", ())) == num_calls
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -296,15 +300,8 @@ def test_a_call_of_a_model_that_does_not_think_is_a_call(
 ) -> None:
     """Also where the format says that all answers begin inside the reasoning."""
     engines.script = engines.answer(CALL)
-    fields = {"tools": [WEATHER, NOW], "tool_choice": choice, "max_tokens": 200}
-    if streams:
-        body = {"messages": [USER], **fields}
-        message, _ = added_up(http.stream("/v1/chat/completions", body))
-        calls = message["tool_calls"]
-    else:
-        message = http.chat(**fields)["choices"][0]["message"]
-        calls = [call["function"] for call in message["tool_calls"]]
-    assert calls == [{"name": "get_weather", "arguments": '{"city": "Oslo"}'}]
+    message = answered(http, streams, tools=[WEATHER, NOW], tool_choice=choice, max_tokens=200)
+    assert message["tool_calls"] == [{"name": "get_weather", "arguments": '{"city": "Oslo"}'}]
     assert not message.get("reasoning_content")
     assert not message.get("content")
     sampling = engines.streams[-1].sampling

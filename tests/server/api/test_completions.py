@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from server.router.generation_client import NoEngineAvailable, NoSuchEngine
+from server.router.generation_client import NoEngineAvailable
 
 TEXT = "hello 你好 world, a stream of 🙂🙂"
 
@@ -66,12 +66,6 @@ def test_defaults_and_parameters_reach_the_engine(http: Any, engines: Any) -> No
     assert (sampling.repetition_penalty, sampling.min_tokens, sampling.ignore_eos) == (1.5, 2, True)
     assert (sampling.stop_token_ids, sampling.logit_bias) == ((3,), {4: -100})
     assert stream.priority == 9
-
-
-def test_null_means_the_default(http: Any, engines: Any) -> None:
-    names = ["max_tokens", "temperature", "top_p", "n", "stream", "stop", "seed", "logprobs"]
-    http.complete(**dict.fromkeys(names))
-    assert engines.streams[0].sampling.max_tokens == 16
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -282,19 +276,6 @@ def test_echoed_token_ids_are_in_the_text_where_their_offsets_say(
         if not token.startswith("bytes:") and token != "<|eos|>":
             assert first["text"][offset:].startswith(token)
     assert http.complete(prompt=prompt, echo=True)["choices"][0]["text"].startswith("<|user|>the")
-
-
-@pytest.mark.parametrize("rank", ["339", "999999"])
-def test_a_rank_that_no_engine_has_is_no_reason_to_try_again(
-    http: Any, engines: Any, rank: str
-) -> None:
-    engines.script = lambda _: [NoSuchEngine(f"there is no engine {rank}")]
-    response = http.post(
-        "/v1/completions", {"prompt": "hello"}, headers={"X-data-parallel-rank": rank}
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "X-data-parallel-rank"
-    assert "retry-after" not in response.headers
 
 
 def test_the_best_beams_are_answered_best_first(http: Any, engines: Any) -> None:

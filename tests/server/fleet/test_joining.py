@@ -51,7 +51,7 @@ def test_ranks_that_were_given_are_kept_and_later_engines_get_free_ones() -> Non
     ("nodes", "coordinator", "named"),
     [
         (NodesConfig(headless=True), None, "--headless needs --data-parallel-address"),
-        (NodesConfig(data_parallel_address="a"), "b:1", "give one of them"),
+        (NodesConfig(data_parallel_address="a"), "b:1", "give only one"),
     ],
 )
 def test_contradictions_are_named(nodes: NodesConfig, coordinator: str | None, named: str) -> None:

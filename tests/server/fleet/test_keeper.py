@@ -15,7 +15,7 @@ from rich.console import Console
 
 from engine.shared.messages import ControlQuery, RestartEngines, ScaleEngines
 from server.fleet.child import Child, watch_children_without_threads
-from server.fleet.keeper import Keeper, Restarts, Role, StartupFailed
+from server.fleet.keeper import Keeper, Role, StartupFailed
 from server.fleet.scaling import EngineScaler
 from tests.support.waiting import PATIENCE, until_async
 
@@ -128,9 +128,7 @@ async def test_no_process_to_be_had_at_the_first_start_fails_it_with_the_reason(
 @pytest.mark.parametrize(
     "failure",
     [
-        BlockingIOError(11, "Resource temporarily unavailable"),
         OSError(12, "Cannot allocate memory"),
-        MemoryError(),
         RuntimeError("can't start new thread"),
     ],
     ids=repr,
@@ -268,20 +266,6 @@ async def test_an_engine_that_can_only_be_alone_gets_no_second_one(role: Role) -
     await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
     assert (made, scaling.handle(ControlQuery()).error) == ([0], None)
     task.cancel()
-    await stop(kept, role)
-
-
-async def test_a_replacement_waits_for_an_interpreter_that_is_missing(role: Role) -> None:
-    failures = [OSError(2, "No such file or directory")]
-
-    def prepare() -> None:
-        if failures:
-            raise failures.pop()
-
-    kept = keeper(prepare=prepare)
-    role.restarts = Restarts(proven=True)
-    kept.fill(role)
-    await kept.until_ready([role])
     await stop(kept, role)
 
 

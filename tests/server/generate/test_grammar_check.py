@@ -14,6 +14,7 @@ from server.errors import ApiError
 from server.generate import grammar_check
 from server.generate.grammar_check import GrammarCheck
 from server.generate.grammar_process import Check, Found, GrammarText
+from server.helper_process import HelperProcess
 from tests.support.waiting import PATIENCE
 
 COSTLY: dict[str, dict[str, Any]] = {
@@ -21,6 +22,11 @@ COSTLY: dict[str, dict[str, Any]] = {
     "patternProperties": {f"^(a+)+{number}$": {} for number in range(60)},
 }
 """Takes ten seconds and more."""
+
+
+@pytest.fixture(autouse=True)
+def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "HelperProcess", HelperProcess)
 
 
 def have_checked(monkeypatch: pytest.MonkeyPatch, check: Callable[[str], object]) -> None:

@@ -45,34 +45,6 @@ def test_limits_on_tokens_reach_the_engine(http: Any, engines: Any, endpoint: st
     assert (sampling.allowed_token_ids, sampling.bad_words) == (None, ())
 
 
-@BOTH
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("allowed_token_ids", []),
-        ("allowed_token_ids", [10**8]),
-        ("allowed_token_ids", [-1]),
-        ("bad_words", ["fine", "  "]),
-        ("bad_words", "word"),
-        ("prompt_logprobs", 6),
-        ("prompt_logprobs", -2),
-    ],
-)
-def test_wrong_values_are_named(http: Any, endpoint: str, field: str, value: Any) -> None:
-    response = http.post(endpoint, body(endpoint, **{field: value}))
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["param"].split(".")[0].split("[")[0] == field
-    assert error["type"] == "invalid_request_error"
-
-
-@BOTH
-def test_scores_of_a_prompt_are_not_streamed(http: Any, endpoint: str) -> None:
-    response = http.post(endpoint, body(endpoint, prompt_logprobs=1, stream=True))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "prompt_logprobs"
-
-
 def test_scores_of_a_prompt_are_by_token_id(http: Any, engines: Any) -> None:
     found = http.complete(prompt=[[5, 6, 7], [8, 9]], prompt_logprobs=2)["choices"]
     assert [len(choice["prompt_logprobs"]) for choice in found] == [3, 2]

@@ -163,9 +163,9 @@ def test_what_is_made_in_the_background_holds_its_body_until_it_ends_or_needs_it
 
     async def send(message: Any) -> None: ...
 
-    answered, detached = (Call(scope, receive, send, limits) for _ in range(2))
+    answered = Call(scope, receive, send, limits)
     asyncio.run(answered.read())
-    answered.hand_over(detached)
+    detached = answered.detached(send)
     answered.release()
     with pytest.raises(NoRoomForBody):
         budget.keep(PIECE)

@@ -1,4 +1,3 @@
-import asyncio
 from typing import Any
 
 import pytest
@@ -19,51 +18,17 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": 2.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"min_p": 2}, "min_p"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"presence_penalty": 2.5}, "presence_penalty"),
-        ({"frequency_penalty": -2.5}, "frequency_penalty"),
-        ({"n": 0}, "n"),
         ({"n": 1000}, "n"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": "5"}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"max_tokens": 10**30}, "max_tokens"),
-        ({"logprobs": -1}, "logprobs"),
-        ({"logprobs": 6}, "logprobs"),
-        ({"best_of": 1, "n": 2}, "best_of"),
-        ({"best_of": 2, "stream": True}, "best_of"),
         ({"suffix": "after"}, "suffix"),
-        ({"seed": 2**63}, "seed"),
-        ({"stop": ["x"] * 129}, "stop"),
-        ({"stop": ""}, "stop"),
         ({"stop": ["a", 5]}, "stop[1]"),
-        ({"min_tokens": 20}, "min_tokens"),
-        ({"stop_token_ids": [10**9]}, "stop_token_ids"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
-        ({"logit_bias": {"five": 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": 5}, "stream_options"),
-        ({"stream": "yes"}, "stream"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt[0]"),
         ({"prompt": ["hello", 5]}, "prompt[1]"),
         ({"prompt": [5, -1]}, "prompt[1]"),
-        ({"prompt": [10**9]}, "prompt"),
         ({"prompt": ["hello"] * 100, "n": 100}, "prompt"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"request_id": "two words"}, "request_id"),
     ],
 )
 def test_wrong_fields_are_named(
@@ -189,26 +154,3 @@ def test_failures_in_a_stream_are_an_event_before_the_end(
     assert chunks
     assert failure["error"]["type"] == "server_error"
     assert engines.streams[0].closed.is_set()
-
-
-def test_too_large_a_body_is_refused(app: Any) -> None:
-    sent: list[dict[str, Any]] = []
-    part = b"x" * 2**22
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": part, "more_body": True}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/completions",
-        "raw_path": b"/v1/completions",
-        "query_string": b"",
-        "root_path": "",
-        "headers": [],
-    }
-    asyncio.run(app(scope, receive, send))
-    assert sent[0]["status"] == 413

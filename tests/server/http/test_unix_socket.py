@@ -52,6 +52,6 @@ def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
 def test_another_file_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "precious.txt"
     path.write_text("precious")
-    with pytest.raises(FileExistsError, match="no socket"):
+    with pytest.raises(FileExistsError, match="not a socket"):
         listen_unix(path, 1)
     assert path.read_text() == "precious"

@@ -41,7 +41,7 @@ from engine.shared.messages import (
 from engine.shared.transport import Transport
 from server.router import engine_client
 from server.router.engine_client import EngineClient
-from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
+from server.router.generation_client import NoEngineAvailable
 from server.router.router import Router
 from server.router.routing import LeastLoaded
 from server.router.token_stream import RequestStream
@@ -342,29 +342,6 @@ async def test_requests_go_to_both_engines_and_come_back_merged(tmp_path: Path) 
         assert not w.router.delivery.in_flight
 
 
-async def test_a_request_to_paused_engines_comes_with_a_wake_up_notice(tmp_path: Path) -> None:
-    async with world(tmp_path) as w:
-        engine = await w.one_engine()
-        w.submit("a", [1], GREEDY)
-        assert w.notices == [WakeUp(0, 0, 3)]
-        w.publish(engine, running=True)
-        assert w.counts.wakes == 1
-        w.submit("b", [1], GREEDY)
-        assert len(w.notices) == 1
-
-
-async def test_closing_an_unfinished_stream_aborts_it_once(tmp_path: Path) -> None:
-    async with world(tmp_path) as w:
-        engine = await w.one_engine()
-        stream = w.submit("a", [1], GREEDY)
-        stream.close()
-        stream.close()
-        request = await engine.receive()
-        assert await engine.receive() == AbortRequests([request.id])  # type: ignore[union-attr]
-        assert engine.silent()
-        assert not w.router.delivery.in_flight
-
-
 @pytest.mark.parametrize("how", ["last words", "view", "unreachable"])
 async def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(
     tmp_path: Path, how: str
@@ -426,37 +403,6 @@ async def test_a_moved_request_weighs_with_all_its_tokens(tmp_path: Path) -> Non
         assert (load.requests, load.prefill_tokens) == (1, moved.num_tokens) == (1, 5)
 
 
-async def test_late_outputs_of_an_engine_given_up_for_dead_are_dropped(tmp_path: Path) -> None:
-    async with world(tmp_path) as w:
-        engines = await w.two_engines()
-        stream = w.submit("a", [1], GREEDY)
-        old, new = engines[stream.request.rank], engines[1 - stream.request.rank]
-        request = await old.receive()
-        assert isinstance(request, AddRequest)
-        w.publish(new)
-        moved = await new.receive()
-        assert isinstance(moved, AddRequest)
-        old.send(RequestOutput(request.id, [666], "stop"))
-        new.send(RequestOutput(moved.id, [5], "stop"))
-        assert (await stream.next()).token_ids == [5]
-
-
-async def test_an_engine_that_wrongly_passed_for_dead_is_told_to_drop_what_moved_on(
-    tmp_path: Path,
-) -> None:
-    async with world(tmp_path) as w:
-        engines = await w.two_engines()
-        stream = w.submit("a", [1], GREEDY)
-        silent, other = engines[stream.request.rank], engines[1 - stream.request.rank]
-        request = await silent.receive()
-        assert isinstance(request, AddRequest)
-        w.publish(other)
-        await other.receive()
-        w.publish(*engines)
-        silent.send(RequestOutput(request.id, [666]))
-        assert await silent.receive() == AbortRequests([request.id])
-
-
 async def test_an_engine_that_had_dropped_this_front_end_gets_its_requests_again(
     tmp_path: Path,
 ) -> None:
@@ -474,77 +420,6 @@ async def test_an_engine_that_had_dropped_this_front_end_gets_its_requests_again
         again = await reconnected.receive()
         assert isinstance(again, AddRequest)
         assert (again.request_id, again.output_token_ids) == ("a", [7])
-
-
-async def test_a_request_whose_engines_keep_dying_ends_when_one_dies_of_it_alone(
-    tmp_path: Path,
-) -> None:
-    async with world(tmp_path) as w:
-        first, second = await w.two_engines()
-        stream = w.submit("a", [1], GREEDY)
-        other = second if stream.request.rank == 0 else first
-        w.publish(other)
-        w.publish()
-        for number, rank in enumerate((2, 3), start=1):
-            trial = w.engine(rank, 10 + rank)
-            w.publish(trial)
-            request = await trial.receive()
-            assert isinstance(request, AddRequest)
-            assert request.alone
-            trial.send(alone=request.id)
-            trial.die("boom")
-            await until_async(
-                lambda: stream.request.suspicion.deaths_alone == number,  # noqa: B023
-                "its death is counted",
-            )
-        with pytest.raises(KillsEngines, match="ended 4 engines"):
-            await stream.next()
-        assert not w.router.delivery.in_flight
-
-
-async def test_late_last_words_of_a_predecessor_fail_no_call_of_its_successor(
-    tmp_path: Path,
-) -> None:
-    async with world(tmp_path) as w:
-        await w.one_engine()
-        successor = w.engine(0, 20)
-        w.publish(successor)
-        await until_async(lambda: w.num_open == 1, "one is open")
-        call = asyncio.create_task(w.client.call_utility(0, "info", {}))
-        received = await successor.receive()
-        assert isinstance(received, UtilityCall)
-        successor.outputs.send(encode(EngineDead(0, 10, "the predecessor's")))
-        successor.answer(received.call_id, {"rank": 0})
-        [result] = await call
-        assert result.error is None
-
-
-async def test_a_request_waits_for_a_replacement_when_the_only_engine_dies(tmp_path: Path) -> None:
-    async with world(tmp_path) as w:
-        await w.one_engine()
-        stream = w.submit("a", [1], GREEDY)
-        w.publish()
-        with pytest.raises(NoEngineAvailable):
-            w.submit("b", [1], GREEDY)
-        replacement = w.engine(0, 20)
-        w.publish(replacement)
-        moved = await replacement.receive()
-        assert isinstance(moved, AddRequest)
-        assert (moved.id, moved.request_id) == (stream.request.id, "a")
-
-
-async def test_a_pinned_request_goes_there_or_nowhere(tmp_path: Path) -> None:
-    async with world(tmp_path) as w:
-        await w.two_engines()
-        for _ in range(3):
-            assert w.submit("a", [1], GREEDY, pinned_rank=1).request.rank == 1
-        with pytest.raises(NoSuchEngine, match="engine 5"):
-            w.submit("a", [1], GREEDY, pinned_rank=5)
-        assert w.counts.routed == [(1, "pinned")] * 3
-        w.publish(w.engines[0])  # the other is down, not unknown
-        with pytest.raises(NoEngineAvailable, match="engine 1 cannot serve") as down:
-            w.submit("a", [1], GREEDY, pinned_rank=1)
-        assert not isinstance(down.value, NoSuchEngine)
 
 
 async def test_a_utility_call_gathers_the_answers_of_all_engines(tmp_path: Path) -> None:

@@ -52,28 +52,6 @@ def kinds(actions: list[Action]) -> list[type]:
     return [type(action) for action in actions if type(action).__name__ != "Notify"]
 
 
-def test_a_request_whose_engine_ends_resumes_on_another() -> None:
-    played = Played(10, 11)
-    request = played.request(pinned_rank=None)
-    assert request.engine is not None
-    rank, incarnation = request.engine
-    actions = played.die(rank, incarnation)
-    assert kinds(actions) == [Count, Send]
-    assert request.rank == 1 - rank
-    assert request.suspicion.died_on == {(rank, incarnation)}
-
-
-def test_without_another_engine_it_waits_and_is_placed_when_one_comes() -> None:
-    played = Played(10)
-    request = played.request()
-    assert kinds(played.die(0, 10, now=1.0)) == [Count]
-    assert played.failover.waiting == {request: 1.0}
-    assert played.failover.place_waiting(2.0) == []
-    played.come(2, (0, 20))
-    assert kinds(played.failover.place_waiting(2.0)) == [Send]
-    assert not played.failover.waiting
-
-
 def test_who_waits_too_long_fails() -> None:
     played = Played(10)
     request = played.request()
@@ -149,36 +127,6 @@ def test_an_image_crosses_once_and_again_after_messages_were_lost() -> None:
         Count("mm_cache_queries", 1), Count("mm_cache_hits", 1),
     ]  # fmt: skip
     assert crossing(played.failover.send_again((0, 10), 1.0)) == [[b"pixels"], [b""]]
-
-
-def test_what_died_with_too_many_engines_runs_alone_and_waits_for_its_turn() -> None:
-    played = Played(10, 11, max_resumes=0)
-    first, second = played.request(), played.request()
-    for engine in (first.engine, second.engine):
-        assert engine is not None
-        played.die(*engine)
-    assert list(played.failover.probation.suspects) == [first, second]
-    assert not played.failover.waiting
-    played.come(2, (0, 20), (1, 21))
-    [send] = [a for a in played.failover.begin_trial(0.0) if isinstance(a, Send)]
-    assert isinstance(send.message, AddRequest)
-    assert send.message.alone
-    assert played.failover.begin_trial(0.0) == [], "one at a time"
-
-
-def test_engines_that_end_while_a_request_runs_there_alone_convict_it() -> None:
-    played = Played(10, max_resumes=0)
-    request, other = played.request(), played.request()
-    actions = played.failover.engine_lost(EngineLost(0, 10, alone=request.id), 0.0)
-    assert not [action for action in actions if isinstance(action, Fail)], "somebody may have"
-    assert not other.suspicion.died_on
-    played.come(2, (0, 11))
-    played.failover.begin_trial(0.0)
-    assert request.engine == (0, 11)
-    actions = played.failover.engine_lost(EngineLost(0, 11, alone=request.id), 0.0)
-    [fail] = [action for action in actions if isinstance(action, Fail)]
-    assert fail.request is request
-    assert isinstance(fail.error, KillsEngines)
 
 
 def test_a_silence_that_a_successor_ends_was_a_death() -> None:

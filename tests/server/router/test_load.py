@@ -42,15 +42,6 @@ def test_a_snapshot_does_not_overwrite_what_it_has_not_seen() -> None:
     assert load.prefill_tokens == 20
 
 
-def test_finished_requests_leave_no_count_behind() -> None:
-    known = Known(10)
-    for _ in range(5):
-        known.sent(0, prompt_tokens=10)
-    seen = Received(ME, MY_INCARNATION, requests=5, prompt_tokens=50)
-    known.observe(stats(0, 10, 1, received=(seen,)), now=1.0)
-    assert known.requests() == [0]
-
-
 def test_what_a_restarted_front_end_of_my_number_had_sent_is_not_mine() -> None:
     known = Known(10)
     known.sent(0, prompt_tokens=10)
@@ -65,13 +56,6 @@ def test_older_stats_are_ignored_wherever_they_come_from() -> None:
     known.observe(stats(0, 10, 4, running=9), now=2.0)
     assert known.requests() == [2]
     assert known.members.stats_age(3.0) == {0: 2.0}
-
-
-def test_a_restarted_engine_starts_from_nothing() -> None:
-    known = Known(10)
-    known.sent(0, prompt_tokens=10)
-    known.members.take_view(view(2, entry(0, 20)), now=1.0)
-    assert known.requests() == [0]
 
 
 def test_an_engine_that_was_only_silent_comes_back_with_its_route_and_counts() -> None:
