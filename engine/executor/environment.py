@@ -49,7 +49,7 @@ def load_openmp() -> bool:
     if runtime is None:
         return False
     runtime.omp_get_max_threads()  # starts it; in a fork, on the CPUs of the first start
-    # Its registration file of this process, which would be left behind if that is killed.
+    # Remove its registration file, which would be left behind if this process is killed.
     Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
     return True
 

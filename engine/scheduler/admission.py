@@ -107,8 +107,8 @@ class StepBudget:
     def try_continue(self, wanted: int, *, whole: bool = False) -> int:
         """Reserve up to `wanted` tokens for a partial prefill; 0 means not in this step.
 
-        If `whole`, reserve all or nothing; this can exceed the grant, which might always be
-        smaller.
+        If `whole`, reserve all or nothing; this can exceed the grant, since grants might
+        always be smaller.
         """
         return self._try_prefill(wanted, whole=whole) if self._run_partials else 0
 
@@ -119,7 +119,7 @@ class StepBudget:
     def fits_whole(self, wanted: int) -> bool:
         """Return whether `wanted` tokens are available for a new sequence computed in one step.
 
-        The first one in a step can exceed the grant, which might always be smaller.
+        The first one in a step can exceed the grant, since grants might always be smaller.
         """
         if not self.can_admit or wanted > self.num_tokens:
             return False

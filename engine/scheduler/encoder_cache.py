@@ -66,7 +66,7 @@ class EncoderCache:
         """Digests that cannot be evicted: used in this step, or partly consumed by a sequence."""
         self._pixels: dict[bytes, _Pixels] = {}
         self._largest = 0
-        """Maximum tokens of an image, over the time since any unfinished request had images."""
+        """Maximum tokens per image since unfinished requests last had none."""
         self._step = 0
         self._left = 0
         """Tokens that can still be encoded in the step being planned."""

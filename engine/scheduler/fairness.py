@@ -39,7 +39,7 @@ class Fairness:
         engine: capacity to share.
         max_prefill: maximum prompt tokens per tenant and step while other tenants are present.
         max_slowdown: factor by which a party can lengthen steps for others; None is unlimited.
-        by_priority: whether requests have different priorities.
+        by_priority: whether requests are ordered by priority.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Fairness:
         *,
         short: bool,
     ) -> list[Request]:
-        """Return the running requests to preempt for waiting ones, last in order first.
+        """Return the running requests to preempt for waiting ones, in reverse order.
 
         `short`: waiting requests have no slot, or were skipped by the last plan.
         """
@@ -193,7 +193,7 @@ class Fairness:
         room: Room,
         blocks_needed: Callable[[Request], int],
     ) -> list[Request]:
-        """Return sequences of crowds to preempt for another request's first one, last first.
+        """Return sequences of crowds to preempt for another request's first one.
 
         Running, they would only alternate with it. Return none if it would still not fit.
         """

@@ -82,5 +82,5 @@ class Isolation:
         return [alone] if ready else []
 
     def others(self, running: Collection[Request]) -> Collection[Request]:
-        """Return the candidates for preemption: all but the isolated request, if there are any."""
+        """Return the candidates for preemption: all but the isolated request, or only that."""
         return [each for each in running if each is not self.current] or running

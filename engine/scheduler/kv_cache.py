@@ -148,8 +148,8 @@ class KVCacheManager:
     ) -> Fetch | None:
         """Start reading those blocks of a prompt's prefix that the KV cache lacks.
 
-        `source` is an engine that offers them, in addition to the tiers. None if nothing to wait
-        for.
+        `source` is an engine that offers them, in addition to the tiers. Returns None
+        if there is nothing to wait for.
         """
         limit = (len(token_ids) - 1) // self.block_size
         if self._tiers is None or limit < 1 or not self._tiers.can_fetch(source):

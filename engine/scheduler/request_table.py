@@ -40,7 +40,7 @@ class RequestTable:
     max_num_seqs: int
     max_model_len: int
     by_priority: bool
-    """Whether requests have different priorities."""
+    """Whether requests are ordered by priority."""
     kv: KVCacheManager
     fairness: Fairness
     adapters: AdapterSlots

@@ -77,7 +77,7 @@ class Scheduler:
         Raises:
             ValueError: prompts are to be computed in one step, which cannot hold the longest.
         """
-        # Without a KV cache, a block is just a place in the batch.
+        # Without a KV cache, a block stands for a whole sequence.
         block_size = cache.block_size if executor.has_kv else executor.max_model_len
         lookahead = lookahead_tokens(
             scheduling,
@@ -87,8 +87,7 @@ class Scheduler:
         )
         shape = CacheShape(block_size, executor.cache_windows, lookahead)
         self.max_model_len = shape.longest(executor.num_kv_blocks, executor.max_model_len)
-        """Longest sequence that the model supports and that fits into an otherwise empty KV
-        cache."""
+        """Maximum sequence length that the model supports and that fits into an empty KV cache."""
         check_whole_prompts(scheduling, cache, executor, self.max_model_len)
         counters = EngineCounters() if tiers is None else tiers.counters
         self.counters = counters
@@ -269,7 +268,7 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Preempt all running requests, which are requeued in order, and vacate all slots.
 
-        No plan must be in flight.
+        No plan may be in flight.
         """
         assert not self._in_flight
         for request in self._fairness.in_order(self._books.running.values()):
